@@ -1,0 +1,13 @@
+"""All that a script needs: `from fastdist.all import *`, in place of `from fastai.distributed import *`"""
+import fastai.distributed as _fastai
+
+from fastdist.data import DistributedDL
+from fastdist.parallel import ParallelTrainer
+from fastdist.trainer import DistributedTrainer
+from fastdist.world import get_rank, get_world_size, is_master, rank0_first, setup_distrib, teardown_distrib
+
+__all__ = ['ParallelTrainer', 'DistributedDL', 'DistributedTrainer', 'rank0_first', 'setup_distrib', 'teardown_distrib',
+           'get_rank', 'get_world_size', 'is_master']
+
+# A script may import fastai.distributed as well, before or after: its names are these, as the methods of `Learner` are
+for _nm in _fastai.__all__: setattr(_fastai, _nm, globals()[_nm])

@@ -1,0 +1,35 @@
+"P6: the notebooks in nbs/tutorials/ run in a real kernel, as a user's would"
+import shutil, sys
+from pathlib import Path
+
+import nbformat
+import pytest
+from harness import launched
+
+TUTORIALS = Path(__file__).resolve().parent.parent/'nbs'/'tutorials'
+EXECUTE = [sys.executable, '-c', 'from nbclient.cli import main; main()', '--inplace', '--kernel_name=python3', '--timeout=240']
+
+
+@pytest.fixture(params=sorted(TUTORIALS.glob('*.ipynb')), ids=lambda p: p.stem)
+def tutorial(request): return request.param
+
+
+def test_clean(tutorial):
+    nb = nbformat.read(tutorial, 4)
+    nbformat.validate(nb)
+    for c in nb.cells:
+        if c.cell_type == 'code': assert c.outputs == [] and c.execution_count is None, c.source
+
+
+def test_runs(tutorial, tmp_path):
+    file = shutil.copy(tutorial, tmp_path)
+    # without the OMP_NUM_THREADS that the harness sets: a user's kernel has none, and forked workers depend on it
+    r = launched(['env', '-u', 'OMP_NUM_THREADS', *EXECUTE, file], 270, env={'CUDA_VISIBLE_DEVICES': ''}, cwd=tmp_path)
+    assert r.returncode == 0, f'{r.stdout}\n{r.stderr}'
+    assert not r.left
+    cells = [c for c in nbformat.read(file, 4).cells if c.cell_type == 'code']
+    assert [c.execution_count for c in cells] == list(range(1, len(cells)+1))
+    assert not [o for c in cells for o in c.outputs if o.output_type == 'error']
+    launch, = [c for c in cells if c.source.startswith('notebook_launcher')]
+    assert ''.join(o.get('text', '') for o in launch.outputs).count('valid_loss') == 1  # one table, in the cell
+    assert [p.name for p in tmp_path.iterdir()] == [tutorial.name]

@@ -1,0 +1,103 @@
+"Starting, waiting and failing, on many workers"
+import pytest
+from learners import *
+
+
+def groups_again():
+    "Groups made and left, again and again"
+    import torch.distributed as dist
+    from fastdist.all import get_rank, setup_distrib, teardown_distrib
+    res = []
+    for i in range(6):
+        setup_distrib(); setup_distrib()
+        t = torch.tensor([get_rank()+1.])
+        dist.all_reduce(t)
+        res.append((t.item(), dist.get_backend()))
+        teardown_distrib(); teardown_distrib()
+    return res
+
+
+def test_groups_one_after_another(worlds):
+    for size, total in (2, 3.), (3, 6.):
+        for res in worlds(size)(groups_again): assert res == [(total, 'gloo')]*6
+
+
+def contexts(distrib=True):
+    "Contexts one after another, some of which leave the group"
+    if distrib: import fastdist.all
+    import contextlib
+    learn = quiet(learner(n=22, bs=5))
+    for i in range(4):
+        with (learn.distrib_ctx(split_batches=True, in_notebook=i % 2 == 0) if distrib else contextlib.nullcontext()): learn.fit(1)
+    return weights(learn)
+
+
+def test_contexts_one_after_another(world2):
+    w = contexts(False)
+    for w1 in world2(contexts): assert diff(w, w1) < 2e-7
+
+
+def first(folder):
+    import time
+    from fastdist.all import get_rank, rank0_first
+    def make(name, text='x'):
+        f = Path(folder)/name
+        there = f.exists()
+        if not there:
+            time.sleep(0.5)
+            f.write_text(text)
+        return there
+    return [rank0_first(make, 'a'), rank0_first(partial(make, 'b', text='y')), rank0_first(lambda: get_rank())]
+
+
+def test_rank0_first(world3, tmp_path):
+    assert world3(first, tmp_path) == [[False, False, 0], [True, True, 1], [True, True, 2]]
+
+
+def first_fails():
+    from fastdist.all import get_rank, rank0_first
+    def fail(): raise ValueError('no disk')
+    try: rank0_first(fail)
+    except Exception as e: return type(e).__name__, str(e), rank0_first(get_rank)
+
+
+def test_rank0_first_fails_everywhere(world3):
+    res = world3(first_fails)
+    assert res[0] == ('ValueError', 'no disk', 0)
+    for r in (1, 2): assert res[r][0] == 'RuntimeError' and f'rank {r}: `fail` failed in rank 0' in res[r][1] and 'no disk' in res[r][1] and res[r][2] == r
+
+
+def bad_environment(**env):
+    import fastdist.all
+    old = dict(os.environ)
+    os.environ.update(env)
+    try: fastdist.all.setup_distrib()
+    except Exception as e: return str(e)
+    finally:
+        os.environ.clear()
+        os.environ.update(old)
+
+
+def test_wrong_rank_or_size(world2):
+    assert 'RANK=2 and WORLD_SIZE=2' in world2(bad_environment, RANK='2')[0]
+    assert 'RANK=-1' in world2(bad_environment, RANK='-1')[0]
+    assert "WORLD_SIZE='two' is not an integer" in world2(bad_environment, WORLD_SIZE='two')[0]
+
+
+def late_timeout():
+    from datetime import timedelta
+    from accelerate.utils import InitProcessGroupKwargs
+    import fastdist.all
+    from fastdist.all import teardown_distrib
+    teardown_distrib()  # another test's
+    learn = quiet(learner())
+    args = dict(kwargs_handlers=[InitProcessGroupKwargs(backend='gloo', timeout=timedelta(seconds=77))])
+    with learn.distrib_ctx(**args): pass
+    with learn.distrib_ctx(**args): pass    # the group has it
+    try:
+        with learn.distrib_ctx(kwargs_handlers=[InitProcessGroupKwargs(backend='gloo', timeout=timedelta(seconds=78))]): pass
+    except ValueError as e: return str(e)
+
+
+def test_timeout_that_comes_too_late_is_refused(world2):
+    for o in world2(late_timeout): assert 'cannot take effect' in o and '78' in o
