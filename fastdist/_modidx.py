@@ -49,6 +49,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                'fastdist.data.share': ('data.html#share', 'fastdist/data.py'),
                                'fastdist.data.shared_order': ('data.html#shared_order', 'fastdist/data.py')},
             'fastdist.launch': { 'fastdist.launch._launch': ('launch.html#_launch', 'fastdist/launch.py'),
+                                 'fastdist.launch.first_failure': ('launch.html#first_failure', 'fastdist/launch.py'),
                                  'fastdist.launch.launch_parser': ('launch.html#launch_parser', 'fastdist/launch.py'),
                                  'fastdist.launch.main': ('launch.html#main', 'fastdist/launch.py'),
                                  'fastdist.launch.plan': ('launch.html#plan', 'fastdist/launch.py')},

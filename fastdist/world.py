@@ -16,6 +16,7 @@ import torch, torch.distributed as dist
 from fastai.basics import *
 from accelerate import PartialState
 from accelerate.state import AcceleratorState
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 # %% ../nbs/00_world.ipynb #ae5a0806
 def get_rank():
@@ -236,6 +237,7 @@ def report_failure(e, # The exception that ends this worker's work
     "Leave the traceback of `e` for the other workers, unless one of them has failed in `scope` before"
     if not dist.is_initialized() or get_world_size()==1: return
     text = ''.join(traceback.format_exception(type(e), e, e.__traceback__))
+    get_error_handler().record_exception(e)
     try: _store().compare_set(f'failure/{scope}', '', f'{get_rank()} {text}')
     except Exception: pass # the store has gone with the process that held it; the launcher still ends us all
 
@@ -259,4 +261,5 @@ def failed_elsewhere(e, # The exception that this worker sees
     if int(rank)==get_rank(): return
     res = WorkerFailed(f"rank {get_rank()} stopped because rank {rank} failed:\n{text}")
     res.__suppress_context__ = True # e only says that a connection is gone
+    get_error_handler().record_exception(res) # this process may be gone before the one that failed, and the launcher would blame it
     return res

@@ -12,6 +12,14 @@ class Fault(Callback):
     def before_batch(self):
         if get_rank()==1 and self.epoch==1 and self.training: raise ValueError('the first to fail')
 learn.add_cb(Fault())''',
+    # takes its time to leave, so that the others, which it has failed, end before it
+    leaves_last='''
+import atexit
+atexit.register(time.sleep, 3*(get_rank()==1))
+class Fault(Callback):
+    def before_batch(self):
+        if get_rank()==1 and self.epoch==1: raise ValueError('the first to fail')
+learn.add_cb(Fault())''',
     validation='''
 class Fault(Callback):
     def after_pred(self):
