@@ -95,7 +95,12 @@ def _over_store(kwargs, rank, size):
     return {**kwargs, 'store':dist.PrefixStore(name, store), 'rank':rank, 'world_size':size}
 
 # %% ../nbs/00_world.ipynb #d64861d5
-if hasattr(os, 'register_at_fork'): os.register_at_fork(after_in_child=partial(torch.set_num_threads, 1))
+def _before_fork():
+    # gloo's thread takes Python's locks for a moment after each collective; a process forked meanwhile hangs in Python itself (seen in 1 of 15 fits
+    # with loader processes on Python 3.10; with the pause in none of 200)
+    if dist.is_initialized(): time.sleep(0.01)
+
+if hasattr(os, 'register_at_fork'): os.register_at_fork(before=_before_fork, after_in_child=partial(torch.set_num_threads, 1))
 
 # %% ../nbs/00_world.ipynb #e48817c2
 _group = {} # The arguments with which this module made the process group; empty while it has made none
