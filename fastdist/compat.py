@@ -10,6 +10,7 @@ import sys
 
 import fastai.learner
 from fastai.basics import *
+from fastai.callback.mixup import MixUp
 from .world import forget_writes, mark_written, wait_written
 
 # %% ../nbs/01b_compat.ipynb #90dfbe92
@@ -52,3 +53,12 @@ def save_in_this_rank(learn, # `Learner` to save, with its optimizer
     state = dict(model=get_model(learn.model).state_dict(), opt=learn.opt.state_dict())
     torch.save(state, path)
     forget_writes(path)
+
+# %% ../nbs/01b_compat.ipynb #cba8df17
+_mixup = MixUp.before_batch
+
+@patch
+def before_batch(self:MixUp):
+    "Blend the batch with itself in another order; a single sample stays as it is"
+    if self.y.size(0) > 1: return _mixup(self)
+    self.lam,self.yb1 = torch.ones(1, device=self.x.device),tuple(self.learn.yb)

@@ -18,13 +18,14 @@ from fastai.callback.progress import ProgressCallback, ShowGraphCallback
 from fastai.callback.training import GradientAccumulation
 from fastai.data.load import DataLoader as FastaiDataLoader
 from fastprogress.fastprogress import ConsoleMasterBar, ConsoleProgressBar
-from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data import DataLoader as TorchDataLoader, IterableDataset
 
 from .arguments import accelerator_args, check_args, check_launch, not_default, refuse
 from .compat import save_in_this_rank
-from .data import DistributedDL, WorkerRandom, same_data
+from .data import DistributedDL, loaders_in, same_data
 from .metrics import EpochTotals, gather_preds, is_summed, loss_divisor
 from .parallel import ParallelTrainer
+from .rng import WorkerRandom
 from .strategy import GlobalBatchNorm, Replica, Through, broadcast_tensors, check_trainable, same_everywhere, sync_batch_norm, tensors_in
 from .world import *
 
@@ -149,6 +150,7 @@ def _attach_loaders(self:DistributedTrainer):
     learn.dls = shared
     def restore():
         if learn.dls is shared: learn.dls = user
+        for dl in shared.loaders: getattr(dl, 'close', noop)()
         dl = vars(learn).get('dl')
         if isinstance(dl, DistributedDL): learn.dl = dl.dl
         if device is not None and torch.device(device)!=shared._device: # the transforms are shared, and the model goes where fastai would have put it
@@ -162,13 +164,26 @@ def _opt_to(opt, device):
         for k,v in s.items():
             if isinstance(v, Tensor): s[k] = v.to(device)
 
+def _n_batches(dl):
+    try: return len(dl)
+    except TypeError: return None
+
+@patch
+def _can_share(self:DistributedTrainer, dl):
+    "Can evaluation be shared out? Otherwise all workers evaluate all of it, which takes longer, and gives the same numbers"
+    stream = not dl.indexed if isinstance(dl, FastaiDataLoader) else isinstance(dl, TorchDataLoader) and isinstance(dl.dataset, IterableDataset)
+    if stream: return (dl.fake_l if isinstance(dl, FastaiDataLoader) else dl).num_workers==0 # each process would read a stream of its own
+    if not any(o.__name__=='LMDataLoader' for o in type(dl).__mro__): return True
+    saves = any(getattr(cb, o, None) is not None for cb in self.learn.cbs for o in ('save_preds','save_targs')) # one file for each whole batch
+    return dl.bs >= get_world_size() and not saves
+
 @patch
 def _split(self:DistributedTrainer, dl, evaluate, in_fit=False):
     "This worker's part of `dl`. Out of a fit a single batch is evaluated by all: that costs no time, and needs no message (`predict` in rank 0 alone)"
     inner = dl.dl if isinstance(dl, DistributedDL) else dl
-    if evaluate and not isinstance(inner, (FastaiDataLoader,TorchDataLoader)): return inner # a list of batches
+    if evaluate and not isinstance(inner, (FastaiDataLoader,TorchDataLoader)) and not loaders_in(inner): return inner # batches, which all evaluate
     rank,size = get_rank(),get_world_size()
-    if isinstance(inner, FastaiDataLoader) and evaluate and not in_fit and inner.n is not None and len(inner)<=1: rank,size = 0,1
+    if evaluate and (not in_fit and _n_batches(inner) in (0,1) or not self._can_share(inner)): rank,size = 0,1
     if isinstance(dl, DistributedDL) and (dl.evaluate,dl.rank,dl.world_size)==(evaluate,rank,size): return dl
     device = None if self.accelerator.device.type=='cpu' else self.accelerator.device
     return DistributedDL(inner, *((0,1) if size==1 else ()), device=device, split_batches=self.split, evaluate=evaluate)
@@ -203,6 +218,7 @@ def before_fit(self:DistributedTrainer):
         self.attach()
         self.by_fit = True
     if self.accelerator is None: return
+    self.random.restart_if_seeded()
     self.random.enter()
     self.forward_cb.replica.close() # made again at the first batch, from rank 0's weights
 
@@ -228,8 +244,8 @@ def before_train(self:DistributedTrainer):
     self.totals.reset()
 
 def _check_steps(dl):
-    n,bs = dl.n_samples,dl.dl.bs
-    if len(dl)==0 and n>=bs: raise ValueError(
+    n,bs = getattr(dl, 'n', None),getattr(dl, 'bs', None)
+    if n and bs and len(dl)==0 and n>=bs: raise ValueError(
         f"rank {get_rank()}: {n} samples do not fill one global batch of {dl.global_bs} (bs={bs} on each of {dl.world_size} workers) and drop_last=True, "
         "so nothing would be trained: use a smaller bs, or split_batches=True, by which bs is the global batch")
 
@@ -253,16 +269,18 @@ def before_batch(self:DistributedTrainer):
     "Work out what this worker's share of the batch weighs"
     if self.accelerator is None: return
     if not self.training: return self._name_saved_preds()
-    mine,total = self.learn.dl.counts(self.learn.iter)
-    bs = find_bs(self.yb) if len(self.yb) else mine
-    s = self.step = SimpleNamespace(bs=bs, total=total, counts=mine>0, n=float(bs if mine else 0),
-                                    has_loss=False, loss=None, work=None)
-    GlobalBatchNorm.share.counts,GlobalBatchNorm.share.empty = s.counts,total<get_world_size()
+    mine,total,empty = self.learn.dl.counts
+    bs = find_bs(self.yb) if len(self.yb) else mine or find_bs(self.xb)
+    # where it is known, the number of samples: a batch may have several rows for each of them, or have lost some
+    s = self.step = SimpleNamespace(bs=bs, total=total, counts=mine!=0, n=float(bs if mine is None else mine),
+                                    rows=None if total is None else bs*total//max(mine, 1), has_loss=False, loss=None, work=None)
+    GlobalBatchNorm.share.counts,GlobalBatchNorm.share.empty = s.counts,empty
     self.dirty = True
     div = loss_divisor(self.learn.loss_func, self.yb)
-    if div is None: return
-    s.n = float(div) if s.counts else 0.
-    s.all_n = torch.tensor(s.n, dtype=torch.float64, device=self.accelerator.device)
+    if div is None and total is not None: return
+    samples = s.n
+    if div is not None: s.n = float(div) if s.counts else 0.
+    s.all_n = torch.tensor([s.n, samples], dtype=torch.float64, device=self.accelerator.device)
     s.work = dist.all_reduce(s.all_n, async_op=True) # while the forward runs
 
 @patch
@@ -288,12 +306,13 @@ def weigh_loss(self:DistributedTrainer):
     all_n = s.total
     if s.work is not None:
         s.work.wait()
-        all_n = s.all_n.item()
+        all_n,samples = s.all_n.tolist()
+        if s.total is None: s.total = s.rows = int(samples)
     if s.n==0: # not times 0: the mean over nothing is nan
         learn.loss_grad = sum(t.sum() for t in tensors_in(learn.pred) if t.requires_grad)*0.
         return
     scale = world if is_summed(learn.loss_func) else s.n*world/all_n
-    if learn._grab_cbs(GradientAccumulation): scale *= s.total/s.bs # it has multiplied by bs/n_acc
+    if learn._grab_cbs(GradientAccumulation): scale *= s.rows/s.bs # it has multiplied by bs/n_acc
     if scale!=1: learn.loss_grad = learn.loss_grad*scale
 
 @patch
@@ -301,7 +320,7 @@ def before_step(self:DistributedTrainer):
     "Count the samples of all workers where gradients are accumulated"
     if self.accelerator is None: return
     self.forward_cb.replica.check_used()
-    for cb in self.learn._grab_cbs(GradientAccumulation): cb.count += self.step.total-self.step.bs
+    for cb in self.learn._grab_cbs(GradientAccumulation): cb.count += self.step.rows-self.step.bs
 
 @patch
 def after_batch(self:DistributedTrainer):
@@ -334,8 +353,9 @@ def after_train(self:DistributedTrainer):
 def after_validate(self:DistributedTrainer):
     "Put metrics and predictions of all workers together"
     if not self.sharded: return
-    gather_preds(self.learn)
-    self.totals.combine()
+    shared = self.learn.dl.way=='steps'
+    gather_preds(self.learn, shared)
+    self.totals.combine(shared)
 
 @patch
 def _agree_buffers(self:DistributedTrainer):

@@ -151,7 +151,7 @@ def errors():
         with learn.parallel_ctx(): pass
     ctx('parallel in', parallel_in)
     ctx('too few', learn=quiet(learner(n=9, bs=5, drop_last=True)))
-    ctx('torch loader', lambda l: l.validate(dl=torch.utils.data.DataLoader(Items(9), batch_size=2)))
+    ctx('split already', lambda l: l.validate(dl=torch.utils.data.DataLoader(Items(9), batch_size=2, sampler=torch.utils.data.DistributedSampler(Items(9)))))
     unused = nn.ModuleDict(dict(a=nn.Linear(4, 3), b=nn.Linear(1, 1))).double()
     unused.forward = unused['a'].forward
     ctx('unused', learn=quiet(learner(n=9, bs=4, model=lambda: unused)))
@@ -169,7 +169,7 @@ EXPECTED = {
     'view': 'gradient_as_bucket_view=True', 'config': 'dataloader_config.dispatch_batches=True', 'both': 'split_batches=False',
     'no gradients': 'rank {r}: no parameter of Sequential needs a gradient', 'nested': "rank {r}: this learner is in distrib_ctx", 'joined': None,
     'parallel': 'rank {r}: this learner is in parallel_ctx', 'parallel in': 'this learner is in distrib_ctx', 'too few': '9 samples do not fill one global batch of 10',
-    'torch loader': 'is not a fastai DataLoader', 'unused': 'rank {r}: the loss does not depend on b.weight, b.bias', 'unused allowed': None,
+    'split already': 'rank {r}: torch.utils.data.dataloader.DataLoader is split already, by its DistributedSampler', 'unused': 'rank {r}: the loss does not depend on b.weight, b.bias', 'unused allowed': None,
     'launched with fp16': 'mixed_precision=fp16', 'well': None}
 
 
