@@ -112,6 +112,7 @@ def _draw(self:DistributedDL, shuffle=True):
     seeded = pending['seeded'] if pending else self._seeds()
     with shared_order(self._generators(), many and not self._known, pending and pending['rng'], keep=not self._stream) as at: order = self._order(shuffle, seeded)
     if many and not self._known and not self._trusted: _same_order(order, self._nm)
+    if self._seed is None: self._seed = seed_of(pending['epoch']) # that of the processes which were there is not in the state
     self._plan,self._drawn_n = self._deal(order, pending['offset'] if pending else 0),len(order)
     return pending,(at,shuffled,seeded)
 
@@ -123,7 +124,7 @@ def _draw_seed(self:DistributedDL, generator=None):
 @patch
 def _seed_generator(self:DistributedDL):
     "From which torch may draw the seed itself once more"
-    return torch.Generator().manual_seed(self._seed or 0)
+    return torch.Generator().manual_seed(self._seed)
 
 def _same_order(order, nm):
     h = hashlib.sha256()

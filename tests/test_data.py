@@ -142,7 +142,7 @@ def test_torch_loaders(n, bs, size, drop_last, shuffle, split):
 
 
 @pytest.mark.parametrize('split', [True, False])
-@pytest.mark.parametrize('kind', ['fastai', 'torch', 'stream', 'torch_stream', 'batch_sampler', 'weighted', 'language_model', 'processes', 'torch_processes'])
+@pytest.mark.parametrize('kind', ['fastai', 'torch', 'stream', 'torch_stream', 'batch_sampler', 'weighted', 'language_model', 'processes', 'torch_processes', 'torch_persistent'])
 def test_goes_on_in_the_middle(kind, split):
     "In another world the same global batches come, from the very next sample on, and then the same next epoch; the state is one that torch reads without pickle"
     import io
@@ -156,6 +156,7 @@ def test_goes_on_in_the_middle(kind, split):
                     batch_sampler=lambda: TorchDL(list(range(22)), batch_sampler=Bunches(1)),
                     language_model=lambda: LMDataLoader(corpus, bs=bs, seq_len=4, shuffle=True),
                     processes=lambda: TfmdDL(list(range(50)), bs=bs, shuffle=True, num_workers=2), torch_processes=lambda: TorchDL(list(range(50)), batch_size=bs, shuffle=True, num_workers=2),
+                    torch_persistent=lambda: TorchDL(list(range(50)), batch_size=bs, shuffle=True, num_workers=2, persistent_workers=True),
                     weighted=lambda: WeightedDL(list(range(50)), bs=bs, wgts=np.arange(50.), shuffle=True, num_workers=0))[kind]()
     def world(size, state=None):
         dls, at = [], rng_state()
