@@ -205,6 +205,8 @@ def load_state_dict(self:DistributedDL,
     if missing := {'epoch','offset','rng','shuffled','seeded','n','way','world_size','global_bs'}-set(state): raise no(f"{', '.join(sorted(missing))} missing")
     n = None if self._unsized else len(self._expected())
     if state['offset'] and state['n']!=n and not self._unsized: raise no(f"it had {state['n']} samples or batches, this one has {n}")
+    had,have = len(state['rng'][3]),len(self._generators())
+    if had!=have: raise no(f"it had {had} random number generators of its own, this one has {have}: build the loader and its sampler in the same way")
     if state['way']!=self.way: raise no(f"it dealt out {state['way']}, this one deals out {self.way} (split_batches, evaluate)")
     if self.way=='slices' and state['world_size']!=self.world_size:
         raise no(f"it had slices for {state['world_size']} workers, not {self.world_size}; use split_batches=True or False to change their number")
@@ -247,7 +249,9 @@ class ShardsOfSeveral:
         if self._own_steps and not any(o._steps for o in self._parts): raise TypeError(f"{self._nm} reads its loaders by itself, so where they are is not known: iterate over them (`zip(*self.dls)`)")
         return dict(loaders=[o.state_dict() for o in self._parts])
     def load_state_dict(self, state):
-        for o,s in zip(self._parts, state['loaders'], strict=True): o.load_state_dict(s)
+        if len(state.get('loaders', ()))!=len(self._parts): raise ValueError(
+            f"{self._nm} has {len(self._parts)} loaders, and the state is that of {len(state.get('loaders', ()))}: load what `state_dict` of the same kind of loader returned")
+        for o,s in zip(self._parts, state['loaders']): o.load_state_dict(s)
 
 def loaders_in(dl # Any object
               ):

@@ -9,7 +9,7 @@ __all__ = ['StepsOf', 'TorchShards']
 import weakref
 from fastai.basics import *
 from torch.utils.data import (BatchSampler, DataLoader as TorchDataLoader, DistributedSampler, IterableDataset, IterDataPipe, MapDataPipe,
-                              RandomSampler, SequentialSampler, default_collate, get_worker_info)
+                              RandomSampler, SequentialSampler, default_collate)
 
 from .deal import Counts, Deal, DealBatches
 from .parts import part_of_step, read_step, shared_iter, take_rows
@@ -22,11 +22,11 @@ class StepsOf(IterableDataset):
 
     def __iter__(self):
         d,it,k,skip = self.deal,shared_iter(self.dataset),0,self.deal.start
-        nw = getattr(get_worker_info(), 'num_workers', 1)
         while skip > 0 and (o := read_step(it, min(skip, 10000))): skip -= len(o)
+        size = d.bs if d.way=='batches' else d.global_bs
         while True:
-            whole = read_step(it, d.bs if d.way=='batches' else d.global_bs)
-            if not whole or d.drop_last and len(whole) < (d.bs if d.way=='batches' else d.global_bs): return
+            whole = read_step(it, size)
+            if not whole or d.drop_last and len(whole) < size: return
             k += 1
             if d.way=='batches':
                 if (k-1)%d.world_size!=d.rank: continue
@@ -74,7 +74,7 @@ class TorchShards:
     "The part of `DistributedDL` that is for PyTorch's `DataLoader`"
     @classmethod
     def _check(cls, dl, nm):
-        if type(dl).__iter__ is not TorchDataLoader.__iter__: raise TypeError(f"{nm} has its own `__iter__`, which splitting would replace")
+        if type(dl).__iter__ is not TorchDataLoader.__iter__: raise TypeError(f"{nm} has its own `__iter__`, which splitting would replace: move what it does into the data set or `collate_fn`")
         for o in (dl.sampler,dl.batch_sampler,getattr(dl.batch_sampler, 'sampler', None)):
             if isinstance(o, DistributedSampler): raise TypeError(f"{nm} is split already, by its DistributedSampler: leave that out")
         if isinstance(dl.dataset, (IterDataPipe,MapDataPipe)): raise TypeError(f"{nm} reads a datapipe, which PyTorch splits by rank itself: use a Dataset or an IterableDataset")

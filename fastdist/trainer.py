@@ -15,6 +15,7 @@ from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration
 from fastai.basics import *
 from fastai.callback.progress import ProgressCallback, ShowGraphCallback
+from fastai.callback.rnn import RNNRegularizer
 from fastai.callback.training import GradientAccumulation
 from fastai.data.load import DataLoader as FastaiDataLoader
 from fastprogress.fastprogress import ConsoleMasterBar, ConsoleProgressBar
@@ -286,7 +287,11 @@ def before_batch(self:DistributedTrainer):
 @patch
 def after_loss(self:DistributedTrainer):
     "Note that this batch has got as far as a loss"
-    if self.accelerator is not None and self.training and len(self.yb): self.step.has_loss = True
+    if self.accelerator is None or not self.training: return
+    if len(self.yb): self.step.has_loss = True
+    for cb in self.learn._grab_cbs(RNNRegularizer): # it leaves its second term out of a batch of one row, which a share may be and the batch not
+        h = cb.rnn.raw_out
+        if cb.beta and len(h)==1 and self.step.total!=1: self.learn.loss_grad = self.learn.loss_grad + cb.beta*(h[:,1:]-h[:,:-1]).float().pow(2).mean()
 
 @patch
 def send_loss(self:DistributedTrainer):
