@@ -19,11 +19,11 @@ from fastai.callback.rnn import RNNRegularizer
 from fastai.callback.training import GradientAccumulation
 from fastai.data.load import DataLoader as FastaiDataLoader
 from fastprogress.fastprogress import ConsoleMasterBar, ConsoleProgressBar
-from torch.utils.data import DataLoader as TorchDataLoader, IterableDataset
+from torch.utils.data import DataLoader as TorchDataLoader
 
 from .arguments import accelerator_args, check_args, check_launch, not_default, refuse
 from .compat import save_in_this_rank
-from .data import DistributedDL, loaders_in, same_data
+from .data import DistributedDL, loaders_in, n_batches, reads_in_processes, reads_rows, same_data
 from .metrics import EpochTotals, gather_preds, is_summed, loss_divisor
 from .parallel import ParallelTrainer
 from .rng import WorkerRandom
@@ -165,18 +165,12 @@ def _opt_to(opt, device):
         for k,v in s.items():
             if isinstance(v, Tensor): s[k] = v.to(device)
 
-def _n_batches(dl):
-    try: return len(dl)
-    except TypeError: return None
-
 @patch
 def _can_share(self:DistributedTrainer, dl):
     "Can evaluation be shared out? Otherwise all workers evaluate all of it, which takes longer, and gives the same numbers"
-    stream = not dl.indexed if isinstance(dl, FastaiDataLoader) else isinstance(dl, TorchDataLoader) and isinstance(dl.dataset, IterableDataset)
-    if stream: return (dl.fake_l if isinstance(dl, FastaiDataLoader) else dl).num_workers==0 # each process would read a stream of its own
-    if not any(o.__name__=='LMDataLoader' for o in type(dl).__mro__): return True
+    if reads_in_processes(dl): return False # each would read a stream of its own
     saves = any(getattr(cb, o, None) is not None for cb in self.learn.cbs for o in ('save_preds','save_targs')) # one file for each whole batch
-    return dl.bs >= get_world_size() and not saves
+    return not reads_rows(dl) or dl.bs >= get_world_size() and not saves
 
 @patch
 def _split(self:DistributedTrainer, dl, evaluate, in_fit=False):
@@ -184,7 +178,7 @@ def _split(self:DistributedTrainer, dl, evaluate, in_fit=False):
     inner = dl.dl if isinstance(dl, DistributedDL) else dl
     if evaluate and not isinstance(inner, (FastaiDataLoader,TorchDataLoader)) and not loaders_in(inner): return inner # batches, which all evaluate
     rank,size = get_rank(),get_world_size()
-    if evaluate and (not in_fit and _n_batches(inner) in (0,1) or not self._can_share(inner)): rank,size = 0,1
+    if evaluate and (not in_fit and n_batches(inner) in (0,1) or not self._can_share(inner)): rank,size = 0,1
     if isinstance(dl, DistributedDL) and (dl.evaluate,dl.rank,dl.world_size)==(evaluate,rank,size): return dl
     device = None if self.accelerator.device.type=='cpu' else self.accelerator.device
     return DistributedDL(inner, *((0,1) if size==1 else ()), device=device, split_batches=self.split, evaluate=evaluate)
