@@ -9,7 +9,7 @@ __all__ = ['accelerator_args', 'refuse', 'not_default', 'check_args', 'check_lau
 import difflib,inspect
 
 from accelerate import Accelerator
-from accelerate.utils import DataLoaderConfiguration, DistributedDataParallelKwargs, InitProcessGroupKwargs
+from accelerate.utils import DataLoaderConfiguration, DistributedDataParallelKwargs, GradientAccumulationPlugin, InitProcessGroupKwargs
 from fastai.basics import *
 from fastai.callback.fp16 import MixedPrecision
 from .world import get_rank
@@ -34,8 +34,6 @@ def accelerator_args(f):
 # %% ../nbs/01a_arguments.ipynb #6f427b83
 _refused = dict(
     device_placement="fastai places the batches, and fastdist the model: leave device_placement=True",
-    gradient_accumulation_steps="add fastai's GradientAccumulation callback, whose n_acc counts the samples of all workers",
-    gradient_accumulation_plugin="add fastai's GradientAccumulation callback, whose n_acc counts the samples of all workers",
     rng_types="fastdist agrees on the order of the samples by itself",
     project_dir="fastai writes to learn.path", project_config="fastai writes to learn.path",
     dynamo_backend="compiling is not supported yet", dynamo_plugin="compiling is not supported yet")
@@ -56,7 +54,7 @@ def not_default(kwargs # Arguments of `Accelerator`
 
 def check_args(kwargs # The arguments given
               ):
-    "Raise an error for an argument of `Accelerator` that would have no effect here; returns `split_batches` and the two handlers that are used"
+    "Raise an error for an argument of `Accelerator` that would have no effect here; returns `split_batches`, the two handlers that are used, and the `GradientAccumulationPlugin`"
     for k,v in kwargs.items():
         if k in _fastai_owns: refuse(k, v, _fastai_owns[k], TypeError)
         if k not in _accepted:
@@ -64,11 +62,27 @@ def check_args(kwargs # The arguments given
             refuse(k, v, f"neither fastdist nor Accelerate has an argument of this name{f'; did you mean {near[0]}?' if near else ''}", TypeError)
     given = not_default(kwargs)
     for k,v in given.items():
-        if k not in ('split_batches','cpu','dataloader_config','kwargs_handlers'): refuse(k, v, _refused.get(k, _no_sharding))
+        if k not in ('split_batches','cpu','dataloader_config','kwargs_handlers','gradient_accumulation_steps','gradient_accumulation_plugin'): refuse(k, v, _refused.get(k, _no_sharding))
     for k in ('split_batches','cpu'):
         if k in given and not isinstance(given[k], bool): refuse(k, given[k], "it is True or False")
     split = _check_dataloader_config(given.get('dataloader_config'), kwargs.get('split_batches'))
-    return split, *_check_handlers(given.get('kwargs_handlers') or [])
+    return split, *_check_handlers(given.get('kwargs_handlers') or []), _check_accumulation(given)
+
+def _check_accumulation(given):
+    "From the arguments, or else from the launcher; `None` where each batch is a step"
+    steps,plugin,env = given.get('gradient_accumulation_steps'),given.get('gradient_accumulation_plugin'),os.environ.get('ACCELERATE_GRADIENT_ACCUMULATION_STEPS', '')
+    no = lambda nm,v,why: refuse(f'gradient_accumulation_{nm}', v, why)
+    if plugin is not None:
+        if not isinstance(plugin, GradientAccumulationPlugin): no('plugin', plugin, "it is an accelerate.utils.GradientAccumulationPlugin")
+        if steps is not None: no('steps', steps, "gradient_accumulation_plugin is given too: give one of them")
+        if not plugin.adjust_scheduler: no('plugin.adjust_scheduler', False, "fastai's schedules go by the part of the training that is done, and need no adjusting: leave it True")
+        steps = plugin.num_steps
+    elif steps is None:
+        if env in ('','1'): return
+        try: steps = int(env)
+        except ValueError: no('steps', env, "the launcher (ACCELERATE_GRADIENT_ACCUMULATION_STEPS) has to say a number")
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1: no('steps', steps, "it is the number of batches to a step: an integer from 1")
+    return plugin or GradientAccumulationPlugin(num_steps=steps)
 
 def _check_dataloader_config(config, split):
     if config is None: return bool(split)
@@ -101,6 +115,5 @@ def check_launch(learn # `Learner` that is to be trained
     for o in ('FSDP','DEEPSPEED','MEGATRON_LM','PARALLELISM_CONFIG'):
         if env(f'USE_{o}') in ('true','1'): no_effect(f'to use {o}', "only replication (DistributedDataParallel) is supported so far; see `accelerate config`")
     if env('DYNAMO_BACKEND') not in ('','no'): no_effect(f"dynamo_backend={env('DYNAMO_BACKEND')}", _refused['dynamo_backend'])
-    if env('GRADIENT_ACCUMULATION_STEPS') not in ('','1'): no_effect('gradient_accumulation_steps', _refused['gradient_accumulation_steps'])
     precision = env('MIXED_PRECISION')
     if precision not in ('','no') and not learn._grab_cbs(MixedPrecision): no_effect(f'mixed_precision={precision}', _fastai_owns['mixed_precision'])

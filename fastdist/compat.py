@@ -22,9 +22,13 @@ def _distrib_barrier():
     "In place of fastai's: fastdist waits for the file that is read"
 
 def _save_model(file, *args, **kwargs):
-    res = _fastai_save(file, *args, **kwargs)
-    if isinstance(file, (str,Path)): mark_written(file)
-    return res
+    if not isinstance(file, (str,Path)): return _fastai_save(file, *args, **kwargs)
+    tmp = Path(f'{file}.{os.getpid()}.tmp') # so that the file is whole at any time, or not there
+    try:
+        _fastai_save(tmp, *args, **kwargs)
+        if tmp.exists(): os.replace(tmp, file) # fastai writes in rank 0 alone
+    finally: tmp.unlink(missing_ok=True)
+    mark_written(file)
 
 def _load_model(file, *args, **kwargs):
     if isinstance(file, (str,Path)): wait_written(file)

@@ -369,22 +369,3 @@ def one_model_in_two_learners(distrib):
 def test_one_model_in_two_learners(world):
     w, _ = one_model_in_two_learners(False)
     for w1, n in world(one_model_in_two_learners, True): assert diff(w, w1) < 2e-7 and n == 1
-
-
-class ReadsInputs(Metric):
-    def reset(self): self.s = 0.
-    def accumulate(self, learn): self.s += float(learn.x.sum())
-    @property
-    def value(self): return self.s
-
-
-def reads_inputs():
-    import fastdist.all
-    learn = quiet(learner(n_val=22, metrics=ReadsInputs()))
-    try:
-        with learn.distrib_ctx(): learn.validate()
-    except RuntimeError as e: return str(e)
-
-
-def test_a_metric_that_reads_the_inputs_is_refused(world2):
-    for o in world2(reads_inputs): assert 'learn.xb' in o

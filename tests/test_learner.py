@@ -307,14 +307,18 @@ def test_augmentations_differ_and_splits_do_not(world3):
     assert [o[0] for o in again] == [o[0] for o in res]
 
 
-def collectives():
-    "Collectives of a training step and of an epoch's evaluation, by name"
+def collectives(n_val):
+    "Collectives of each training step, and of an epoch's validation, by name; and those of predictions"
     import collections
     import torch.distributed as dist
     import fastdist.all
-    counts, real = collections.Counter(), {}
-    res = []
-    learn = quiet(learner(n=40, bs=5, n_val=200, val_bs=2, metrics=[accuracy, worst, F1Score(average='macro')]))
+    counts, res = collections.Counter(), []
+    class Keeps(Metric): # of an unknown kind
+        def reset(self): self.n = 0
+        def accumulate(self, learn): self.n += len(learn.y)
+        @property
+        def value(self): return self.n
+    learn = quiet(learner(n=40, bs=5, n_val=n_val, val_bs=2, metrics=[accuracy, worst, F1Score(average='macro'), Keeps()]))
     class Step(Callback):
         order = -1000
         def before_batch(self):
@@ -322,37 +326,49 @@ def collectives():
         def before_validate(self): counts.clear()
     class StepEnd(Callback):
         order = 2000
-        def after_batch(self):
-            if self.training: res.append(('step', dict(counts)))
+        def after_batch(self): res.append(('step' if self.training else 'batch', dict(counts)))
         def after_validate(self): res.append(('validate', dict(counts)))
-    names = ['all_reduce', 'broadcast', 'all_gather', 'barrier', 'all_gather_into_tensor', 'reduce', 'gather', 'scatter']
-    def counted(nm, f):
-        def _f(*args, **kwargs):
-            counts[nm + (' async' if kwargs.get('async_op') else '')] += 1
-            return f(*args, **kwargs)
-        return _f
-    import torch.distributed.distributed_c10d as c10d
-    with learn.distrib_ctx(**SPLIT):
-        for nm in names:
-            real[nm] = getattr(dist, nm)
-            for m in (dist, c10d): setattr(m, nm, counted(nm, real[nm]))
-        try: learn.fit(1, cbs=[Step(), StepEnd()])
-        finally:
-            for nm, f in real.items():
-                for m in (dist, c10d): setattr(m, nm, f)
-    return res
+    # of the process group itself: all of torch.distributed's functions end there, but for DDP's own, which are called from C++
+    PG, real = dist.ProcessGroup, {}
+    for nm in ('allreduce', 'broadcast', 'allgather', 'allgather_single', '_allgather_base', 'barrier', 'reduce', 'gather', 'scatter', 'send', 'recv'):
+        if not hasattr(PG, nm): continue
+        def counted(self, *args, _nm=nm, **kwargs):
+            counts[_nm] += 1
+            return real[_nm](self, *args, **kwargs)
+        real[nm] = getattr(PG, nm)
+        setattr(PG, nm, counted)
+    blocking, all_reduce = [0], dist.all_reduce
+    def seen(*args, **kwargs):
+        blocking[0] += not kwargs.get('async_op')
+        return all_reduce(*args, **kwargs)
+    try:
+        with learn.distrib_ctx(split_batches=True):
+            learn.fit(1) # makes DDP
+            dist.all_reduce = seen
+            learn.fit(1, cbs=[Step(), StepEnd()])
+            fit = blocking[0]
+            counts.clear()
+            learn.get_preds()
+            res.append(('preds', dict(counts)))
+    finally:
+        dist.all_reduce = all_reduce
+        for nm, f in real.items(): setattr(PG, nm, f)
+    return res, fit
 
 
 def worst(pred, targ): return pred.max().abs().sqrt()
 
 
 def test_collectives_counted(world2):
-    "P4. torch's DDP calls its own from C++, so those are not among them"
-    res = world2(collectives)
-    assert res[0] == res[1]
-    steps, vals = [c for k, c in res[0] if k == 'step'], [c for k, c in res[0] if k == 'validate']
-    assert len(steps) == 8 and all(c == {'all_reduce async': 1} for c in steps[1:]), steps
-    assert len(vals) == 1 and sum(vals[0].values()) <= 2, vals
+    "P4. In a step one, beside DDP's own, and nobody waits for it; in validation a number that does not depend on that of the batches"
+    few, many = world2(collectives, 20), world2(collectives, 200)
+    assert [few[0][0][-2:], few[1][0][-2:]] == [many[0][0][-2:], many[1][0][-2:]], (few, many)
+    for res, blocking in many:
+        by = lambda k: [c for o, c in res if o == k]
+        assert len(by('step')) == 8 and all(c == {'allreduce': 1} for c in by('step')[1:]), by('step')
+        assert blocking == 1 # at the end of a fit: was Ctrl-C pressed?
+        assert all(c == by('batch')[0] for c in by('batch')) and sum(by('batch')[0].values()) == 0, by('batch')
+        assert 0 < sum(by('validate')[0].values()) <= 14 and 0 < sum(by('preds')[0].values()) <= 20, (by('validate'), by('preds'))
 
 
 class Noise:

@@ -129,7 +129,7 @@ def errors():
         tried(nm, learn or quiet(learner(n=9, bs=4)), g)
     ctx('unknown', sync_bm=True)
     ctx('mixed_precision', mixed_precision='fp16')
-    ctx('accumulation', gradient_accumulation_steps=2)
+    ctx('accumulation', gradient_accumulation_steps=0)
     ctx('fsdp', fsdp_plugin=FullyShardedDataParallelPlugin())
     ctx('handler', kwargs_handlers=[GradScalerKwargs()])
     ctx('view', kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)])
@@ -165,7 +165,7 @@ def errors():
 
 EXPECTED = {
     'unknown': "TypeError: rank {r}: sync_bm=True is not accepted: neither fastdist nor Accelerate has an argument of this name; did you mean sync_bn?",
-    'mixed_precision': "learn.to_fp16()", 'accumulation': "gradient_accumulation_steps=2", 'fsdp': 'fsdp_plugin=', 'handler': 'GradScalerKwargs',
+    'mixed_precision': "learn.to_fp16()", 'accumulation': "gradient_accumulation_steps=0", 'fsdp': 'fsdp_plugin=', 'handler': 'GradScalerKwargs',
     'view': 'gradient_as_bucket_view=True', 'config': 'dataloader_config.dispatch_batches=True', 'both': 'split_batches=False',
     'no gradients': 'rank {r}: no parameter of Sequential needs a gradient', 'nested': "rank {r}: this learner is in distrib_ctx", 'joined': None,
     'parallel': 'rank {r}: this learner is in parallel_ctx', 'parallel in': 'this learner is in distrib_ctx', 'too few': '9 samples do not fill one global batch of 10',

@@ -1,0 +1,149 @@
+"Gradient accumulation: the gradient of one large batch, and one message for it"
+import contextlib
+
+import pytest, torch
+
+from fastai.callback.training import GradientClip
+from learners import *
+
+
+@pytest.fixture(params=[2, 3])
+def world(request, worlds): return worlds(request.param)
+
+
+def ctx_of(learn, distrib, **ctx):
+    import fastdist.all
+    return learn.distrib_ctx(split_batches=True, **ctx) if distrib is not None else contextlib.nullcontext()
+
+
+class SummedSquares(nn.MSELoss):
+    "Computes in float64; only its result is a float32, as fastai's recorder needs"
+    def __init__(self): super().__init__(reduction='sum')
+    def forward(self, inp, targ): return super().forward(inp, targ).float()
+
+
+def losses(kind):
+    return dict(plain=Double, weighted=lambda: Double(weight=torch.tensor([1., 2., 5.], dtype=torch.float64)), ignored=lambda: Double(ignore_index=1),
+                summed=SummedSquares)[kind]()
+
+
+def fitted(distrib, bs, n=23, loss='plain', fit='fit', steps=None, plugin=None, cbs=None, bn=False, opt=SGD, epochs=2, **ctx):
+    "Weights after fits; `distrib` is None for plain fastai, False for a context in one process"
+    from accelerate.utils import GradientAccumulationPlugin
+    if steps: ctx['gradient_accumulation_steps'] = steps
+    if plugin: ctx['gradient_accumulation_plugin'] = GradientAccumulationPlugin(**plugin)
+    learn = quiet(learner(n=n, bs=bs, loss=losses(loss), shuffle=False, bn=bn, opt=opt, cbs=cbs and cbs(), lr=0.05 if loss != 'summed' else 1e-3,
+                          model=mlp_one if loss == 'summed' else None,
+                          splitter=lambda m: [params(m[:1]), params(m[1:])] if loss != 'summed' else trainable_params(m)))
+    if loss == 'summed': learn.dls = DataLoaders(*[TfmdDL(Items(n, False), bs=bs, num_workers=0) for _ in range(2)])
+    with ctx_of(learn, distrib, **ctx):
+        if fit == 'frozen':
+            learn.freeze()
+            learn.fit(1)
+            learn.unfreeze()
+        learn.fit(epochs)
+        if fit == 'twice': learn.fit(1)
+    return weights(learn)
+
+
+def mlp_one():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 1, dtype=torch.float64))
+
+
+@pytest.mark.parametrize('loss', ['plain', 'weighted', 'ignored', 'summed'])
+@pytest.mark.parametrize('n,bs,k', [(23, 5, 2), (16, 4, 4), (7, 2, 3), (5, 1, 2), (13, 6, 5)])
+def test_steps_are_a_large_batch(world, loss, n, bs, k):
+    want = fitted(None, bs*k, n=n, loss=loss)
+    assert diff(want, fitted(False, bs, n=n, loss=loss, steps=k)) < 2e-7
+    for w in world(fitted, True, bs, n=n, loss=loss, steps=k): assert diff(want, w) < 2e-7
+
+
+CASES = dict(adam=dict(opt=Adam), twice=dict(fit='twice'), frozen=dict(fit='frozen'), each=dict(plugin=dict(num_steps=3, sync_each_batch=True), steps=None),
+             clip=dict(cbs=lambda: GradientClip(0.1)))
+
+
+@pytest.mark.parametrize('case', list(CASES))
+def test_steps_with_all_else(world, case):
+    kw = {'steps': 3, **CASES[case]}
+    want = fitted(None, 15, **{k: v for k, v in kw.items() if k not in ('steps', 'plugin')})
+    for w in world(fitted, True, 5, **kw): assert diff(want, w) < 2e-7
+
+
+def test_steps_that_go_on_over_epochs(world):
+    "With `sync_with_dataloader=False`: 5 batches an epoch, 3 to a step, so that the second step has batches of two epochs, and the last is dropped"
+    kw = dict(plugin=dict(num_steps=3, sync_with_dataloader=False), n=25, epochs=2)
+    want = fitted(False, 5, **kw)
+    assert diff(want, fitted(None, 5, n=25, epochs=2)) > 1e-4
+    for w in world(fitted, True, 5, **kw): assert diff(want, w) < 2e-7
+
+
+@pytest.mark.parametrize('n,bs,n_acc', [(23, 5, 10), (23, 5, 8), (22, 4, 9), (7, 2, 100), (11, 1, 3)])
+@pytest.mark.parametrize('fit', ['fit', 'twice', 'frozen'])
+def test_fastais_callback(world, n, bs, n_acc, fit):
+    "As in one process: what is left at the end of a fit goes into the next one"
+    kw = dict(n=n, fit=fit, cbs=partial(GradientAccumulation, n_acc))
+    want = fitted(None, bs, **kw)
+    for w in world(fitted, True, bs, **kw): assert diff(want, w) < 2e-7
+
+
+def test_batch_norm(world):
+    kw = dict(bn=True, cbs=partial(GradientAccumulation, 10))
+    want = fitted(None, 5, **kw)
+    for w in world(fitted, True, 5, **kw): assert diff(want, w) < 2e-7
+
+
+def synced(how):
+    "For each batch: were gradients averaged in it?"
+    import fastdist.all
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+    from fastdist.strategy import Replica
+    n, res, wrap = [0], [], Replica._wrap
+    def counted(self, frozen):
+        wrap(self, frozen)
+        def hook(state, bucket):
+            n[0] += 1
+            return allreduce_hook(None, bucket)
+        self.ddp.register_comm_hook(None, hook)
+    Replica._wrap = counted
+    class Looks(Callback):
+        run_valid, order = False, -500
+        def before_batch(self): n[0] = 0
+        def after_batch(self): res.append(n[0])
+    cbs, ctx = ([GradientAccumulation(10)], {}) if how == 'callback' else ([], dict(gradient_accumulation_steps=2))
+    learn = quiet(learner(n=23, bs=5, cbs=[Looks(), *cbs]))
+    try:
+        with learn.distrib_ctx(split_batches=True, **ctx): learn.fit(1)
+    finally: Replica._wrap = wrap
+    return res
+
+
+def test_messages(world2):
+    "One for each step, not for each batch: the fifth is a step's last only where the epoch's end is"
+    assert world2(synced, 'callback') == [[0, 1, 0, 1, 0]]*2
+    assert world2(synced, 'steps') == [[0, 1, 0, 1, 1]]*2
+
+
+def both():
+    import fastdist.all
+    learn = quiet(learner(n=23, bs=5, cbs=GradientAccumulation(10)))
+    try:
+        with learn.distrib_ctx(gradient_accumulation_steps=2): learn.fit(1)
+    except ValueError as e: return str(e)
+
+
+def test_not_both(world2): assert all('use one of them' in o for o in world2(both)) and 'use one of them' in both()
+
+
+def from_launcher(steps):
+    import os
+    os.environ['ACCELERATE_GRADIENT_ACCUMULATION_STEPS'] = steps
+    try: return fitted(True, 5)
+    except ValueError as e: return str(e)
+    finally: del os.environ['ACCELERATE_GRADIENT_ACCUMULATION_STEPS']
+
+
+def test_from_the_launcher(world2):
+    want = fitted(None, 10)
+    for w in world2(from_launcher, '2'): assert diff(want, w) < 2e-7
+    assert all("gradient_accumulation_steps='two'" in o for o in world2(from_launcher, 'two'))

@@ -1,0 +1,208 @@
+"P1 for what is reported: each metric, of any kind, is that of one process"
+import contextlib, warnings
+
+import pytest, torch
+
+from learners import *
+
+SIZES = [(1, 4), (2, 5), (3, 1), (7, 3), (13, 13), (31, 6), (64, 16)]
+
+
+@pytest.fixture(params=[2, 3])
+def world(request, worlds): return worlds(request.param)
+
+
+class KeepsAll(Metric):
+    "As somebody writes one for one process"
+    def __init__(self): self.f = lambda o: o
+    def reset(self): self.all = []
+    def accumulate(self, learn): self.all.append((learn.pred.argmax(1) == learn.y).float())
+    @property
+    def value(self): return torch.cat(self.all).std(correction=0).item() + len(self.all)
+
+
+class MoreThanAnAverage(AvgMetric):
+    def reset(self):
+        super().reset()
+        self.worst = 0.
+    def accumulate(self, learn):
+        super().accumulate(learn)
+        self.worst = max(self.worst, learn.loss.item())
+    @property
+    def value(self): return self.total/self.count + self.worst
+
+
+class Reads(Metric):
+    "Reads inputs and the number of the batch"
+    def reset(self): self.s = 0.
+    def accumulate(self, learn): self.s += float(learn.x.abs().sum())*(learn.iter+1) + float(learn.xb[0][0, 0])
+    @property
+    def value(self): return self.s
+
+
+class LastTarget(Metric):
+    "Depends on the order of the batches"
+    def reset(self): self.first = self.last = None
+    def accumulate(self, learn):
+        if self.first is None: self.first = learn.y[0].item()
+        self.last = learn.y[-1].item()
+    @property
+    def value(self): return dict(first=self.first, last=self.last)
+
+
+class OfStored(AccumMetric):
+    def accumulate(self, learn):
+        super().accumulate(learn)
+        self.n = getattr(self, 'n', 0) + 1
+    def reset(self):
+        super().reset()
+        self.n = 0
+    @property
+    def value(self): return super().value + self.n
+
+
+class NoReset(Metric):
+    "Goes on over epochs"
+    n, total = 0, 0.
+    def accumulate(self, learn):
+        self.n += len(learn.y)
+        self.total = self.total*.5 + learn.pred.mean().item()
+    @property
+    def value(self): return self.n + self.total
+
+
+class OfCallback(Metric):
+    "Reads what a callback sets for each batch, and what changes with it"
+    def reset(self): self.s = 0.
+    def accumulate(self, learn): self.s = self.s*.5 + learn.highest + learn.iter + len(learn.dl) + learn.n_iter
+    @property
+    def value(self): return self.s
+
+
+class Highest(Callback):
+    def after_pred(self): self.learn.highest = self.pred.max().item()
+
+
+class Nothing(Metric):
+    def accumulate(self, learn): pass
+    @property
+    def value(self): return None
+
+
+class KeepsLoss(CrossEntropyLossFlat):
+    def __call__(self, inp, targ, **kw):
+        self.hardest = super().__call__(inp, targ, **kw)*2
+        return self.hardest/2
+
+
+def batch_worst(pred, targ): return pred.max().abs().sqrt()
+
+
+def data(kind, n, seed=5):
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(n, 4, generator=g)
+    y = dict(classes=lambda: torch.randint(0, 3, (n,), generator=g), masks=lambda: torch.randint(0, 3, (n, 3, 3), generator=g), numbers=lambda: torch.rand(n, 1, generator=g)+.1,
+             tags=lambda: torch.randint(0, 2, (n, 3), generator=g).float(), words=lambda: torch.randint(0, 4, (n, 6), generator=g))[kind]()
+    return list(zip(x, y))
+
+
+def kinds():
+    from fastai.losses import BCEWithLogitsLossFlat
+    one = dict(
+        classes=(3, None, lambda: KeepsLoss(), lambda: [accuracy, partial(top_k_accuracy, k=2), error_rate, F1Score(average='macro'), MatthewsCorrCoef(), CohenKappa(),
+            BalancedAccuracy(), Perplexity(), LossMetric('hardest'), ValueMetric(lambda: 5e-3, 'value'), AvgMetric(batch_worst), KeepsAll(), MoreThanAnAverage(accuracy), Reads(), LastTarget(), NoReset(), OfCallback(),
+            OfStored(lambda p, t: p.float().sum().item(), dim_argmax=-1, name='stored'), Nothing()]),
+        masks=(27, (3, 3, 3), lambda: CrossEntropyLossFlat(axis=1), lambda: [Dice(), JaccardCoeff(), DiceMulti(), JaccardCoeffMulti(), foreground_acc]),
+        numbers=(1, None, lambda: MSELossFlat(), lambda: [mse, mae, msle_, rmse, R2Score(), ExplainedVariance(), PearsonCorrCoef(), SpearmanCorrCoef()]),
+        tags=(3, None, lambda: BCEWithLogitsLossFlat(), lambda: [accuracy_multi, F1ScoreMulti(average='macro'), HammingLossMulti(), partial(accuracy_multi, thresh=0.3), HammingLossMulti(thresh=0.7)]),
+        words=(24, (6, 4), lambda: CrossEntropyLossFlat(), lambda: [CorpusBLEUMetric(vocab_sz=4), Perplexity(), accuracy]))
+    return one
+
+
+def msle_(inp, targ): return (inp.abs().log1p()-targ.log1p()).pow(2).mean()
+
+
+class Shaped(nn.Module):
+    def __init__(self, n, shape):
+        super().__init__()
+        self.lin, self.shape = nn.Linear(4, n), shape
+    def forward(self, x): return self.lin(x) if self.shape is None else self.lin(x).view(-1, *self.shape)
+
+
+def make(kind, n, bs, n_trn=9, **kwargs):
+    out, shape, loss, mets = kinds()[kind]
+    set_seed(1)
+    dls = DataLoaders(TfmdDL(data(kind, n_trn, 1), bs=4, num_workers=0), TfmdDL(data(kind, n, 2), bs=bs, num_workers=0))
+    return quiet(Learner(dls, Shaped(out, shape), loss_func=loss(), opt_func=SGD, lr=0.01, metrics=mets(), cbs=Highest(), **kwargs))
+
+
+def values(distrib, kind, sizes, fits=False, train_metrics=False, ctx=None):
+    warnings.simplefilter('ignore')
+    res = []
+    if distrib: import fastdist.all
+    for n, bs in sizes:
+        learn = make(kind, n, bs)
+        learn.recorder.train_metrics = train_metrics
+        if train_metrics: learn.metrics = L(m for m in learn.metrics if not isinstance(m, OfCallback)) # in training callbacks see a share
+        with learn.distrib_ctx(**(ctx or {})) if distrib else contextlib.nullcontext():
+            try:
+                if fits:
+                    learn.fit(2)
+                    res.append([[o for o in v if not isinstance(o, str)] for v in learn.recorder.values])
+                else: res.append([list(learn.validate()), list(learn.validate())])
+            except Exception as e: res.append(type(e).__name__) # a score of one class alone may be an error
+    return res
+
+
+def close(a, b, tol=1e-6):
+    if isinstance(a, dict): return a == b
+    if isinstance(a, (list, tuple)): return len(a) == len(b) and all(close(x, y, tol) for x, y in zip(a, b))
+    if a is None or isinstance(a, str): return a == b
+    return a != a and b != b or abs(a-b) <= tol*max(abs(a), 1e-3)
+
+
+@pytest.mark.parametrize('kind', ['classes', 'masks', 'numbers', 'tags', 'words'])
+def test_validate(world, kind):
+    want = values(False, kind, SIZES)
+    assert sum(not isinstance(o, str) for o in want) >= 5
+    for got in world(values, True, kind, SIZES):
+        for s, w, g in zip(SIZES, want, got): assert close(w, g), (s, [(i, x, y) for i, (x, y) in enumerate(zip(w[0], g[0])) if not close(x, y)] if isinstance(g, list) and isinstance(w, list) else (w, g))
+
+
+@pytest.mark.parametrize('kind', ['classes', 'masks', 'words'])
+def test_in_a_fit(world, kind):
+    sizes = [(7, 3), (31, 6)]
+    want = values(False, kind, sizes, fits=True)
+    for got in world(values, True, kind, sizes, fits=True, ctx=dict(split_batches=True)): assert close(want, got, 3e-6), (want, got)
+
+
+@pytest.mark.parametrize('kind', ['classes', 'masks', 'numbers'])
+def test_training_metrics(world, kind):
+    "Of shares of rows, of which the last batch has none for some workers: what only sums over samples is summed, all else is fed again with whole batches"
+    want = values(False, kind, [(7, 3)], fits=True, train_metrics=True)
+    for got in world(values, True, kind, [(7, 3)], fits=True, train_metrics=True, ctx=dict(split_batches=True)):
+        assert close(want, got, 3e-6), [(i, x, y) for i, (x, y) in enumerate(zip(want[0][0], got[0][0])) if not close(x, y, 3e-6)]
+
+
+def pieces(n):
+    "Gathered in one piece and in many"
+    from fastdist.gather import gather_pieces, gather_tensors, in_turn
+    from fastdist.world import get_rank, get_world_size, init_group
+    init_group()
+    rank, size = get_rank(), get_world_size()
+    mine = [(torch.full((3, i % 4), float(i)), {'odd': torch.full((1, 2), 1.)[:, 0], 'name': f'{i}', 'flag': torch.tensor(i % 2 == 0)}, torch.tensor([i]).bfloat16()) for i in range(n)][rank::size]
+    res = []
+    for piece in (2**26, 100, 1):
+        parts = list(gather_pieces(mine, piece=piece))
+        res.append((len(parts), [(t[2].item(), t[0].shape[1], t[1]['name'], t[1]['flag'].item(), t[0].sum().item()) for p in parts for t in in_turn(p)]))
+    to = gather_tensors(mine, dst=size-1)
+    return res, None if to is None else len(in_turn(to))
+
+
+@pytest.mark.parametrize('n', [0, 1, 2, 7, 20])
+def test_gathered_in_pieces(world, n):
+    got = world(pieces, n)
+    for res, to in got:
+        for k, items in res: assert items == [(i, i % 4, f'{i}', i % 2 == 0, 3.*i*(i % 4)) for i in range(n)]
+        assert res[0][0] == (n > 0) and res[2][0] >= res[1][0] >= res[0][0] and (n < 20 or res[2][0] > 3)
+    assert [to for _, to in got] == [None]*(len(got)-1) + [n]

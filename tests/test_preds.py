@@ -1,0 +1,219 @@
+"P1 for predictions: in the order of the data set, of exact length, whatever is asked for"
+import contextlib, warnings
+
+import pytest, torch
+
+from learners import *
+
+
+@pytest.fixture(params=[2, 3])
+def world(request, worlds): return worlds(request.param)
+
+
+def ctx_of(learn, distrib): 
+    if not distrib: return contextlib.nullcontext()
+    import fastdist.all
+    return learn.distrib_ctx()
+
+
+def plain(o):
+    "Nests of tensors as nests of lists"
+    if isinstance(o, torch.Tensor): return ['tensor', str(o.dtype), list(o.shape), o.float().flatten().tolist()]
+    if isinstance(o, dict): return {k: plain(v) for k, v in o.items()}
+    return list(map(plain, o)) if isinstance(o, (list, tuple, L)) else o
+
+
+def close(a, b):
+    if type(a) is not type(b): return False
+    if isinstance(a, dict): return a.keys() == b.keys() and all(close(a[k], b[k]) for k in a)
+    if isinstance(a, list): return len(a) == len(b) and all(map(close, a, b))
+    return abs(a-b) < 1e-6 if isinstance(a, float) else a == b
+
+
+class TwoOut(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(4, 3), nn.Linear(4, 2)
+    def forward(self, x): return self.a(x), (self.b(x), self.a(x).bfloat16()), self.b(x) > 0
+
+
+class Longer(nn.Module):
+    "Longer outputs for some batches, which cannot be concatenated"
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(4, 3)
+    def forward(self, x): return self.a(x)[:, None].expand(-1, 1+int(x[0, 0] > 0), -1)
+
+
+OPTIONS = dict(
+    plain={}, train=dict(ds_idx=0), all=dict(with_input=True, with_decoded=True, with_loss=True), act=dict(act=torch.sigmoid), unordered=dict(reorder=False),
+    concat=dict(concat_dim=1, reorder=False, with_targs=False), no_preds=dict(with_preds=False, with_loss=True), no_targs=dict(with_targs=False), inner=dict(inner=True))
+
+
+def options(distrib, n, bs, folder=None):
+    warnings.simplefilter('ignore')
+    learn, res = quiet(learner(n=11, n_val=n, bs=bs)), {}
+    batch = learn.dls.valid.one_batch()
+    with ctx_of(learn, distrib):
+        for nm, kw in OPTIONS.items():
+            if nm == 'concat' and n % bs: continue
+            res[nm] = plain(learn.get_preds(**kw))
+        res['positional'] = plain(learn.get_preds(1, None, True, False, True))
+        items = [learn.dls.valid_ds[i] for i in range(n)]
+        res['another order'] = plain(learn.get_preds(dl=learn.dls.valid.new(get_idxs=lambda: list(range(n))[::-1])))
+        res['no targets'] = plain(learn.get_preds(dl=TfmdDL([(x,) for x, _ in items], bs=bs, n_inp=1)))
+        res['batches'] = plain(learn.get_preds(dl=[batch]*2, reorder=False))
+        if folder:
+            from fastdist.world import get_rank
+            for o in ('p', 't'): Path(f'{folder}/{o}').mkdir(exist_ok=True, parents=True)
+            learn.get_preds(save_preds=Path(folder)/'p', save_targs=Path(folder)/'t', with_preds=False, with_targs=False)
+            res['files'] = [sorted((int(f.name), plain(torch.load(f))) for f in Path(f'{folder}/{o}').iterdir()) for o in ('p', 't')] if get_rank() == 0 else None
+    return res
+
+
+@pytest.mark.parametrize('n,bs', [(1, 4), (2, 4), (13, 3), (24, 6)])
+def test_options(world, n, bs, tmp_path):
+    want = options(False, n, bs, tmp_path/'one')
+    for r, got in enumerate(world(options, True, n, bs, tmp_path/f'many{world.n}')):
+        assert {k for k in want if not close(want[k], got[k])} <= ({'files'} if r else set())
+
+
+def outputs(distrib, kind):
+    warnings.simplefilter('ignore')
+    loss = lambda p, t, **kw: F.cross_entropy(p[0] if isinstance(p, tuple) else p.reshape(len(t), -1), t*0, **kw)
+    learn, res = quiet(learner(n=11, n_val=23, bs=4, model=dict(two=TwoOut, longer=Longer)[kind], dtype=torch.float32, loss=loss)), []
+    with ctx_of(learn, distrib):
+        res.append(plain(learn.get_preds(with_input=True, act=noop, reorder=kind == 'two')))
+        res.append(plain(learn.get_preds(act=noop, reorder=False)))
+    return res
+
+
+@pytest.mark.parametrize('kind', ['two', 'longer'])
+def test_outputs_of_all_kinds(world, kind):
+    want = outputs(False, kind)
+    for got in world(outputs, True, kind): assert close(want, got)
+
+
+def only_rank0(n, keep):
+    "Predictions in rank 0 alone, sent while the evaluation goes on"
+    import fastdist.metrics as M
+    from fastdist.world import get_rank
+    learn = quiet(learner(n=11, n_val=n, bs=4))
+    most, real = [0], M.GatheredPreds.send
+    def send(self, i):
+        self.keep = keep
+        real(self, i)
+        most[0] = max(most[0], len(self.cb.preds))
+    with ctx_of(learn, True):
+        all_ = learn.get_preds(with_input=True, with_decoded=True, with_loss=True)
+        M.GatheredPreds.send = send
+        try: mine = learn.get_preds(with_input=True, with_decoded=True, with_loss=True, rank0_only=True)
+        finally: M.GatheredPreds.send = real
+        short = learn.get_preds(1, None, True, rank0_only=True)
+        again = learn.get_preds()
+    return plain(all_), plain(mine), plain(short), len(again[0]), most[0]
+
+
+@pytest.mark.parametrize('n', [1, 3, 50, 101])
+def test_in_rank_0_alone(world, n):
+    res = world(only_rank0, n, 300)
+    for r, (all_, mine, short, again, most) in enumerate(res):
+        assert close(mine, all_ if r == 0 else [None]*5) and close(short, all_[:3] if r == 0 else [None]*3) and again == n
+        assert most <= 2, most # batches of some 100 bytes: never more than a few are kept
+
+
+def around(distrib, folder):
+    "What fastai builds on predictions"
+    import matplotlib
+    matplotlib.use('agg')
+    warnings.simplefilter('ignore')
+    from fastai.interpret import ClassificationInterpretation, Interpretation
+    from fastai.vision.all import Categorize, Pipeline, TensorImage, ToTensor, PILImage, RandTransform
+    g = torch.Generator().manual_seed(0)
+    pics = [((torch.rand(8, 8, 3, generator=g)*255).byte().numpy(), 'abc'[int(i) % 3]) for i in range(17)]
+    class Flip(RandTransform):
+        "Always does, so that one worker's is the other's"
+        split_idx, p = None, 1.
+        def encodes(self, o: TensorImage): return o.flip(-1)
+    set_seed(0)
+    dsets = Datasets(pics, [[ItemGetter(0), PILImage.create], [ItemGetter(1), Categorize(vocab=list('abc'))]], splits=[list(range(6)), list(range(6, 17))])
+    dls = dsets.dataloaders(bs=3, after_item=[ToTensor()], after_batch=[IntToFloatTensor(), Flip()], num_workers=0, shuffle=False, drop_last=False)
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), Flatten(), nn.Linear(4, 3))
+    learn = quiet(Learner(dls, net, loss_func=CrossEntropyLossFlat(), opt_func=SGD, path=folder, metrics=accuracy))
+    res = {}
+    def use(key):
+        interp = ClassificationInterpretation.from_learner(learn)
+        res[key+'matrix'] = interp.confusion_matrix().tolist()
+        res[key+'confused'] = plain([list(map(str, o)) for o in interp.most_confused()])
+        losses, idxs = interp.top_losses(4)
+        res[key+'losses'] = plain(losses), idxs.tolist()
+        interp.plot_top_losses(2)
+        interp.plot_confusion_matrix()
+        res[key+'top'] = plain(Interpretation.from_learner(learn).top_losses()[0])
+        res[key+'tta'] = plain(learn.tta(n=2))
+        res[key+'predict'] = plain([o if isinstance(o, torch.Tensor) else str(o) for o in learn.predict(pics[0])])
+        learn.show_results(max_n=4)
+        res[key+'test'] = plain(learn.get_preds(dl=dls.test_dl(pics[:7]), with_decoded=True)[0])
+        res[key+'labelled'] = plain(learn.validate(dl=dls.test_dl(pics[:7], with_labels=True)))
+    with ctx_of(learn, distrib): use('in ')
+    use('after ')
+    return res
+
+
+def test_what_builds_on_predictions(world, tmp_path):
+    want = around(False, tmp_path)
+    for got in world(around, True, tmp_path): assert not {k for k in want if not close(want[k], got[k])}, {k: (want[k], got[k]) for k in want if not close(want[k], got[k])}
+
+
+def fetched(distrib):
+    "In a fit, by fastai's callback, or by one of the user's"
+    from fastai.callback.core import FetchPredsCallback
+    res = []
+    class Mine(Callback):
+        def after_epoch(self): res.append(plain(self.learn.get_preds(inner=True)[0]))
+    learn = quiet(learner(n=22, n_val=13, bs=4, metrics=accuracy))
+    fetch = FetchPredsCallback(with_input=True)
+    if distrib: import fastdist.all
+    with learn.distrib_ctx(split_batches=True) if distrib else contextlib.nullcontext():
+        learn.fit(2, cbs=fetch)
+        vals = [[o for o in v if not isinstance(o, str)] for v in learn.recorder.values]
+        learn.fit(2, cbs=Mine())
+    return res, plain(fetch.preds), vals
+
+
+def test_fetched_in_a_fit(world):
+    want = fetched(False)
+    for got in world(fetched, True): assert close(list(want), list(got))
+
+
+def alone():
+    "One sample in rank 0 alone, while the others do something else"
+    from fastdist.world import get_rank
+    learn = quiet(learner(n=22, n_val=13, bs=4))
+    import fastdist.all
+    with learn.distrib_ctx():
+        if get_rank() == 0: learn.get_preds(dl=learn.dls.valid.new(dataset=[learn.dls.valid_ds[0]], n=1)); learn.validate(dl=[learn.dls.valid.one_batch()])
+        return len(learn.get_preds()[0])
+
+
+def test_rank_0_predicts_one_sample(world): assert world(alone) == [13]*world.n
+
+
+def sharded():
+    "Parameters are spread over the workers, so each forward is a collective, and there are not as many batches as steps"
+    from torch.distributed.fsdp import fully_shard
+    import fastdist.all
+    res = []
+    for n_val, bs in [(13, 3), (5, 2), (33, 4), (4, 2)]:
+        learn = quiet(learner(n=11, n_val=n_val, bs=bs, metrics=[accuracy, F1Score(average='macro')], dtype=torch.float32, loss=CrossEntropyLossFlat()))
+        want = [plain(learn.get_preds()), list(learn.validate())]
+        with learn.distrib_ctx():
+            for m in learn.model: fully_shard(m)
+            fully_shard(learn.model)
+            res += [close(want[0], plain(learn.get_preds())), close(want[1], list(learn.validate()))]
+    return res
+
+
+def test_sharded_models(world): assert world(sharded) == [[True]*8]*world.n
