@@ -136,6 +136,7 @@ def get_preds(self:Learner, *args,
     rank0_only:bool=False, # Give the predictions of all workers to rank 0 alone? The others get `None` for each, and keep those of a few batches only
     **kwargs
 ):
+    "fastai's `get_preds`: predictions and targets of a loader, in the order of the data set"
     trainer = next((o for o in self.cbs if isinstance(o, DistributedTrainer)), None)
     if not isinstance(rank0_only, bool): raise ValueError(f"rank {get_rank()}: rank0_only={rank0_only!r} is not accepted: it is True or False")
     if not rank0_only or trainer is None or trainer.accelerator is None: return _get_preds(self, *args, **kwargs)
