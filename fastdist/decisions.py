@@ -78,7 +78,8 @@ class Decisions:
                  device, # Where the process group takes tensors from
                 ):
         self.learn,self.device = learn,device
-        self.interrupted = 0. # when Ctrl-C was pressed
+        self.interrupted,self.keeps = 0.,False # when Ctrl-C was pressed, and is it kept until all can end together?
+        self.cut = None # where a callback has ended an evaluation
         self.alone = False # does a callback run that other workers do not have?
         self.end()
 
@@ -127,7 +128,8 @@ class Decisions:
             exc = None
             try: self._run(cb, event)
             except cancels as e:
-                if not decides and isinstance(e, KeyboardInterrupt): self.interrupted = self.interrupted or time.monotonic() # the others learn of it soon
+                if not decides and isinstance(e, KeyboardInterrupt) and self.keeps and not self.interrupted: self.interrupted = time.monotonic() # the others learn of it soon
+                elif not decides and isinstance(e, KeyboardInterrupt): raise
                 elif not decides and type(cb).__module__.split('.')[0] not in ('fastai','fastdist'): raise RuntimeError(
                     f"rank {get_rank()}: {type(cb).__name__}.{event} raised {type(e).__name__}, which its code does not show, so the other workers have not been asked whether "
                     "they do too: mention the exception in that method, or give the class `may_cancel = True`") from e
@@ -200,7 +202,7 @@ def _close_loop(self:Decisions, event):
 @contextmanager
 def interruptible(self:Decisions):
     "Keep Ctrl-C until all workers can end together; a second one, seconds later, ends this one at once"
-    self.interrupted = 0.
+    self.interrupted,self.keeps = 0.,True
     def note(*_):
         # launchers pass on the one that the terminal has sent to all
         if self.interrupted and time.monotonic()-self.interrupted > 2: raise KeyboardInterrupt
@@ -215,4 +217,4 @@ def interruptible(self:Decisions):
         raise
     finally:
         if ours: signal.signal(signal.SIGINT, signal.default_int_handler)
-        self.interrupted = 0.
+        self.interrupted,self.keeps = 0.,False

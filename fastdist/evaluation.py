@@ -16,7 +16,7 @@ from fastai.data.load import DataLoader as FastaiDataLoader
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader as TorchDataLoader
 from .data import DistributedDL, loaders_in, n_batches, reads_in_processes, reads_rows
-from .metrics import GatheredPreds
+from .metrics import EpochTotals, GatheredPreds
 from .training import DistributedTrainer
 from .world import *
 
@@ -53,8 +53,9 @@ def validate_together(self:DistributedTrainer):
         yield
         return
     dl = self.learn.dl = self._split(self.learn.dl, evaluate=True)
-    self.totals.reset()
-    begins,outer = self.sharded and not self.decisions.active,getattr(self, 'gathered', [])
+    # one evaluation may be inside of another (`FetchPredsCallback`)
+    outer = self.totals,self.gathered,self.forwards
+    self.totals,begins = EpochTotals(self.learn),self.sharded and not self.decisions.active
     if begins: self.decisions.begin()
     try:
         if not self.sharded: yield
@@ -65,7 +66,7 @@ def validate_together(self:DistributedTrainer):
             with self.decisions.own_loop(lambda i: i*dl.world_size+dl.rank, self._catch_up): yield
         self.evaluated |= self.sharded
     finally:
-        self.gathered = outer
+        self.totals,self.gathered,self.forwards = outer
         if begins: self.decisions.end()
 
 @patch

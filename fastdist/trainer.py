@@ -33,7 +33,7 @@ def fit_together(self:DistributedTrainer):
         if self.accelerator is None or outer:
             yield
             return
-        self.in_fit = True
+        self.in_fit,self.depth = True,0
         with ExitStack() as undo:
             if get_rank()>0: self._hide_loggers(undo)
             self.decisions.begin()
@@ -41,6 +41,7 @@ def fit_together(self:DistributedTrainer):
             with self.decisions.interruptible(): yield
     finally:
         self.in_fit = outer
+        if not outer: self.depth = 0
         if alone: self.detach()
 
 _with_events,_call_one = Learner._with_events,Learner._call_one
@@ -146,7 +147,8 @@ def __getstate__(self:Learner):
     if cb is None: return state
     ours = [cb,*cb.added]
     cbs = [o for o in self.cbs if not any(o is p for p in ours)]
-    for i,o in reversed(cb.hidden): cbs.insert(i, o)
+    for found in reversed(cb.hidden):
+        for i,o in found: cbs.insert(i, o)
     state = {k:v for k,v in state.items() if not any(v is p for p in ours)}
     model = state['model'].model if isinstance(state['model'], Through) else state['model']
     dl = state.get('dl')

@@ -91,7 +91,8 @@ class DistributedTrainer(Callback):
         self.split,self.ddp_handler,self.init_handler,self.accumulation = check_args(kwargs)
         self.accelerator,self.undo,self.decisions = None,None,None
         self.by_fit,self.in_fit,self.added,self.hidden = False,False,[],[]
-        self.preds_to = None # the one worker that gets predictions, or all do
+        self.preds_to,self.gathered,self.forwards = None,[],0 # of an evaluation: the one worker that gets predictions, or all do
+        self.depth = 0 # of fits and validations inside of each other
 
     # fastai removes a callback by setting its learner to None; what it did must be undone by then
     @property
@@ -207,12 +208,8 @@ def _attach_display(self:DistributedTrainer):
 
 @patch
 def _hide_loggers(self:DistributedTrainer, undo):
-    found = hide_loggers(self.learn)
-    self.hidden += found
-    def restore():
-        show_loggers(self.learn, found)
-        self.hidden = self.hidden[:len(self.hidden)-len(found)]
-    undo.callback(restore)
+    self.hidden.append(hide_loggers(self.learn))
+    undo.callback(lambda: show_loggers(self.learn, self.hidden.pop()))
 
 # %% ../nbs/04d_training.ipynb #0cf70e7c
 @patch
@@ -224,6 +221,9 @@ def before_fit(self:DistributedTrainer):
     if self.accelerator is None: return
     if self.learn._grab_cbs(NonNativeMixedPrecision): raise ValueError(
         f"rank {get_rank()}: NonNativeMixedPrecision (to_non_native_fp16) trains copies of the parameters, which is not supported on many workers: use learn.to_fp16()")
+    if self.decisions.alone: return
+    self.depth += 1
+    if self.depth > 1: return
     self.random.restart_if_seeded()
     self.random.enter()
     self.forward_cb.replica.close() # made again at the first batch, from rank 0's weights
@@ -231,7 +231,10 @@ def before_fit(self:DistributedTrainer):
 @patch
 def after_fit(self:DistributedTrainer):
     "Undo what `before_fit` did"
-    if self.accelerator is not None and not self.decisions.alone:
+    if self.accelerator is not None:
+        if self.decisions.alone: return
+        self.depth -= 1
+        if self.depth > 0: return
         self._agree_buffers()
         if self.in_fit:
             self.forward_cb.replica.average()

@@ -84,6 +84,7 @@ def logged(distrib, folder):
     from fastai.callback.progress import CSVLogger
     from fastai.callback.tensorboard import TensorBoardCallback
     import fastai.callback.wandb as fw
+    from fastdist.loggers import is_logger
     from fastdist.world import get_rank
     init_args = fw.init_args # of fastcore 2.2, which fails on numbers: with it fastai 2.8.12's callback works nowhere
     fw.init_args = lambda o: init_args(o) if hasattr(o, '__dict__') else {}
@@ -91,6 +92,9 @@ def logged(distrib, folder):
         "As a user would derive one; here it also evaluates, which must not wait for other workers"
         def after_epoch(self):
             self.seen = len(self.learn.get_preds(inner=True)[0])
+            if self.epoch == 0: # as a fit's end, and as one of its own, of which the others know nothing
+                learn = self.learn
+                with learn.removed_cbs([o for o in learn.cbs if is_logger(o)]): learn.validate()
     learn = learner(n=23, n_val=13, bs=4, metrics=accuracy, path=folder, dtype=torch.float32, loss=CrossEntropyLossFlat())
     learn.remove_cbs(learn._grab_cbs(ProgressCallback))
     before = list(learn.cbs)
