@@ -81,6 +81,7 @@ class Decisions:
         self.interrupted,self.keeps = 0.,False # when Ctrl-C was pressed, and is it kept until all can end together?
         self.cut = None # where a callback has ended an evaluation
         self.alone = False # does a callback run that other workers do not have?
+        self.inner = 0 # evaluations that callbacks make, inside of each other
         self.end()
 
     def begin(self):
@@ -117,7 +118,7 @@ class Decisions:
         if self.loop is not None:
             if event in _batch_events: return self._in_own_loop(event)
             if event in ('after_cancel_validate','after_validate'): self._close_loop(event)
-        points = list(self.points.get(event, ()))
+        points = [] if self.inner else list(self.points.get(event, ())) # rank 0 alone may call `predict`
         for cb in self.learn.cbs.sorted('order'):
             k = self.keys.get(id(cb))
             decides = k in points
@@ -130,7 +131,7 @@ class Decisions:
             except cancels as e:
                 if not decides and isinstance(e, KeyboardInterrupt) and self.keeps and not self.interrupted: self.interrupted = time.monotonic() # the others learn of it soon
                 elif not decides and isinstance(e, KeyboardInterrupt): raise
-                elif not decides and type(cb).__module__.split('.')[0] not in ('fastai','fastdist'): raise RuntimeError(
+                elif not decides and not self.inner and type(cb).__module__.split('.')[0] not in ('fastai','fastdist'): raise RuntimeError(
                     f"rank {get_rank()}: {type(cb).__name__}.{event} raised {type(e).__name__}, which its code does not show, so the other workers have not been asked whether "
                     "they do too: mention the exception in that method, or give the class `may_cancel = True`") from e
                 elif not decides: raise
@@ -148,6 +149,13 @@ class Decisions:
         with self.by_itself(): cb(event)
         for o in self.learn.cbs: # what it has added runs alone too
             if id(o) not in before: self.keys[id(o)] = None
+
+    @contextmanager
+    def inside(self):
+        "Around an evaluation that a callback makes"
+        self.inner += 1
+        try: yield
+        finally: self.inner -= 1
 
     @contextmanager
     def by_itself(self):

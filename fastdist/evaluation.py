@@ -123,7 +123,7 @@ def before_epoch(self:DistributedTrainer):
 def after_epoch(self:DistributedTrainer):
     "Record what rank 0 does"
     rec = getattr(self.learn, 'recorder', None)
-    if self.accelerator is None or self.decisions.alone or rec is None or not (self.in_fit or self.evaluated): return
+    if self.accelerator is None or self.decisions.alone or rec is None or not (self.in_fit and not self.decisions.inner or self.evaluated): return
     msg = [list(rec.log)]
     dist.broadcast_object_list(msg, src=0)
     rec.log = L(msg[0])

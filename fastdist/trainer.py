@@ -33,7 +33,7 @@ def fit_together(self:DistributedTrainer):
         if self.accelerator is None or outer:
             yield
             return
-        self.in_fit,self.depth = True,0
+        self.in_fit = True
         with ExitStack() as undo:
             if get_rank()>0: self._hide_loggers(undo)
             self.decisions.begin()
@@ -41,10 +41,9 @@ def fit_together(self:DistributedTrainer):
             with self.decisions.interruptible(): yield
     finally:
         self.in_fit = outer
-        if not outer: self.depth = 0
         if alone: self.detach()
 
-_with_events,_call_one = Learner._with_events,Learner._call_one
+_with_events,_call_one,_validation_context = Learner._with_events,Learner._call_one,Learner.validation_context
 
 @patch
 def _with_events(self:Learner, f, event_type, ex, final=noop):
@@ -58,6 +57,13 @@ def _call_one(self:Learner, event_name):
     decisions = None if trainer is None else trainer.decisions
     if decisions is None or not decisions.active or decisions.alone: return _call_one(self, event_name)
     decisions.call(event_name)
+
+# %% ../nbs/05_trainer.ipynb #4a9c0007
+@patch
+def validation_context(self:Learner, cbs=None, inner=False):
+    res,trainer = _validation_context(self, cbs, inner),_trainer(self)
+    if trainer is None or trainer.decisions is None or not trainer.decisions.active: return res
+    return ContextManagers([trainer.decisions.inside(), res])
 
 # %% ../nbs/05_trainer.ipynb #ed85ca36
 def _joins(learn, args):

@@ -92,7 +92,6 @@ class DistributedTrainer(Callback):
         self.accelerator,self.undo,self.decisions = None,None,None
         self.by_fit,self.in_fit,self.added,self.hidden = False,False,[],[]
         self.preds_to,self.gathered,self.forwards = None,[],0 # of an evaluation: the one worker that gets predictions, or all do
-        self.depth = 0 # of fits and validations inside of each other
 
     # fastai removes a callback by setting its learner to None; what it did must be undone by then
     @property
@@ -221,9 +220,7 @@ def before_fit(self:DistributedTrainer):
     if self.accelerator is None: return
     if self.learn._grab_cbs(NonNativeMixedPrecision): raise ValueError(
         f"rank {get_rank()}: NonNativeMixedPrecision (to_non_native_fp16) trains copies of the parameters, which is not supported on many workers: use learn.to_fp16()")
-    if self.decisions.alone: return
-    self.depth += 1
-    if self.depth > 1: return
+    if self.decisions.alone or self.decisions.inner: return
     self.random.restart_if_seeded()
     self.random.enter()
     self.forward_cb.replica.close() # made again at the first batch, from rank 0's weights
@@ -232,9 +229,7 @@ def before_fit(self:DistributedTrainer):
 def after_fit(self:DistributedTrainer):
     "Undo what `before_fit` did"
     if self.accelerator is not None:
-        if self.decisions.alone: return
-        self.depth -= 1
-        if self.depth > 0: return
+        if self.decisions.alone or self.decisions.inner: return
         self._agree_buffers()
         if self.in_fit:
             self.forward_cb.replica.average()

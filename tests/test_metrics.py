@@ -102,7 +102,7 @@ def data(kind, n, seed=5):
     g = torch.Generator().manual_seed(seed)
     x = torch.randn(n, 4, generator=g)
     y = dict(classes=lambda: torch.randint(0, 3, (n,), generator=g), masks=lambda: torch.randint(0, 3, (n, 3, 3), generator=g), numbers=lambda: torch.rand(n, 1, generator=g)+.1,
-             tags=lambda: torch.randint(0, 2, (n, 3), generator=g).float(), words=lambda: torch.randint(0, 4, (n, 6), generator=g))[kind]()
+             tags=lambda: torch.randint(0, 2, (n, 3), generator=g).float(), words=lambda: torch.randint(0, 4, (n, 6), generator=g), binary=lambda: torch.randint(0, 2, (n,), generator=g))[kind]()
     return list(zip(x, y))
 
 
@@ -114,6 +114,7 @@ def kinds():
             OfStored(lambda p, t: p.float().sum().item(), dim_argmax=-1, name='stored'), Nothing()]),
         masks=(27, (3, 3, 3), lambda: CrossEntropyLossFlat(axis=1), lambda: [Dice(), JaccardCoeff(), DiceMulti(), JaccardCoeffMulti(), foreground_acc]),
         numbers=(1, None, lambda: MSELossFlat(), lambda: [mse, mae, msle_, rmse, R2Score(), ExplainedVariance(), PearsonCorrCoef(), SpearmanCorrCoef()]),
+        binary=(2, None, lambda: CrossEntropyLossFlat(), lambda: [RocAucBinary(), APScoreBinary(), accuracy]),
         tags=(3, None, lambda: BCEWithLogitsLossFlat(), lambda: [accuracy_multi, F1ScoreMulti(average='macro'), HammingLossMulti(), partial(accuracy_multi, thresh=0.3), HammingLossMulti(thresh=0.7)]),
         words=(24, (6, 4), lambda: CrossEntropyLossFlat(), lambda: [CorpusBLEUMetric(vocab_sz=4), Perplexity(), accuracy]))
     return one
@@ -161,7 +162,7 @@ def close(a, b, tol=1e-6):
     return a != a and b != b or abs(a-b) <= tol*max(abs(a), 1e-3)
 
 
-@pytest.mark.parametrize('kind', ['classes', 'masks', 'numbers', 'tags', 'words'])
+@pytest.mark.parametrize('kind', ['classes', 'masks', 'numbers', 'tags', 'words', 'binary'])
 def test_validate(world, kind):
     want = values(False, kind, SIZES)
     assert sum(not isinstance(o, str) for o in want) >= 5

@@ -198,6 +198,35 @@ def alone():
         return len(learn.get_preds()[0])
 
 
+def alone_in_a_fit():
+    "The same by a callback, while others may cancel"
+    from fastdist.world import get_rank
+    import fastdist.all
+    class Shows(Callback):
+        def after_epoch(self):
+            if get_rank() == 0: self.learn.get_preds(dl=self.learn.dls.valid.new(dataset=[self.learn.dls.valid_ds[0]], n=1), inner=True)
+            self.n = len(self.learn.get_preds(inner=True)[0])
+    class MayStop(Callback):
+        def _stop(self):
+            from fastai.callback.core import CancelFitException
+            if self.epoch > 5: raise CancelFitException()
+        def before_epoch(self): self._stop()
+        def before_validate(self): self._stop()
+        def after_epoch(self): self._stop()
+        def after_fit(self): self._stop()
+    learn, cb = quiet(learner(n=22, n_val=13, bs=4)), Shows()
+    with learn.distrib_ctx(split_batches=True): learn.fit(2, cbs=[cb, MayStop()])
+    return cb.n, weights(learn)
+
+
+def test_rank_0_predicts_one_sample_in_a_fit(world):
+    first, *others = world(alone_in_a_fit)
+    learn = quiet(learner(n=22, n_val=13, bs=4))
+    learn.fit(2)
+    assert first[0] == 13 and diff(first[1], weights(learn)) < 2e-7
+    for o in others: assert o[0] == 13 and diff(first[1], o[1]) == 0
+
+
 def test_rank_0_predicts_one_sample(world): assert world(alone) == [13]*world.n
 
 
