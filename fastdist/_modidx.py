@@ -105,6 +105,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                     'fastdist.decisions.Decisions._raise_in_all': ( 'decisions.html#decisions._raise_in_all',
                                                                                     'fastdist/decisions.py'),
                                     'fastdist.decisions.Decisions._run': ('decisions.html#decisions._run', 'fastdist/decisions.py'),
+                                    'fastdist.decisions.Decisions._undecided': ( 'decisions.html#decisions._undecided',
+                                                                                 'fastdist/decisions.py'),
                                     'fastdist.decisions.Decisions.agree': ('decisions.html#decisions.agree', 'fastdist/decisions.py'),
                                     'fastdist.decisions.Decisions.begin': ('decisions.html#decisions.begin', 'fastdist/decisions.py'),
                                     'fastdist.decisions.Decisions.by_itself': ( 'decisions.html#decisions.by_itself',

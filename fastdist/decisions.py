@@ -129,15 +129,19 @@ class Decisions:
             exc = None
             try: self._run(cb, event)
             except cancels as e:
-                if not decides and isinstance(e, KeyboardInterrupt) and self.keeps and not self.interrupted: self.interrupted = time.monotonic() # the others learn of it soon
-                elif not decides and isinstance(e, KeyboardInterrupt): raise
-                elif not decides and not self.inner and type(cb).__module__.split('.')[0] not in ('fastai','fastdist'): raise RuntimeError(
-                    f"rank {get_rank()}: {type(cb).__name__}.{event} raised {type(e).__name__}, which its code does not show, so the other workers have not been asked whether "
-                    "they do too: mention the exception in that method, or give the class `may_cancel = True`") from e
-                elif not decides: raise
+                if not decides: self._undecided(cb, event, e)
                 exc = e
             if decides: self._raise_in_all(exc)
         for _ in points: self._raise_in_all(None)
+
+    def _undecided(self, cb, event, e):
+        "An exception of a callback after which the workers do not ask each other"
+        of = type(cb).__module__.split('.')[0]
+        if isinstance(e, KeyboardInterrupt) and of!='fastdist' and self.keeps and not self.interrupted: self.interrupted = time.monotonic() # the others learn of it soon
+        elif isinstance(e, KeyboardInterrupt) or self.inner or of in ('fastai','fastdist'): raise e
+        else: raise RuntimeError(
+            f"rank {get_rank()}: {type(cb).__name__}.{event} raised {type(e).__name__}, which its code does not show, so the other workers have not been asked whether "
+            "they do too: mention the exception in that method, or give the class `may_cancel = True`") from e
 
     def _raise_in_all(self, exc):
         code = self.agree(0 if exc is None else _code(exc))

@@ -329,13 +329,13 @@ def collectives(n_val):
         def after_batch(self): res.append(('step' if self.training else 'batch', dict(counts)))
         def after_validate(self): res.append(('validate', dict(counts)))
     # of the process group itself: all of torch.distributed's functions end there, but for DDP's own, which are called from C++
-    PG, real = dist.ProcessGroup, {}
+    PG, real, was = dist.ProcessGroup, {}, {}
     for nm in ('allreduce', 'broadcast', 'allgather', 'allgather_single', '_allgather_base', 'barrier', 'reduce', 'gather', 'scatter', 'send', 'recv'):
         if not hasattr(PG, nm): continue
         def counted(self, *args, _nm=nm, **kwargs):
             counts[_nm] += 1
             return real[_nm](self, *args, **kwargs)
-        real[nm] = getattr(PG, nm)
+        real[nm], was[nm] = getattr(PG, nm), vars(PG)[nm]
         setattr(PG, nm, counted)
     blocking, all_reduce = [0], dist.all_reduce
     def seen(*args, **kwargs):
@@ -352,7 +352,7 @@ def collectives(n_val):
             res.append(('preds', dict(counts)))
     finally:
         dist.all_reduce = all_reduce
-        for nm, f in real.items(): setattr(PG, nm, f)
+        for nm, f in was.items(): setattr(PG, nm, f)
     return res, fit
 
 
