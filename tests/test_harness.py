@@ -168,7 +168,7 @@ def test_dying_rank(world2):
 def test_a_world_killed_between_calls_is_started_again(world2):
     pids = [i[2] for i in world2(identity)]
     os.kill(pids[0], signal.SIGKILL)
-    while pids[0] in processes(world2.mark): time.sleep(0.01)
+    while not world2._dead(0): time.sleep(0.01)  # a process that is ending has no environment any more, and is not yet dead
     assert world2(add, 0) == [10, 11] and not {i[2] for i in world2(identity)} & set(pids)
 
 
