@@ -23,6 +23,7 @@ class AccumulateSteps(Callback):
         super().__init__()
         self.plugin,self.average = plugin,average
         self.batch_weight = batch_weight or self._weight
+        self.n,self.total,self.first,self.weight,self.ending = 0,0.,None,0.,False
 
     def _weight(self):
         div = loss_divisor(self.learn.loss_func, self.yb)
@@ -32,15 +33,20 @@ class AccumulateSteps(Callback):
         "Begin with no batches"
         if self.learn._grab_cbs(GradientAccumulation): raise ValueError(
             f"rank {get_rank()}: gradient_accumulation_steps={self.plugin.num_steps} and fastai's GradientAccumulation callback both accumulate gradients: use one of them")
-        self.n,self.total,self.first,self.ending = 0,0.,None,False
+        self.ending = False
+        self.drop() # an error may have ended the last fit in the middle of a step
 
     def is_last(self):
         "Is the batch that goes on the last of its step?"
         return self.n+1 >= self.plugin.num_steps or self.plugin.sync_with_dataloader and self.learn.iter==self.learn.n_iter-1
 
+    def before_batch(self):
+        "A batch whose backward is cancelled weighs nothing"
+        self.weight = 0.
+
     def before_backward(self):
         "Weigh the batch by its samples, in units of the first batch's"
-        self.weight = 0. if is_summed(self.learn.loss_func) else float(self.batch_weight())
+        if not is_summed(self.learn.loss_func): self.weight = float(self.batch_weight())
         if self.first is None and self.weight: self.first = self.weight
         if self.first: self.learn.loss_grad = self.learn.loss_grad*(self.weight/self.first)
 

@@ -37,5 +37,6 @@ def merge_stats(parts # What each worker has noted of one output: `dict`s with m
 
 def gather_stats(cb # `ActivationStats` at the end of a fit on many workers
                 ):
-    "Give `cb`, on each worker, the stats of whole batches"
+    "Give `cb`, on each worker, the stats of whole batches; those that a `hook` of one's own makes stay this worker's"
+    if type(cb).hook is not ActivationStats.hook: return
     cb.stats = L(list(map(merge_stats, zip(*step))) for step in zip(*gather_objects([list(o) for o in cb.stats])))

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader as TorchDataLoader
 from .data import DistributedDL, loaders_in, n_batches, reads_in_processes, reads_rows
 from .metrics import EpochTotals, GatheredPreds
-from .training import DistributedTrainer
+from .training import DistributedTrainer, trainer_of
 from .world import *
 
 # %% ../nbs/04e_evaluation.ipynb #6e2f0006
@@ -106,12 +106,12 @@ def after_validate(self:DistributedTrainer):
 def _catch_up(self:DistributedTrainer):
     "Do what others do in batches for which this worker has none: send predictions and, where a forward gathers parameters, make it with them"
     learn,dl = self.learn,self.learn.dl
-    together = any(isinstance(p, DTensor) for p in learn.model.parameters())
+    most,together = math.ceil(n_batches(dl.dl)/dl.world_size),any(isinstance(p, DTensor) for p in learn.model.parameters())
     if together and (learn.xb is None or learn.xb==(None,)): learn._split(learn._set_device(dl.dl.one_batch()))
-    for i in range(self.forwards, math.ceil(n_batches(dl.dl)/dl.world_size)):
+    for i in range(self.forwards, most):
         for o in self.gathered: o.send(i)
         if together: learn.model(*learn.xb)
-    for o in self.gathered: o.send(math.ceil(n_batches(dl.dl)/dl.world_size))
+    for o in self.gathered: o.send(most)
 
 # %% ../nbs/04e_evaluation.ipynb #6e2f0009
 @patch
@@ -138,7 +138,7 @@ def get_preds(self:Learner, *args,
     **kwargs
 ):
     "fastai's `get_preds`: predictions and targets of a loader, in the order of the data set"
-    trainer = next((o for o in self.cbs if isinstance(o, DistributedTrainer)), None)
+    trainer = trainer_of(self)
     if not isinstance(rank0_only, bool): raise ValueError(f"rank {get_rank()}: rank0_only={rank0_only!r} is not accepted: it is True or False")
     if not rank0_only or trainer is None or trainer.accelerator is None: return _get_preds(self, *args, **kwargs)
     if get_rank()!=0:

@@ -104,7 +104,7 @@ class _BatchOf:
     def __getattr__(self, nm):
         self.read.add(nm)
         if nm in ('x','xb') and not self.probe: raise RuntimeError(
-            "a metric reads the inputs of some batches and not of the first, and other workers had them: read those of the first batch as well")
+            f"rank {get_rank()}: a metric reads the inputs (`{nm}`) of some batches and not of the first, and other workers had them: read those of the first batch as well")
         return getattr(self.learn, nm)
 
 _of_batch = 'pred','yb','loss','iter'

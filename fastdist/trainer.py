@@ -13,15 +13,14 @@ import torch.distributed as dist
 from fastai.basics import *
 from .arguments import accelerator_args, refuse
 from .data import DistributedDL
-from .evaluation import DistributedTrainer
+from .evaluation import DistributedTrainer # with its evaluation
 from .strategy import Through, check_trainable
+from .training import trainer_of
 from .world import *
 
 _all_ = ['DistributedTrainer']
 
 # %% ../nbs/05_trainer.ipynb #4a9c0006
-def _trainer(learn): return next((cb for cb in learn.cbs if isinstance(cb, DistributedTrainer)), None)
-
 @patch
 @contextmanager
 def fit_together(self:DistributedTrainer):
@@ -30,10 +29,10 @@ def fit_together(self:DistributedTrainer):
     try:
         if alone: self.attach()
         self.by_fit |= alone
+        self.in_fit = True
         if self.accelerator is None or outer:
             yield
             return
-        self.in_fit = True
         with ExitStack() as undo:
             if get_rank()>0: self._hide_loggers(undo)
             self.decisions.begin()
@@ -47,13 +46,13 @@ _with_events,_call_one,_validation_context = Learner._with_events,Learner._call_
 
 @patch
 def _with_events(self:Learner, f, event_type, ex, final=noop):
-    trainer = _trainer(self) if event_type in ('fit','validate') else None
+    trainer = trainer_of(self) if event_type in ('fit','validate') else None
     with nullcontext() if trainer is None else trainer.fit_together() if event_type=='fit' else trainer.validate_together():
         _with_events(self, f, event_type, ex, final)
 
 @patch
 def _call_one(self:Learner, event_name):
-    trainer = _trainer(self)
+    trainer = trainer_of(self)
     decisions = None if trainer is None else trainer.decisions
     if decisions is None or not decisions.active or decisions.alone: return _call_one(self, event_name)
     decisions.call(event_name)
@@ -61,14 +60,14 @@ def _call_one(self:Learner, event_name):
 # %% ../nbs/05_trainer.ipynb #4a9c0007
 @patch
 def validation_context(self:Learner, cbs=None, inner=False):
-    res,trainer = _validation_context(self, cbs, inner),_trainer(self)
+    res,trainer = _validation_context(self, cbs, inner),trainer_of(self)
     if trainer is None or trainer.decisions is None or not trainer.decisions.active: return res
     return ContextManagers([trainer.decisions.inside(), res])
 
 # %% ../nbs/05_trainer.ipynb #ed85ca36
 def _joins(learn, args):
     "Is the learner distributed already, with the same arguments? With others it is an error"
-    cb = _trainer(learn)
+    cb = trainer_of(learn)
     if cb is None: return False
     if cb.args!=args: raise ValueError(f"rank {get_rank()}: this learner is in distrib_ctx (or to_distributed) with {cb.args} already, "
                                        f"and cannot join it with {args}: leave the outer one first, or give the same arguments")
@@ -134,7 +133,7 @@ _create_opt = Learner.create_opt
 def create_opt(self:Learner):
     try: return _create_opt(self)
     except IndexError:
-        if _trainer(self) is not None: check_trainable(self.model)
+        if trainer_of(self) is not None: check_trainable(self.model)
         raise
 
 # %% ../nbs/05_trainer.ipynb #c95af5a9
@@ -149,7 +148,7 @@ def _plain_dls(dls):
 @patch
 def __getstate__(self:Learner):
     state = _learner_state(self)
-    cb = _trainer(self)
+    cb = trainer_of(self)
     if cb is None: return state
     ours = [cb,*cb.added]
     cbs = [o for o in self.cbs if not any(o is p for p in ours)]

@@ -147,3 +147,27 @@ def test_from_the_launcher(world2):
     want = fitted(None, 10)
     for w in world2(from_launcher, '2'): assert diff(want, w) < 2e-7
     assert all("gradient_accumulation_steps='two'" in o for o in world2(from_launcher, 'two'))
+
+
+def interrupted(how):
+    "A fit that ends by an error in the middle of a step, and another in the next context"
+    import fastdist.all
+    class Ends(Callback):
+        run_valid = False
+        def after_batch(self):
+            if self.iter == 2: raise ArithmeticError('in the middle')
+    cbs, ctx = ([GradientAccumulation(10)], {}) if how == 'callback' else ([], dict(gradient_accumulation_steps=2))
+    learn = quiet(learner(n=23, bs=5, cbs=cbs))
+    for same_context in (False, True):
+        with learn.distrib_ctx(split_batches=True, **ctx):
+            try: learn.fit(1, cbs=Ends())
+            except ArithmeticError: pass
+            if same_context: learn.fit(1)
+        with learn.distrib_ctx(split_batches=True, **ctx): learn.fit(1)
+    return weights(learn)
+
+
+@pytest.mark.parametrize('how', ['callback', 'steps'])
+def test_after_an_error_in_the_middle_of_a_step(world, how):
+    first, *others = world(interrupted, how)
+    for o in others: assert diff(first, o) == 0

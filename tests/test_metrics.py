@@ -137,8 +137,10 @@ def make(kind, n, bs, n_trn=9, **kwargs):
     return quiet(Learner(dls, Shaped(out, shape), loss_func=loss(), opt_func=SGD, lr=0.01, metrics=mets(), cbs=Highest(), **kwargs))
 
 
-def values(distrib, kind, sizes, fits=False, train_metrics=False, ctx=None):
+def values(distrib, kind, sizes, fits=False, train_metrics=False, ctx=None, keep=2**26):
     warnings.simplefilter('ignore')
+    from fastdist.metrics import EpochTotals
+    EpochTotals.__init__.__defaults__ = keep,
     res = []
     if distrib: import fastdist.all
     for n, bs in sizes:
@@ -177,11 +179,12 @@ def test_in_a_fit(world, kind):
     for got in world(values, True, kind, sizes, fits=True, ctx=dict(split_batches=True)): assert close(want, got, 3e-6), (want, got)
 
 
+@pytest.mark.parametrize('keep', [2**26, 100], ids=['at the end', 'as it goes on'])
 @pytest.mark.parametrize('kind', ['classes', 'masks', 'numbers'])
-def test_training_metrics(world, kind):
+def test_training_metrics(world, kind, keep):
     "Of shares of rows, of which the last batch has none for some workers: what only sums over samples is summed, all else is fed again with whole batches"
     want = values(False, kind, [(7, 3)], fits=True, train_metrics=True)
-    for got in world(values, True, kind, [(7, 3)], fits=True, train_metrics=True, ctx=dict(split_batches=True)):
+    for got in world(values, True, kind, [(7, 3)], fits=True, train_metrics=True, ctx=dict(split_batches=True), keep=keep):
         assert close(want, got, 3e-6), [(i, x, y) for i, (x, y) in enumerate(zip(want[0][0], got[0][0])) if not close(x, y, 3e-6)]
 
 
