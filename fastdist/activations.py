@@ -10,7 +10,7 @@ import math
 
 from fastai.basics import *
 from fastai.callback.hook import ActivationStats
-from .world import gather_objects
+from .world import all_gather_list
 
 # %% ../nbs/03a_activations.ipynb #2b6d0006
 _hook = ActivationStats.hook
@@ -39,4 +39,4 @@ def gather_stats(cb # `ActivationStats` at the end of a fit on many workers
                 ):
     "Give `cb`, on each worker, the stats of whole batches; those that a `hook` of one's own makes stay this worker's"
     if type(cb).hook is not ActivationStats.hook: return
-    cb.stats = L(list(map(merge_stats, zip(*step))) for step in zip(*gather_objects([list(o) for o in cb.stats])))
+    cb.stats = L(list(map(merge_stats, zip(*step))) for step in zip(*all_gather_list([list(o) for o in cb.stats])))

@@ -16,7 +16,7 @@ from fastai.data.load import DataLoader as FastaiDataLoader
 from .fastai_data import FastaiShards, reads_rows
 from .rng import WorkerRandom, seed_of, shared_order
 from .torch_data import IterableDataset, TorchDataLoader, TorchShards
-from .world import check_rank, gather_objects, get_rank, get_world_size
+from .world import check_rank, all_gather_list, get_rank, get_world_size
 
 # %% ../nbs/01_data.ipynb #034e5fbc
 @lru_cache(None)
@@ -103,7 +103,7 @@ def _draw(self:DistributedDL, shuffle=True):
     many = self.grouped and self.world_size > 1 and not self._alone
     if pending: self._set_shuffled(pending['shuffled'])
     shuffled = self._shuffled()
-    if many and shuffled is not None and len(set(gather_objects(seed_of(*shuffled)))) > 1: # `one_batch` in one worker has moved it on there
+    if many and shuffled is not None and len(set(all_gather_list(seed_of(*shuffled)))) > 1: # `one_batch` in one worker has moved it on there
         msg = [shuffled]
         dist.broadcast_object_list(msg, src=0)
         shuffled = msg[0]
@@ -129,7 +129,7 @@ def _seed_generator(self:DistributedDL):
 def _same_order(order, nm):
     h = hashlib.sha256()
     for i in range(0, len(order), 10**5): h.update(repr(order[i:i+10**5]).encode())
-    every = gather_objects((len(order), h.hexdigest()))
+    every = all_gather_list((len(order), h.hexdigest()))
     differ = [r for r,o in enumerate(every) if o!=every[0]]
     if differ: raise RuntimeError(f"{nm}: rank {differ[0]} has drawn another order ({every[differ[0]][0]} samples) than rank 0 ({every[0][0]} samples). "
         "Draw it from the global generators of random, numpy or torch, or keep the generator as an attribute of the loader or the sampler: those are agreed on")
@@ -286,7 +286,7 @@ def _some_items(dl, n=64):
 def same_data(dls # `DataLoaders` of this worker
              ):
     "Raise a `ValueError` if the loaders of some worker differ from rank 0's in size, or in a sample of file names or numbers"
-    every = gather_objects([(type(dl).__name__, _n_of(dl), getattr(dl, 'bs', getattr(dl, 'batch_size', None)), _some_items(dl)) for dl in dls.loaders])
+    every = all_gather_list([(type(dl).__name__, _n_of(dl), getattr(dl, 'bs', getattr(dl, 'batch_size', None)), _some_items(dl)) for dl in dls.loaders])
     for r,mine in enumerate(every):
         for i,(a,b) in enumerate(zip_longest(every[0], mine)):
             if a!=b: raise ValueError(

@@ -12,7 +12,7 @@ from types import CodeType,FunctionType,ModuleType
 
 import torch.distributed as dist
 from fastai.basics import *
-from .world import gather_objects, get_rank
+from .world import all_gather_list, get_rank
 
 # %% ../nbs/04a_decisions.ipynb #9b2d0006
 # From the one that ends most: that one counts, where workers raise different ones
@@ -92,7 +92,7 @@ class Decisions:
             nm = f'{type(cb).__module__}.{type(cb).__qualname__}'
             self.keys[id(cb)] = (cb.order,nm,seen[nm])
             seen[nm] += 1
-        every = gather_objects([(self.keys[id(cb)], may_cancel(cb)) for cb in self.learn.cbs])
+        every = all_gather_list([(self.keys[id(cb)], may_cancel(cb)) for cb in self.learn.cbs])
         self.everywhere = set.intersection(*({k for k,_ in o} for o in every))
         points = collections.defaultdict(dict)
         for o in every:

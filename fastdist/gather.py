@@ -10,7 +10,7 @@ import io,math,pickle
 
 import torch.distributed as dist, torch.nn.functional as F
 from fastai.basics import *
-from .world import gather_objects, get_rank
+from .world import all_gather_list, get_rank
 
 # %% ../nbs/02a_gather.ipynb #8a1c0010
 def tensors_in(o # Lists, tuples and dicts, nested in any way
@@ -86,7 +86,7 @@ def gather_tensors(o, # Anything that can be pickled, with tensors in it
                   ):
     "List of each worker's `o`, by rank, on the CPU; `None` in workers that receive nothing"
     data,buf = pack(o)
-    every,rank = gather_objects((data,len(buf))),get_rank()
+    every,rank = all_gather_list((data,len(buf))),get_rank()
     sizes = [n for _,n in every]
     if dst is None:
         most = max(sizes)
@@ -114,7 +114,7 @@ def gather_pieces(items:list, # This worker's; workers may have different number
                   piece=2**26, # Bytes that travel at once, of all workers together
                  ):
     "Yield lists of each worker's next items, by rank, until all have been yielded: the same number of times in all workers"
-    every = gather_objects((len(items), bytes_in(items)))
+    every = all_gather_list((len(items), bytes_in(items)))
     most = max(n for n,_ in every)
     step = max(1, math.ceil(most/max(1, math.ceil(sum(b for _,b in every)/piece))))
     for i in range(0, most, step): yield gather_tensors(items[i:i+step])

@@ -74,7 +74,7 @@ def first_failure(failures # `dict` from rank to torch's `ProcessFailure`, as `C
                  ):
     "(rank, failure) of the worker that failed first: a worker that stopped because of another has said so, and may have ended before it"
     rank = min(failures, key=lambda r: failures[r].timestamp)
-    cause = re.search(r'WorkerFailed: rank \d+ stopped because rank (\d+) failed', str(failures[rank].message))
+    cause = re.search(r'RemoteError: (?:rank \d+ stopped because )?rank (\d+)', str(failures[rank].message))
     if cause: rank,failure = int(cause[1]),failures.get(int(cause[1]), failures[rank])
     else: failure = failures[rank]
     return rank,failure

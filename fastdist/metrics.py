@@ -16,7 +16,7 @@ from fastai.losses import BaseLoss, LabelSmoothingCrossEntropy
 from fastai.metrics import (AccumMetric, CorpusBLEUMetric, Dice, DiceMulti, LossMetric, accuracy, accuracy_multi, error_rate, mae, mse, msle,
     top_k_accuracy)
 from .gather import bytes_in, gather_pieces, gather_tensors, in_turn, interleave
-from .world import gather_objects, get_rank
+from .world import all_gather_list, get_rank
 
 # %% ../nbs/03_metrics.ipynb #107ba435
 def _cross_entropy(f):
@@ -155,7 +155,7 @@ class EpochTotals:
         self.batches.append(to_detach({o:getattr(learn, o) for o in (*_of_batch,*self.read)}, gather=False) if counts else None)
         if not rows: return
         # All workers are at the same batch, so they can gather what they have had, before it is too much
-        if self.every is None: self.every = max(1, self.keep//max(1, *gather_objects(bytes_in(self.batches))))
+        if self.every is None: self.every = max(1, self.keep//max(1, *all_gather_list(bytes_in(self.batches))))
         if len(self.batches)==self.every: self._feed(fed, rows)
 
     def combine(self, rows=True # Was each batch dealt out to all workers, rather than whole batches in turn?
@@ -164,7 +164,7 @@ class EpochTotals:
         by = groupby(self.metrics(), partial(metric_kind, rows=rows))
         sums,merged = by.get('sum', []),by.get('merge', [])
         if sums or merged:
-            parts = gather_objects(([(m.total,m.count) for m in sums], [{k:v for k,v in vars(m).items() if not callable(v)} for m in merged]))
+            parts = all_gather_list(([(m.total,m.count) for m in sums], [{k:v for k,v in vars(m).items() if not callable(v)} for m in merged]))
             for i,m in enumerate(sums): m.total,m.count = add_up([p[0][i][0] for p in parts]),sum(p[0][i][1] for p in parts)
             for i,m in enumerate(merged): self._merge(m, [p[1][i] for p in parts])
         for m in by.get('accum', []):
@@ -225,7 +225,7 @@ class GatheredPreds:
             ):
         "Send to `dst` what there is, if it is time: all workers do so after the same number of batches of their own"
         while self.dst is not None and i >= self.next:
-            if self.every is None: self.every = max(1, self.keep//max(1, *gather_objects(bytes_in(list(self.lists().values())))))
+            if self.every is None: self.every = max(1, self.keep//max(1, *all_gather_list(bytes_in(list(self.lists().values())))))
             self._send()
             self.next += self.every
 
@@ -239,7 +239,7 @@ class GatheredPreds:
     def finish(self, cut=None, # Where a callback has ended the evaluation: (rank, how many batches that worker had finished, how many come before in the data set)
               ):
         "Give the callback the batches of all workers, before it concatenates them"
-        ends = cut and gather_objects({nm:self.sent[nm]+len(o) for nm,o in self.lists().items()})[cut[0]]
+        ends = cut and all_gather_list({nm:self.sent[nm]+len(o) for nm,o in self.lists().items()})[cut[0]]
         if self.dst is not None: self._send()
         for nm,o in self.lists().items():
             every = [b for parts in gather_pieces(o) for b in self._in_order(parts)] if self.dst is None else self.got[nm]

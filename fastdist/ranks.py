@@ -38,7 +38,9 @@ def in_slurm_step():
     "Was this process started by `srun`, as one of the tasks of a step?"
     env = os.environ
     if 'SLURM_PROCID' not in env: return False
-    return env.get('ENVIRONMENT')!='BATCH' or any(o in env for o in ('SLURM_STEP_ID','SLURM_STEPID','SLURM_STEP_NODELIST'))
+    if not any(o in env for o in ('SLURM_STEP_ID','SLURM_STEPID','SLURM_STEP_NODELIST')): return env.get('ENVIRONMENT')!='BATCH'
+    same = lambda step,now: not {step,now} <= set(env) or env[step]==env[now]
+    return same('SLURM_STEP_NUM_TASKS', 'SLURM_NTASKS') and same('SLURM_STEP_TASKS_PER_NODE', 'SLURM_TASKS_PER_NODE')
 
 # %% ../nbs/00f_ranks.ipynb #6579ac54
 def tasks_per_node(text, # Of `SLURM_TASKS_PER_NODE`
@@ -54,11 +56,14 @@ def _slurm_place():
     rank,local,node = env_int('SLURM_PROCID'),env_int('SLURM_LOCALID'),env_int('SLURM_NODEID')
     if size is None: raise ValueError(f"SLURM_PROCID={rank} is set but SLURM_NTASKS is not: start the script with `srun`, or unset SLURM_PROCID to train in one process")
     counts = os.environ.get('SLURM_STEP_TASKS_PER_NODE') or os.environ.get('SLURM_TASKS_PER_NODE')
-    counts = tasks_per_node(counts) if counts else []
-    if sum(counts)!=size: counts = [] # of the allocation, not of this step
     per_node = env_int('SLURM_NTASKS_PER_NODE')
-    if node is None and per_node and local is not None: node = rank//per_node
-    n_local = counts[node] if counts and node is not None and node < len(counts) else per_node
+    if counts: # ranks of a node need not follow each other, and SLURM_NTASKS_PER_NODE may be that of the job
+        counts = tasks_per_node(counts)
+        n_local = counts[node] if node is not None and node < len(counts) and sum(counts)==size else None
+    else:
+        n_local = per_node
+        if node is None and per_node: node = rank//per_node
+    if local is None and n_local: local = rank%n_local
     return rank,size,local,n_local,node
 
 # %% ../nbs/00f_ranks.ipynb #d8dae146
@@ -66,7 +71,7 @@ def from_env():
     "What the launcher says: `rank`, `world_size`, `local_rank`, `local_world_size`, `node_rank` (`None` where it does not say) and `launcher`"
     env = os.environ
     if 'WORLD_SIZE' in env or 'RANK' in env:
-        launcher = ('notebook_launcher' if 'FORK_LAUNCHED' in env else 'accelerate' if 'ACCELERATE_MIXED_PRECISION' in env else
+        launcher = env.get('FASTDIST_LAUNCHER') or ('notebook_launcher' if 'FORK_LAUNCHED' in env else 'accelerate' if 'ACCELERATE_MIXED_PRECISION' in env else
                     'torchrun' if 'TORCHELASTIC_RUN_ID' in env else 'environment')
         size,rank = env_int('WORLD_SIZE'),env_int('RANK')
         place = [rank or 0, size or 1, env_int('LOCAL_RANK'), env_int('LOCAL_WORLD_SIZE'), env_int('GROUP_RANK')]
@@ -178,8 +183,8 @@ def use_cpu(cpu=False, # Train on the CPU although there are GPUs
 # %% ../nbs/00f_ranks.ipynb #1c888c99
 def get_device():
     "The `torch.device` on which this process trains"
-    if PartialState._shared_state: return PartialState().device
-    if use_cpu(): return torch.device('cpu')
+    if PartialState._shared_state and (device := PartialState().device).type!='cpu': return device # Accelerate calls the CPU cpu:0
+    if PartialState._shared_state or use_cpu(): return torch.device('cpu')
     return torch.device('cuda', get_local_rank() if get_world_size() > 1 else torch.cuda.current_device())
 
 def get_backend(group=None, # A process group; by default that of all workers

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from fastai.basics import *
 from .arguments import accelerator_args, refuse
 from .data import DistributedDL
+from .failure import scope, watchdog_time
 from .evaluation import DistributedTrainer # with its evaluation
 from .strategy import Through, check_trainable
 from .training import trainer_of
@@ -25,7 +26,7 @@ _all_ = ['DistributedTrainer']
 @contextmanager
 def fit_together(self:DistributedTrainer):
     "Around a fit: set up, if no context has; agree on what callbacks decide; and undo it"
-    alone,outer = self.undo is None,self.in_fit
+    alone,outer,together = self.undo is None,self.in_fit,None
     try:
         if alone: self.attach()
         self.by_fit |= alone
@@ -34,13 +35,16 @@ def fit_together(self:DistributedTrainer):
             yield
             return
         with ExitStack() as undo:
+            if not self.in_scope: together = undo.enter_context(scope(self.watchdog)) # else the context does that
             if get_rank()>0: self._hide_loggers(undo)
             self.decisions.begin()
             undo.callback(self.decisions.end)
             with self.decisions.interruptible(): yield
     finally:
         self.in_fit = outer
-        if alone: self.detach()
+        broken = together is not None and together.broken
+        if alone or broken: self.detach()
+        if broken: teardown_distrib()
 
 _with_events,_call_one,_validation_context = Learner._with_events,Learner._call_one,Learner.validation_context
 
@@ -78,10 +82,11 @@ def _joins(learn, args):
 @accelerator_args
 def to_distributed(self:Learner,
     sync_bn=True, # Take batch norm's statistics from the global batch?
+    watchdog=watchdog_time, # Seconds, or a `timedelta`, that workers may wait for one that does not come; `None` for as long as it takes
     **kwargs
 ):
     "Train and evaluate on all workers, until `detach_distributed`"
-    cb = DistributedTrainer(sync_bn, **kwargs)
+    cb = DistributedTrainer(sync_bn, watchdog, **kwargs)
     if _joins(self, cb.args): return self
     self.add_cb(cb)
     try: cb.attach()
@@ -97,34 +102,31 @@ def detach_distributed(self:Learner):
     return self.remove_cb(DistributedTrainer)
 
 # %% ../nbs/05_trainer.ipynb #336655a0
-_contexts = itertools.count()
-
 @patch
 @contextmanager
 @accelerator_args
 def distrib_ctx(self:Learner,
     sync_bn=True, # Take batch norm's statistics from the global batch?
     in_notebook=False, # Leave the process group at the end as well? For functions that `notebook_launcher` runs
+    watchdog=watchdog_time, # Seconds, or a `timedelta`, that workers may wait for one that does not come; `None` for as long as it takes
     **kwargs
 ):
     "A context in which the learner trains and evaluates on all workers that the launcher started; in one process it simply trains"
     if not isinstance(in_notebook, bool): refuse('in_notebook', in_notebook, "it is True or False")
-    cb = DistributedTrainer(sync_bn, **kwargs)
+    cb = DistributedTrainer(sync_bn, watchdog, **kwargs)
     if _joins(self, cb.args):
         yield self
         return
-    scope,leave = next(_contexts), in_notebook and not dist.is_initialized()
+    leave,together = in_notebook and not dist.is_initialized(),None
     try:
-        self.to_distributed(sync_bn, **kwargs)
-        yield self
-    except BaseException as e:
-        other = failed_elsewhere(e, scope)
-        if other is not None: raise other
-        report_failure(e, scope)
-        raise
+        cb.join_group()
+        with scope(cb.watchdog) as together:
+            self.to_distributed(sync_bn, watchdog, **kwargs)
+            trainer_of(self).in_scope = True
+            yield self
     finally:
         self.detach_distributed()
-        if leave: teardown_distrib()
+        if leave or together is not None and together.broken: teardown_distrib()
 
 # %% ../nbs/05_trainer.ipynb #37c9ac8c
 _create_opt = Learner.create_opt

@@ -24,6 +24,7 @@ from .arguments import accelerator_args, check_args, check_launch, not_default, 
 from .compat import save_in_this_rank
 from .data import DistributedDL, same_data
 from .decisions import Decisions
+from .failure import check_watchdog, watchdog_time
 from .gather import tensors_in
 from .loggers import hide_loggers, show_loggers
 from .metrics import EpochTotals, is_summed, loss_divisor, metric_kind
@@ -83,14 +84,16 @@ class DistributedTrainer(Callback):
     @accelerator_args
     def __init__(self,
         sync_bn=True, # Take batch norm's statistics from the global batch?
+        watchdog=watchdog_time, # Seconds, or a `timedelta`, that workers may wait for one that does not come; `None` for as long as it takes
         **kwargs
     ):
         super().__init__()
-        self.args = dict(sync_bn=sync_bn, **not_default(kwargs))
+        self.watchdog = check_watchdog(watchdog)
+        self.args = dict(sync_bn=sync_bn, watchdog=self.watchdog, **not_default(kwargs))
         if not isinstance(sync_bn, bool): refuse('sync_bn', sync_bn, "it is True or False")
         self.split,self.ddp_handler,self.init_handler,self.accumulation = check_args(kwargs)
         self.accelerator,self.undo,self.decisions = None,None,None
-        self.by_fit,self.in_fit,self.added,self.hidden = False,False,[],[]
+        self.by_fit,self.in_fit,self.in_scope,self.added,self.hidden = False,False,False,[],[]
         self.preds_to,self.gathered,self.forwards = None,[],0 # of an evaluation: the one worker that gets predictions, or all do
 
     # fastai removes a callback by setting its learner to None; what it did must be undone by then
@@ -116,8 +119,7 @@ def attach(self:DistributedTrainer):
     if learn._grab_cbs(ParallelTrainer): raise ValueError(
         f"rank {get_rank()}: this learner is in parallel_ctx (or to_parallel), which uses all GPUs from one process; leave it before distrib_ctx")
     check_launch(learn)
-    cpu = use_cpu(self.args.get('cpu', False))
-    init_group(cpu=cpu, **(self.init_handler.to_kwargs() if self.init_handler is not None else {}))
+    cpu = self.join_group()
     self.undo = ExitStack()
     if get_world_size()==1: return self._attach_accumulation()
     try:
@@ -127,6 +129,13 @@ def attach(self:DistributedTrainer):
     except BaseException:
         self.detach()
         raise
+
+@patch
+def join_group(self:DistributedTrainer):
+    "Make the process group, as the arguments say; does this worker train on the CPU?"
+    cpu = use_cpu(self.args.get('cpu', False))
+    init_group(cpu=cpu, **(self.init_handler.to_kwargs() if self.init_handler is not None else {}))
+    return cpu
 
 @patch
 def detach(self:DistributedTrainer):

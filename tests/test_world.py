@@ -64,7 +64,7 @@ def first_fails():
 def test_rank0_first_fails_everywhere(world3):
     res = world3(first_fails)
     assert res[0] == ('ValueError', 'no disk', 0)
-    for r in (1, 2): assert res[r][0] == 'RuntimeError' and f'rank {r}: `fail` failed in rank 0' in res[r][1] and 'no disk' in res[r][1] and res[r][2] == r
+    for r in (1, 2): assert res[r][0] == 'RemoteError' and f'rank {r} stopped because rank 0' in res[r][1] and 'no disk' in res[r][1] and res[r][2] == r
 
 
 def bad_environment(**env):
