@@ -12,7 +12,7 @@ VARIANTS = ['all_gather_list', 'dist.all_gather_object', 'all_reduce_dict', 'all
 
 def child(sizes, repeats):
     import torch, torch.distributed as dist
-    from fastdist.talk import all_gather_list, all_reduce, all_reduce_dict
+    from fastdist.world import all_gather_list, all_reduce, all_reduce_dict
     torch.set_num_threads(1)
     dist.init_process_group('gloo')
     n, rows = dist.get_world_size(), []

@@ -12,6 +12,7 @@ from types import CodeType,FunctionType,ModuleType
 
 import torch.distributed as dist
 from fastai.basics import *
+from .failure import is_default
 from .world import all_gather_list, get_rank
 
 # %% ../nbs/04a_decisions.ipynb #9b2d0006
@@ -219,7 +220,8 @@ def interruptible(self:Decisions):
         # launchers pass on the one that the terminal has sent to all
         if self.interrupted and time.monotonic()-self.interrupted > 2: raise KeyboardInterrupt
         self.interrupted = self.interrupted or time.monotonic()
-    ours = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    old = signal.getsignal(signal.SIGINT)
+    ours = threading.current_thread() is threading.main_thread() and is_default(old)
     if ours: signal.signal(signal.SIGINT, note)
     try:
         yield
@@ -228,5 +230,5 @@ def interruptible(self:Decisions):
         if self.interrupted: raise KeyboardInterrupt from e
         raise
     finally:
-        if ours: signal.signal(signal.SIGINT, signal.default_int_handler)
+        if ours: signal.signal(signal.SIGINT, old)
         self.interrupted,self.keeps = 0.,False

@@ -212,7 +212,9 @@ def meet(s, # `Start` that says how
     url,restart = _env_url() if s.init_method=='env://' else s.init_method, os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)
     u,agent = urlparse(url), s.init_method=='env://' and os.environ.get('TORCHELASTIC_USE_AGENT_STORE')=='True'
     raw = _meet_by_file(Path(u.path), s.rank, limit) if u.scheme=='file' else _meet_by_tcp(u.hostname, u.port, s.rank, limit, agent)
-    store = dist.PrefixStore(f'fastdist/{restart}/{s.world_size}', raw) # a launcher's store has what workers wrote before a restart
+    # a launcher's store has what workers wrote before a restart; two steps of Slurm's may have come to the same port
+    step = '.'.join(os.environ.get(o, '') for o in ('SLURM_JOB_ID','SLURM_STEP_ID')) if s.launcher=='slurm' else ''
+    store = dist.PrefixStore(f'fastdist/{step}/{restart}/{s.world_size}', raw)
     _join(store, s, limit)
     if u.scheme=='file' and s.rank==0: Path(u.path).unlink(missing_ok=True)
     return store, s.rank==0 and not agent

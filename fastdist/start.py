@@ -64,15 +64,18 @@ def _store():
 
 # %% ../nbs/00i_start.ipynb #b6152504
 def _export(s, place):
-    "Put into the environment what a launcher would; returns a function that takes it out again"
+    "Put into the environment what a launcher would; returns a function that takes it out again, where it is still the same"
     local,n_local,node = place
     new = dict(RANK=s.rank, WORLD_SIZE=s.world_size, LOCAL_RANK=local, LOCAL_WORLD_SIZE=n_local, GROUP_RANK=node, FASTDIST_LAUNCHER=s.launcher)
     if 'MASTER_ADDR' not in os.environ and s.init_method.startswith('tcp'): new.update(zip(('MASTER_ADDR','MASTER_PORT'), (urlparse(s.init_method).hostname,urlparse(s.init_method).port)))
-    old = {k:os.environ.get(k) for k in [*new,'MASTER_ADDR','MASTER_PORT']} # Accelerate sets the port, where it is not set
-    os.environ.update({k:str(v) for k,v in new.items()})
+    if 'MASTER_PORT' not in os.environ: new.setdefault('MASTER_PORT', 29500) # as Accelerate does, and leaves it there
+    new = {k:str(v) for k,v in new.items()}
+    old = {k:os.environ.get(k) for k in new}
+    os.environ.update(new)
     def undo():
         for k,v in old.items():
-            if v is None: os.environ.pop(k, None)
+            if os.environ.get(k)!=new[k]: continue
+            if v is None: del os.environ[k]
             else: os.environ[k] = v
     return undo
 

@@ -18,8 +18,8 @@ from .ranks import (check_rank, get_backend, get_default_group, get_device, get_
 from .rendezvous import Start, infer_init_method
 from .start import call_main, distributed_init, init_group, setup_distrib, teardown_distrib, world_store
 from .store import KeyValueStore
-from .talk import (OutOfStep, agree, all_gather_list, all_gather_tensors, all_reduce, all_reduce_dict, broadcast_object, node_group, print_in_order,
-                           rank0_only, rank_only, scatter)
+from .reduce import all_gather_tensors, all_reduce, all_reduce_dict
+from .talk import OutOfStep, agree, all_gather_list, broadcast_object, node_group, print_in_order, rank0_only, rank_only, scatter
 
 # %% ../nbs/00_world.ipynb #8d05f73f
 _all_ = ['RemoteError', 'fail_together', 'forget_writes', 'mark_written', 'rank0_first', 'rank0_read', 'wait_written', 'check_rank', 'get_backend',

@@ -24,7 +24,7 @@ class WorkerError(RuntimeError):
 
 def _env(mark, extra=None):
     "The environment without what an earlier launch, or an Accelerator made in this process, has left in it"
-    env = {k: v for k, v in os.environ.items() if k not in _LAUNCH_VARS and not k.startswith(('TORCHELASTIC_', 'ACCELERATE_', 'FSDP_'))}
+    env = {k: v for k, v in os.environ.items() if k not in _LAUNCH_VARS and not k.startswith(('TORCHELASTIC_', 'ACCELERATE_', 'FSDP_', 'SLURM_'))}
     path = os.pathsep.join(p for p in (str(TESTS.parent), env.get('PYTHONPATH')) if p)
     # RES_OPTIONS: torch asks for the name of each address that it connects to; a name server that does not answer costs 5 s otherwise
     return {'RES_OPTIONS': 'timeout:1 attempts:1', **env, 'OMP_NUM_THREADS': '1', 'PYTHONUNBUFFERED': '1', 'PYTHONFAULTHANDLER': '1',
