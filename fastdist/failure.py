@@ -9,7 +9,7 @@ __all__ = ['watchdog_time', 'RemoteError', 'Failure', 'end_connections', 'Scope'
 # %% ../nbs/00l_failure.ipynb #ff432eeb
 import base64,os,pickle,signal,socket,sys,threading,time,traceback
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass,field
 
 import psutil, torch.distributed as dist
 from fastai.basics import *
@@ -47,14 +47,17 @@ class Failure:
     kind:str # 'error', 'interrupt' for Ctrl-C, or 'stalled', which a worker says of another
     text:str # Its traceback, or a report
     error:bytes=None # The pickled exception, where it can be pickled
+    by:int=field(default_factory=get_rank) # Who says it
 
     @classmethod
     def of(cls, e):
         "Of an exception; what fastdist has around a user's code is left out of its traceback"
-        if isinstance(e, RemoteError): return cls(e.rank, e.host, 'error', e.traceback or str(e))
+        if isinstance(e, RemoteError): return cls(e.rank, e.host, 'stalled' if e.is_report else 'error', e.traceback or str(e))
         try: pickle.loads(error := pickle.dumps(e))
         except Exception: error = None # many exceptions cannot be made again from their arguments
-        return cls(get_rank(), host_name(), 'interrupt' if isinstance(e, KeyboardInterrupt) else 'error', ''.join(traceback.format_exception(type(e), e, _users(e.__traceback__))), error)
+        text = ''.join(traceback.format_exception(type(e), e, _users(e.__traceback__)))
+        small = error is not None and len(error) < 2**20 # it goes into the store
+        return cls(get_rank(), host_name(), 'interrupt' if isinstance(e, KeyboardInterrupt) else 'error', text[-2**17:], error if small else None)
 
     def as_error(self):
         "The exception that the other workers raise"
@@ -100,7 +103,7 @@ class Monitor:
     "Tells the others how this worker is, and this worker when another has failed or is stuck"
     grace,patience = 0.5,5. # seconds: for a worker to fail by itself; for it to react
     def __init__(self):
-        self.rank,self.size,self.main = get_rank(),get_world_size(),threading.main_thread().ident
+        self.rank,self.size,self.main = get_rank(),get_world_size(),threading.get_ident() # in a thread of its own it can be watched, and not be interrupted
         self.tick = max(0.1, self.size/1000) # seconds between two looks: the store has to answer all
         store = _store()
         try: self.store = store.clone() # a connection of its own: one that waits keeps others from using it
@@ -115,7 +118,7 @@ class Monitor:
         if self.in_main:
             self.old_handler,self.old_hook = signal.signal(signal.SIGURG, self._on_signal),sys.excepthook
             sys.excepthook = self._uncaught
-            if signal.getsignal(signal.SIGINT) is signal.default_int_handler: signal.signal(signal.SIGINT, self._on_interrupt)
+            if is_default(signal.getsignal(signal.SIGINT)): signal.signal(signal.SIGINT, self._on_interrupt)
         self.threads = [threading.Thread(target=o, daemon=True, name='fastdist monitor') for o in (self._run,self._guard)]
         self._tell_all()
         for o in self.threads: o.start()
@@ -176,7 +179,7 @@ def _look(self:Monitor, now):
     self.n += 1
     if self.n%10==1: self._tell_all()
     for s in list(self.scopes):
-        if s.failure is None and not s.left and (f := _get(self.store, f'fail/{s.key}')) is not None and f.rank!=self.rank: self._heard(s, f, now)
+        if s.failure is None and not s.left and (f := _get(self.store, f'fail/{s.key}')) is not None and f.by!=self.rank: self._heard(s, f, now)
     limit = next((s.limit for s in reversed(self.scopes) if s.limit is not None), None)
     if limit is not None and self.n%10==6: self._watch_all(now, limit)
 
@@ -320,11 +323,11 @@ def cause_of(self:Monitor, e, # The exception that this worker sees
     if not any(o in str(e) for o in _lost_peer): return
     def found(): return next((f for k in (s.key,'job') if (f := _get(self.store, f'fail/{k}')) is not None), None)
     f = self._try(lambda: wait_until(found, 1))
-    if f is not None: return f.as_error() if f.rank!=self.rank else None
+    if f is not None: return f.as_error() if f.by!=self.rank else None
     if 'NCCL' in str(e) and not any(o in str(e) for o in _lost_peer[:-1]): return # NCCL's own
     res = self._ended()
     f = self._try(found)
-    if f is not None and f.rank!=self.rank: return f.as_error()
+    if f is not None and f.by!=self.rank: return f.as_error()
     res.__cause__ = e
     return res
 
@@ -344,6 +347,7 @@ def _ended(self:Monitor):
 # %% ../nbs/00l_failure.ipynb #1850ef52
 @patch
 def _uncaught(self:Monitor, typ, e, tb):
+    if _monitor.it not in (None,self): return self.old_hook(typ, e, tb) # of an earlier group, which has been broken off
     other = self.cause_of(e, self.job) or (e if isinstance(e, RemoteError) else None)
     if isinstance(e, KeyboardInterrupt) or isinstance(other, KeyboardInterrupt) or self.pending is not None:
         if self.rank==0: print("fastdist: stopped by Ctrl-C", file=sys.stderr, flush=True)

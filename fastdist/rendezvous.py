@@ -101,13 +101,14 @@ def _explicit(url, rank, size, e):
     return url.partition('?')[0],rank,size
 
 # %% ../nbs/00h_rendezvous.ipynb #5669e5ff
-def infer_init_method(args=None, # fairseq's arguments: filled in as fairseq does, where they have no `distributed_init_method` yet
+def infer_init_method(args=None, # An `init_method`; or fairseq's arguments, filled in as fairseq does, where they have no `distributed_init_method` yet
                       init_method=None, # `tcp://host:port`, `file:///shared/path` or `env://`; by default from the environment
                       rank=None, # Of this process; by default from the environment
                       world_size=None, # How many workers there are; by default from the environment
                       port=None, # At which Slurm's tasks meet; by default from the number of the job
                      ):
     "Find out how this process meets the others, as a `Start`; print it for the reason. A `ValueError` says what is missing"
+    if isinstance(args, str): args,init_method = None,args
     if args is not None: return _fill(args, port)
     e = from_env()
     given = [k for k,v in dict(rank=rank, world_size=world_size).items() if v is not None]
@@ -216,7 +217,9 @@ def meet(s, # `Start` that says how
     step = '.'.join(os.environ.get(o, '') for o in ('SLURM_JOB_ID','SLURM_STEP_ID')) if s.launcher=='slurm' else ''
     store = dist.PrefixStore(f'fastdist/{step}/{restart}/{s.world_size}', raw)
     _join(store, s, limit)
-    if u.scheme=='file' and s.rank==0: Path(u.path).unlink(missing_ok=True)
+    if u.scheme=='file' and s.rank==0:
+        Path(u.path).unlink(missing_ok=True)
+        store.set('address', f'{_addresses()[0]}:{raw.port}')
     return store, s.rank==0 and not agent
 
 # %% ../nbs/00h_rendezvous.ipynb #4677f1fa

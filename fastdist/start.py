@@ -63,12 +63,13 @@ def _store():
     return _here.alone
 
 # %% ../nbs/00i_start.ipynb #b6152504
-def _export(s, place):
+def _export(s, place, store):
     "Put into the environment what a launcher would; returns a function that takes it out again, where it is still the same"
     local,n_local,node = place
     new = dict(RANK=s.rank, WORLD_SIZE=s.world_size, LOCAL_RANK=local, LOCAL_WORLD_SIZE=n_local, GROUP_RANK=node, FASTDIST_LAUNCHER=s.launcher)
-    if 'MASTER_ADDR' not in os.environ and s.init_method.startswith('tcp'): new.update(zip(('MASTER_ADDR','MASTER_PORT'), (urlparse(s.init_method).hostname,urlparse(s.init_method).port)))
-    if 'MASTER_PORT' not in os.environ: new.setdefault('MASTER_PORT', 29500) # as Accelerate does, and leaves it there
+    if s.init_method!='env://':
+        u = urlparse(s.init_method if s.init_method.startswith('tcp') else f"tcp://{store.get('address').decode()}")
+        new.update(MASTER_ADDR=u.hostname, MASTER_PORT=u.port)
     new = {k:str(v) for k,v in new.items()}
     old = {k:os.environ.get(k) for k in new}
     os.environ.update(new)
@@ -125,7 +126,7 @@ def init_group(cpu=False, # Train on the CPU although there are GPUs
     if None in place: place = exchange_places(store, s.rank, s.world_size, limit or start_timeout)
     if not cpu and not (s.launcher=='slurm' and 'CUDA_VISIBLE_DEVICES' in os.environ): _check_gpus(place[1]) # Slurm may let each task see its own alone
     if PartialState._shared_state and PartialState().num_processes==1: PartialState._reset_state() # made before the launcher's variables were
-    undo = _export(s, place)
+    undo = _export(s, place, store)
     try:
         args = {k:v for k,v in kwargs.items() if k!='init_method'}
         if limit is not None: args['timeout'] = timedelta(seconds=limit)
@@ -152,7 +153,7 @@ def _check_same(s, kwargs):
                                "pass it to the first call that needs a group, before `setup_distrib`")
 
 # %% ../nbs/00i_start.ipynb #a9aae390
-def distributed_init(args=None, # fairseq's arguments, as `infer_init_method` takes them
+def distributed_init(args=None, # An `init_method`, or fairseq's arguments, as `infer_init_method` takes them
                      init_method=None, # `tcp://host:port`, `file:///shared/path` or `env://`; by default from the environment
                      rank=None, # Of this process; by default from the environment
                      world_size=None, # How many workers there are; by default from the environment
@@ -163,7 +164,7 @@ def distributed_init(args=None, # fairseq's arguments, as `infer_init_method` ta
     s = infer_init_method(args, init_method, rank, world_size)
     backend = backend or getattr(args, 'distributed_backend', None)
     init_group(start=s, **({} if dist.is_initialized() and timeout is None else dict(backend=backend, timeout=timeout)))
-    if args is not None and s.world_size > 1: args.distributed_rank = dist.get_rank()
+    if args is not None and not isinstance(args, str) and s.world_size > 1: args.distributed_rank = dist.get_rank()
     return get_rank()
 
 # %% ../nbs/00i_start.ipynb #433f7d6f

@@ -149,6 +149,25 @@ def test_an_error_that_all_have_is_their_own():
     assert started(lambda: same_error(int(os.environ['I']), 3, url), [{'I': str(i)} for i in range(3)]) == [([(0,), (1,), (2,)], True)]*3
 
 
+def late(rank, url):
+    import time, torch.distributed as dist
+    from fastdist.world import RemoteError, distributed_init, fail_together
+    distributed_init(init_method=url, rank=rank, world_size=3)
+    try:
+        with fail_together(watchdog=2):
+            dist.barrier()
+            if rank == 1: time.sleep(1000)
+            dist.barrier()
+    except RemoteError as e: return e.rank, str(e)
+
+
+def test_the_one_that_is_late_ends_too():
+    "Nobody else would end it: srun waits for all"
+    url = f'tcp://127.0.0.1:{free_port()}'
+    for rank, text in started(lambda: late(int(os.environ['I']), url), [{'I': str(i)} for i in range(3)]):
+        assert rank == 1 and 'rank 1 has kept the others waiting' in text and 'in late' in text
+
+
 def stuck(rank, url):
     import time, torch, torch.distributed as dist
     from fastdist.world import RemoteError, distributed_init, fail_together
