@@ -28,11 +28,12 @@ class RemoteError(RuntimeError):
                  traceback='', # Its traceback, as text
                 ):
         super().__init__(msg)
-        self.rank,self.host,self.traceback = rank,host,traceback
+        self.msg,self.rank,self.host,self.traceback = msg,rank,host,traceback
 
     @property
-    def is_report(self): return str(self)==self.traceback # the watchdog's, which has printed it
-    def __reduce__(self): return type(self), (str(self),self.rank,self.host,self.traceback)
+    def is_report(self): return self.msg==self.traceback # the watchdog's, which has printed it
+    def __str__(self): return self.msg # fastai puts the name of the callback that it was in into `args`
+    def __reduce__(self): return type(self), (self.msg,self.rank,self.host,self.traceback)
 
 # %% ../nbs/00l_failure.ipynb #78112623
 def _users(tb):
@@ -75,10 +76,10 @@ def _connections():
     norm = lambda a: (a.ip.removeprefix('::ffff:'), a.port)
     return {(norm(c.laddr),norm(c.raddr)):c.fd for c in psutil.Process().net_connections('tcp') if c.raddr and c.fd >= 0}
 
-def _port(store):
-    "The port of the `TCPStore` that is below, if there is one"
+def _base(store):
+    "The store below those that only add a prefix"
     while hasattr(store, 'underlying_store'): store = store.underlying_store
-    return getattr(store, 'port', None)
+    return store
 
 def end_connections(others # (own address, the other's address) of connections that other workers have
                    ):
@@ -104,8 +105,9 @@ class Monitor:
     grace,patience = 0.5,5. # seconds: for a worker to fail by itself; for it to react
     def __init__(self):
         self.rank,self.size,self.main = get_rank(),get_world_size(),threading.get_ident() # in a thread of its own it can be watched, and not be interrupted
-        self.tick = max(0.1, self.size/1000) # seconds between two looks: the store has to answer all
         store = _store()
+        # seconds between two looks: the store has to answer all; torch's FileStore, which a group that somebody else has made may have, keeps all that was ever written
+        self.tick = max(0.4 if isinstance(_base(store), dist.FileStore) else 0.1, self.size/1000)
         try: self.store = store.clone() # a connection of its own: one that waits keeps others from using it
         except RuntimeError: self.store = store
         self.job,self.count = Scope('job'),0
@@ -169,7 +171,7 @@ def _tell_all(self:Monitor):
     n_groups = len(dist.distributed_c10d._world.pg_map)
     if n_groups!=self.groups:
         self.groups = n_groups
-        port = _port(self.store) # the store may be in rank 0's process, and has to be heard further
+        port = getattr(_base(self.store), 'port', None) # the store may be in rank 0's process, and has to be heard further
         self._set(f'links/{self.rank}', [(a,b) for a,b in _connections() if port not in (a[1],b[1])])
     self._set(f'beat/{self.rank}', own_beat(self.n, self.main))
 
@@ -385,8 +387,10 @@ watchdog_time = 600 # seconds: as long as nccl waits in a collective, by default
 def check_watchdog(t # Seconds, a `timedelta`, or `None`
                   ):
     "`t` as seconds; a `ValueError` names one that is no time"
-    if t is not None and (isinstance(t, bool) or not seconds(t, 'watchdog')): raise ValueError(f"rank {get_rank()}: watchdog={t!r} is not accepted: it is a number of seconds, or None for no watchdog")
-    return seconds(t, 'watchdog')
+    try: secs = seconds(t)
+    except ValueError: secs = 0
+    if secs==0: raise ValueError(f"rank {get_rank()}: watchdog={t!r} is not accepted: it is a number of seconds, or a timedelta, or None for no watchdog")
+    return secs
 
 @contextmanager
 def scope(watchdog):

@@ -176,7 +176,7 @@ def _find_by_file(path, limit):
 
 def _meet_by_file(path, rank, limit):
     if rank==0: return _serve_by_file(path, timedelta(seconds=limit))[0]
-    store = wait_until(partial(_find_by_file, path, timedelta(seconds=limit)), limit)
+    store = wait_until(partial(_find_by_file, path, timedelta(seconds=limit)), limit, lambda: _say(f"rank {rank} waits for rank 0 to write {path}"))
     if store is None: raise TimeoutError(f"rank {rank} waited {limit} s for rank 0 to write {path}: is it running, and is the folder one that all nodes share?")
     return store
 
@@ -189,21 +189,25 @@ def _answers(host, port):
 def _meet_by_tcp(host, port, rank, limit, agent):
     serves = rank==0 and not agent
     # torch asks too, but where nobody answers it prints pages
-    if not serves and not wait_until(partial(_answers, host, port), limit): raise ConnectionError(
+    if not serves and not wait_until(partial(_answers, host, port), limit, lambda: _say(f"rank {rank} looks for rank 0 at {host}:{port}, where nobody answers yet")): raise ConnectionError(
         f"rank {rank} found nobody at {host}:{port} within {limit} s: is rank 0 running there, and may others reach that port?")
     try: return dist.TCPStore(host, port, is_master=serves, wait_for_workers=False, multi_tenant=True, timeout=timedelta(seconds=max(limit, 1)))
     except (dist.DistError,RuntimeError,ValueError) as e:
         raise ConnectionError(f"rank {rank} could not open port {port} ({host}): {str(e).splitlines()[0]}. If another program uses it, set MASTER_PORT to a free one, or give another port") from e
 
 # %% ../nbs/00h_rendezvous.ipynb #797a72f1
+def _say(text): print(f'fastdist: {text}', file=sys.stderr, flush=True)
+
 def _join(store, s, limit):
     "Wait until all workers have come; a `TimeoutError` names those that have not"
     if store.add(f'came/{s.rank}', 1) > 1: raise ValueError(f"two workers say that they are rank {s.rank} of {s.world_size}: give each a rank of its own")
-    ready = lambda: [r for r in range(s.world_size) if not store.check([f'came/{r}'])]
-    try: come = wait_until(lambda: not ready(), limit)
+    missing = lambda: [r for r in range(s.world_size) if not store.check([f'came/{r}'])]
+    def notice():
+        if next(r for r in range(s.world_size) if store.check([f'came/{r}']))==s.rank: _say(f"rank {s.rank} waits for {s.world_size} workers, of which ranks {missing()} have not come yet")
+    try: come = wait_until(lambda: not missing(), limit, notice)
     except dist.DistError as e: raise ConnectionError(f"rank {s.rank} waited for {s.world_size} workers, and rank 0, or the launcher, which held the store where they meet, has ended: see what it says") from e
     if not come: raise TimeoutError(
-        f"rank {s.rank} waited {limit} s for {s.world_size} workers, and ranks {ready()} have not come: have they failed, or were fewer workers started than world_size={s.world_size}?")
+        f"rank {s.rank} waited {limit} s for {s.world_size} workers, and ranks {missing()} have not come: have they failed, or were fewer workers started than world_size={s.world_size}?")
 
 # %% ../nbs/00h_rendezvous.ipynb #2007e4f2
 def meet(s, # `Start` that says how

@@ -19,14 +19,13 @@ from accelerate import PartialState
 from accelerate.state import AcceleratorState
 from fastai.basics import *
 from .ranks import *
-from .ranks import exchange_places
 from .rendezvous import *
 from .store import KeyValueStore, seconds, wait_until
 
 # %% ../nbs/00i_start.ipynb #f038ff97
 start_timeout = 600 # seconds to wait for workers that have not come, unless a time is given
 _met = {} # Where the workers met, to the store; the process that holds it must not lose it. It has one entry, that of this process's world
-_here = SimpleNamespace(store=None, start=None, groups=0, alone=None) # of the world that this process is in
+_here = SimpleNamespace(store=None, groups=0, alone=None) # of the world that this process is in
 
 def _meet(s, timeout=None):
     "The store of the world that `s` describes; made at the first call"
@@ -139,7 +138,7 @@ def init_group(cpu=False, # Train on the CPU although there are GPUs
         undo()
         raise
     _group.update(kwargs=kwargs, undo=undo)
-    _here.store,_here.start = store,s
+    _here.store = store
     atexit.register(teardown_distrib)
     for f in on_start: f()
 
@@ -193,7 +192,7 @@ def teardown_distrib():
     AcceleratorState._reset_state(reset_partial_state=True) # or Accelerate goes on to believe in the group that has gone
     _group.pop('undo', noop)()
     _group.clear()
-    _here.store = _here.start = None
+    _here.store = None
 
 # %% ../nbs/00i_start.ipynb #69e99346
 def call_main(main, # Called in each worker; it can be imported by name (a function of the script, not of a notebook's cell)

@@ -25,11 +25,17 @@ def seconds(t, # A number of seconds, a `timedelta`, or `None`, which stays `Non
 # %% ../nbs/00g_store.ipynb #48c96c3f
 def wait_until(done, # Function without arguments; waiting ends when it returns something true, which is the result
                timeout=None, # Seconds; `None` waits as long as it takes
+               notice=None, # Function without arguments that is called once, when waiting has taken a while
+               after=30, # Seconds that are a while
               ):
     "Ask `done` again and again: soon at first, and then every quarter of a second. `None` if that takes longer than `timeout`"
     start,pause = time.monotonic(),0.001
     while not (res := done()):
-        if timeout is not None and time.monotonic()-start >= timeout: return
+        waited = time.monotonic()-start
+        if timeout is not None and waited >= timeout: return
+        if notice is not None and waited >= after:
+            notice()
+            notice = None
         time.sleep(pause)
         pause = min(pause*1.5, 0.25)
     return res

@@ -35,7 +35,8 @@ class _Pickler(pickle.Pickler):
         if type(o) is Tensor and o.layout==torch.strided and not o.is_quantized and o.device.type!='meta' and not vars(o):
             return _from_bytes, (_bytes(o.detach()).numpy().tobytes(), o.dtype, tuple(o.shape), o.requires_grad)
         # subclasses and parameters have their own ways, which all end here
-        if isinstance(o, (torch.TypedStorage,torch.UntypedStorage)) and o.device.type!='cpu': return o.cpu().__reduce_ex__(2)
+        # of a TypedStorage: to ask it itself prints a warning
+        if isinstance(o, (torch.TypedStorage,torch.UntypedStorage)) and getattr(o, '_untyped_storage', o).device.type!='cpu': return o.cpu().__reduce_ex__(2)
         return NotImplemented
 
 def _pickled(o):

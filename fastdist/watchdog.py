@@ -9,13 +9,13 @@ __all__ = ['stack_of', 'place', 'sequence_numbers', 'Beat', 'own_beat', 'Watch']
 import os,re,sys,threading,time
 from dataclasses import dataclass,field
 
-import psutil, torch.distributed as dist
+import fastdist, torch.distributed as dist
 from fastai.basics import *
 from .ranks import get_rank, host_name
 
 # %% ../nbs/00k_watchdog.ipynb #6c8d703c
 def stack_of(thread, # Number of a thread of this process (`threading.get_ident()`)
-             most=12, # Frames, at most
+             most=60, # Frames, at most
             ):
     "Where a thread is in its Python code: (file, line, function) for each frame, the innermost first"
     frame,res = sys._current_frames().get(thread),[]
@@ -105,13 +105,14 @@ def stalled(self:Watch, now, # Seconds
 def _call(beat):
     "What a worker waits in, as far as its Python code shows"
     fs = [f for f in beat.stack if 'torch/distributed' in f[0].replace(os.sep, '/') and 'wrapper' not in f[2]]
-    return fs[-1][2] if fs else beat.stack[0][2] if beat.stack else '?'
+    return (fs[-1] if fs else beat.stack[0])[2].replace('_engine_run_backward', 'backward') if beat.stack else '?'
 
 def _where(beat):
     if beat.left: return f"    {beat.left}"
-    ours = re.compile(r'fastdist.(watchdog|failure|start)\.py$')
-    users = [f for f in beat.stack if 'wrapper' not in f[2] and not ours.search(f[0])] or beat.stack
-    return '\n'.join(f"    {'' if i==0 else 'called from '}{place(f)}" for i,f in enumerate(users[:8])) or "    (it has not said where)"
+    library = re.compile(rf'[/\\](site-packages|dist-packages|lib.python3[.\d]*)[/\\]|^{re.escape(str(Path(fastdist.__file__).parent))}')
+    fs = [f for f in beat.stack if 'wrapper' not in f[2] and not re.search(r'fastdist.(watchdog|failure|start)\.py$', f[0])] or beat.stack
+    shown = fs[:2] + [f for f in fs[2:] if not library.search(f[0])][:6] # where it is, and what of the user's code has led there
+    return '\n'.join(f"    {'' if i==0 else 'called from '}{place(f)}" for i,f in enumerate(shown)) or "    (it has not said where)"
 
 @patch
 def report(self:Watch, missing, # Ranks that have not come

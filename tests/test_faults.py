@@ -235,3 +235,22 @@ def test_ctrl_c(tmp_path, what, context):
     text = (tmp_path/'out').read_text()
     print(f'all had ended {seconds:.1f} s after Ctrl-C. A user reads:\n{text}')
     assert rc == 130 and 'Traceback' not in text and text.count('Ctrl-C') <= 1, text
+
+
+def foreign(rank, path):
+    import torch.distributed as dist
+    from fastdist.world import RemoteError, fail_together, get_local_rank, get_local_world_size, rank0_first
+    dist.init_process_group('gloo', init_method=f'file://{path}', rank=rank, world_size=2)
+    res = [rank0_first(lambda: rank), get_local_rank(), get_local_world_size()]
+    try:
+        with fail_together():
+            dist.barrier()
+            if rank: raise ValueError('no disk')
+            dist.barrier()
+    except RemoteError as e: return res, e.rank, type(e.__cause__)
+    except ValueError: return res
+
+
+def test_a_group_that_somebody_else_has_made(tmp_path):
+    "By torch's own functions, over one of its own stores, with nothing in the environment"
+    assert started(lambda: foreign(int(os.environ['I']), tmp_path/'torchs'), [{'I': str(i)} for i in range(2)]) == [([0, 0, 2], 1, ValueError), [1, 1, 2]]
