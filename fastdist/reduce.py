@@ -40,6 +40,7 @@ def _fold(vs, op):
     if isinstance(vs[0], Tensor):
         dtype = vs[0].dtype
         if dtype in (torch.float16,torch.bfloat16): vs = [v.float() for v in vs] # no overflow on the way to the mean
+        if dtype in (torch.uint16,torch.uint32): vs = [v.long() for v in vs] # torch cannot add them, nor compare them before 2.15
         res = reduce(_fold_ops[op], vs)
         return (res/len(vs) if op=='mean' else res).to(dtype)
     if op in ('sum','mean'): return sum(vs)/len(vs) if op=='mean' else sum(vs)

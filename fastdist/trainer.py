@@ -13,7 +13,7 @@ import torch.distributed as dist
 from fastai.basics import *
 from .arguments import accelerator_args, refuse
 from .data import DistributedDL
-from .failure import scope, watchdog_time
+from .failure import handler_kept, scope, watchdog_time
 from .evaluation import DistributedTrainer # with its evaluation
 from .strategy import Through, check_trainable
 from .training import trainer_of
@@ -28,14 +28,17 @@ def fit_together(self:DistributedTrainer):
     "Around a fit: set up, if no context has; agree on what callbacks decide; and undo it"
     alone,outer,together = self.undo is None,self.in_fit,None
     try:
-        if alone: self.attach()
+        if alone:
+            with handler_kept(): self.attach()
         self.by_fit |= alone
         self.in_fit = True
         if self.accelerator is None or outer:
             yield
             return
         with ExitStack() as undo:
-            if not self.in_scope: together = undo.enter_context(scope(self.watchdog)) # else the context does that
+            if not self.in_scope: # else the context does that
+                undo.enter_context(handler_kept())
+                together = undo.enter_context(scope(self.watchdog))
             if get_rank()>0: self._hide_loggers(undo)
             self.decisions.begin()
             undo.callback(self.decisions.end)
@@ -119,11 +122,12 @@ def distrib_ctx(self:Learner,
         return
     leave,together = in_notebook and not dist.is_initialized(),None
     try:
-        cb.join_group()
-        with scope(cb.watchdog) as together:
-            self.to_distributed(sync_bn, watchdog, **kwargs)
-            trainer_of(self).in_scope = True
-            yield self
+        with handler_kept():
+            cb.join_group()
+            with scope(cb.watchdog) as together:
+                self.to_distributed(sync_bn, watchdog, **kwargs)
+                trainer_of(self).in_scope = True
+                yield self
     finally:
         self.detach_distributed()
         if leave or together is not None and together.broken: teardown_distrib()

@@ -135,7 +135,7 @@ say(rank=get_rank())''')
     seconds, failed = time.time(), [json.loads(o) for o in r.stdout.splitlines() if o.startswith('{')]
     assert r.returncode != 0
     assert [o['rank'] for o in failed] == [1], r.stdout  # the others have not gone on
-    assert seconds - failed[0]['at'] < 15
+    assert seconds - failed[0]['at'] < 60
     assert 'ValueError: no such thing' in r.stderr
     assert not r.left
 
