@@ -10,8 +10,8 @@ import pickle,time
 
 import torch.distributed as dist
 from fastai.basics import *
-from .failure import Failure, RemoteError
 from .ranks import get_local_rank, get_node_rank, get_rank, get_world_size, is_master
+from .remote import Failure, RemoteError
 from .start import _here, _store, on_stop
 from .store import wait_until
 

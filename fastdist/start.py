@@ -112,12 +112,13 @@ def init_group(cpu=False, # Train on the CPU although there are GPUs
               ):
     "Make the process group that the launcher asked for, through Accelerate; with one process, or with a group that is there, do nothing"
     kwargs = {k:v for k,v in kwargs.items() if v is not None}
+    limit = seconds(kwargs.get('timeout'))
     s = start or infer_init_method(init_method=kwargs.get('init_method'))
     if dist.is_initialized(): return _check_same(start, kwargs)
     if s.world_size==1: return
     if s.spawn > 1: raise ValueError(f"rank {s.rank}: {s.reason}. Here there is one process for {s.spawn} GPUs: type `srun --ntasks-per-node={s.spawn} python {Path(sys.argv[0]).name}`, "
                                      "or start training by `call_main`, or give each task one GPU (`--gpus-per-task=1`)")
-    cpu,limit = use_cpu(cpu),seconds(kwargs.get('timeout'))
+    cpu = use_cpu(cpu)
     # DistributedDataParallel imports this. Once there is a group, it would keep hold of it, and with it threads that can abort the process at its exit
     import torch._dynamo
     store = _meet(s, limit)

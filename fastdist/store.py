@@ -9,8 +9,8 @@ __all__ = ['seconds', 'wait_until', 'KeyValueStore']
 import pickle,time
 from datetime import timedelta
 
-import torch.distributed as dist
 from fastai.basics import *
+from .ranks import get_rank
 
 # %% ../nbs/00g_store.ipynb #66ea7b14
 def seconds(t, # A number of seconds, a `timedelta`, or `None`, which stays `None`
@@ -19,7 +19,7 @@ def seconds(t, # A number of seconds, a `timedelta`, or `None`, which stays `Non
     "`t` as a number of seconds; a `ValueError` names one that is no time"
     if t is None: return
     if isinstance(t, timedelta): t = t.total_seconds()
-    if isinstance(t, bool) or not isinstance(t, (int,float)) or not t>=0: raise ValueError(f"{what}={t!r} is not accepted: it is a number of seconds, from 0, or a timedelta")
+    if isinstance(t, bool) or not isinstance(t, (int,float)) or not t>=0: raise ValueError(f"rank {get_rank()}: {what}={t!r} is not accepted: it is a number of seconds, from 0, or a timedelta")
     return t
 
 # %% ../nbs/00g_store.ipynb #48c96c3f

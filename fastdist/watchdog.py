@@ -6,7 +6,7 @@
 __all__ = ['stack_of', 'place', 'sequence_numbers', 'Beat', 'own_beat', 'Watch']
 
 # %% ../nbs/00k_watchdog.ipynb #c16c6ca8
-import os,re,sys,threading,time
+import os,re,sys,threading
 from dataclasses import dataclass,field
 
 import fastdist, torch.distributed as dist

@@ -11,10 +11,11 @@ __all__ = ['RemoteError', 'fail_together', 'forget_writes', 'mark_written', 'ran
            'all_reduce_dict', 'broadcast_object', 'node_group', 'print_in_order', 'rank0_only', 'rank_only', 'scatter']
 
 # %% ../nbs/00_world.ipynb #66dfe907
-from .failure import RemoteError, fail_together
+from .failure import fail_together
 from .first import forget_writes, mark_written, rank0_first, rank0_read, wait_written
 from .ranks import (check_rank, get_backend, get_default_group, get_device, get_launcher, get_local_rank, get_local_world_size, get_node_rank,
                             get_rank, get_world_size, is_master, use_cpu)
+from .remote import RemoteError
 from .rendezvous import Start, infer_init_method
 from .start import call_main, distributed_init, init_group, setup_distrib, teardown_distrib, world_store
 from .store import KeyValueStore

@@ -123,12 +123,12 @@ def reached(rank, n, how, url):
 
 
 @pytest.mark.parametrize('how', ['collective', 'subgroup', 'sleep', 'busy', 'store'])
-def test_reaches_all_within_two_seconds(how):
+def test_reaches_all(how):
     "Three times, after each of which the workers make a new process group"
     url = f'tcp://127.0.0.1:{free_port()}'
     res = started(lambda: reached(int(os.environ['I']), 3, how, url), [{'I': str(i)} for i in range(3)])
     print(f'{how}: seconds until the others had raised it: {res[0]:.2f}, {res[2]:.2f}')
-    assert res[1] == 0 and all(o < 10 for o in res), res  # two, on a machine that does nothing else
+    assert res[1] == 0 and all(o < 10 for o in res), res  # the figures are in what is printed: 0.5 to 0.7 on a quiet machine
 
 
 def same_error(rank, n, url):
