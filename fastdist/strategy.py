@@ -221,7 +221,7 @@ class GlobalBatchNorm(_BatchNorm):
 
     def __reduce_ex__(self, proto):
         # A copy or a pickle is of the layer as its user knows it
-        return copyreg._reconstructor, (self.plain_cls, object, None), dict(vars(self))
+        return copyreg._reconstructor, (self.plain_cls, object, None), self.__getstate__()
 
 # %% ../nbs/02_strategy.ipynb #222d5b37
 _synced = weakref.WeakKeyDictionary() # By layer: its own class, and how many learners have it changed
