@@ -1,0 +1,145 @@
+"torch.compile on many workers: something is compiled, the training is that of one process without, and nothing stays behind"
+import pytest, torch
+
+from learners import *
+
+
+@pytest.fixture(params=[2, 3])
+def world(request, worlds): return worlds(request.param)
+
+
+class Residual(nn.Module):
+    "A block with a forward of its own"
+    def __init__(self, n):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(n, 11), nn.Tanh(), nn.Linear(11, n))
+    def forward(self, x, scale=1.): return x + self.layers(x)*scale
+
+
+def blocks(kind, n=5):
+    "Of one kind or of several, in a `Sequential` or in a model with a forward of its own"
+    torch.manual_seed(0)
+    plain = lambda h: nn.Sequential(nn.Linear(n, h), nn.Tanh(), nn.Linear(h, n))
+    parts = dict(equal=lambda: [plain(7) for _ in range(3)], mixed=lambda: [plain(7), plain(8)], own=lambda: [Residual(n) for _ in range(3)])
+    return nn.Sequential(nn.Linear(4, n), nn.Sequential(*parts[kind]()), nn.Linear(n, 3)).double()
+
+
+def trained_raw(kind, wrap=None, backend=None, recompute=False, steps=3):
+    "The weights after a few steps, each worker with its part of the batch; and how many graphs have been compiled"
+    import torch.distributed as dist
+    from accelerate.utils import TorchDynamoPlugin
+    from torch._dynamo.utils import counters
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+    from fastdist.compiling import compile_model
+    from fastdist.recompute import checkpoint_activations
+    from fastdist.world import get_rank, get_world_size
+    if wrap and not dist.is_initialized(): dist.init_process_group('gloo')
+    rank, size = (get_rank(), get_world_size()) if wrap else (0, 1)
+    torch._dynamo.reset()
+    model = fwd = blocks(kind)
+    undos = [checkpoint_activations(model)] if recompute else []
+    if wrap == 'fsdp':
+        for b in model[1]: fully_shard(b)
+        fully_shard(model)
+    if wrap == 'fsdp_root': fully_shard(model)
+    keys, classes, held = list(model.state_dict()), [type(m) for m in model.modules()], [list(vars(m)) for m in model.modules()]
+    if backend: undos.append(compile_model(model, TorchDynamoPlugin(backend=backend)))
+    if wrap == 'ddp': fwd = DistributedDataParallel(model)
+    start = counters['stats']['unique_graphs']
+    g = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        x, y = (torch.randn(12, k, generator=g, dtype=torch.float64) for k in (4, 3))
+        F.mse_loss(fwd(x.chunk(size)[rank]), y.chunk(size)[rank]).backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= 0.1*p.grad
+                p.grad = None
+    n = counters['stats']['unique_graphs'] - start
+    assert list(model.state_dict()) == keys and [type(m) for m in model.modules()] == classes
+    for f in reversed(undos): f()
+    assert not any({'forward', '__getstate__'} & vars(m).keys() for m in model.modules())
+    if not recompute: assert [list(vars(m)) for m in model.modules()] == held
+    full = lambda t: (t.full_tensor() if hasattr(t, 'full_tensor') else t).detach().clone()
+    return {k: full(v) for k, v in model.state_dict().items()}, n
+
+
+@pytest.mark.parametrize('kind', ['equal', 'mixed', 'own'])
+@pytest.mark.parametrize('wrap', ['ddp', 'fsdp', 'fsdp_root'])
+def test_wrapped(world, wrap, kind):
+    "Under DDP and FSDP"
+    want, n = trained_raw(kind)
+    assert n == 0
+    for got, n in world(trained_raw, kind, wrap, backend='aot_eager'):
+        assert n > 0
+        assert diff(got, want) < 1e-12
+
+
+@pytest.mark.parametrize('wrap', ['ddp', 'fsdp'])
+def test_recomputed(world2, wrap):
+    "With activations that are computed again"
+    want, _ = trained_raw('own')
+    for got, n in world2(trained_raw, 'own', wrap, backend='aot_eager', recompute=True):
+        assert n > 0
+        assert diff(got, want) < 1e-12
+
+
+def test_inductor(world2):
+    "With code that a C++ compiler has made"
+    want, _ = trained_raw('equal')
+    for got, n in world2(trained_raw, 'equal', 'fsdp', backend='inductor', timeout=90):
+        assert n > 0
+        assert diff(got, want) < 1e-12
+
+
+def no_compiler():
+    "The error without a C++ compiler, and what is left of it"
+    import torch._inductor.config as config
+    torch.manual_seed(0)
+    with config.patch({'cpp.cxx': ('/no/such/compiler',), 'force_disable_caches': True}):
+        try: trained_raw('mixed', 'ddp', backend='inductor', steps=1)
+        except Exception as e: return f'{type(e).__name__}: {e}'
+
+
+def test_no_compiler(world2):
+    "Without a C++ compiler there is an error, and no training without compiling"
+    for e in world2(no_compiler, timeout=90): assert 'Compiler' in e or 'compiler' in e, e
+
+
+def trained_bn(kind, wrap=None, backend=None):
+    "Weights and statistics with batch norm over the global batch in each block"
+    import torch.distributed as dist
+    from accelerate.utils import TorchDynamoPlugin
+    from torch._dynamo.utils import counters
+    from torch.nn.parallel import DistributedDataParallel
+    from fastdist.compiling import compile_model
+    from fastdist.strategy import sync_batch_norm
+    from fastdist.world import get_rank, get_world_size
+    if wrap and not dist.is_initialized(): dist.init_process_group('gloo')
+    rank, size = (get_rank(), get_world_size()) if wrap else (0, 1)
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    block = lambda: nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Tanh(), nn.Linear(7, 5))
+    model = fwd = nn.Sequential(nn.Linear(4, 5), *[block() for _ in range(3)], nn.Linear(5, 3)).double()
+    if wrap: sync_batch_norm(model)
+    undo = compile_model(model, TorchDynamoPlugin(backend=backend)) if backend else noop
+    if wrap == 'ddp': fwd = DistributedDataParallel(model, broadcast_buffers=False)
+    start, g = counters['stats']['unique_graphs'], torch.Generator().manual_seed(1)
+    for _ in range(3):
+        x, y = (torch.randn(12, k, generator=g, dtype=torch.float64) for k in (4, 3))
+        F.mse_loss(fwd(x.chunk(size)[rank]), y.chunk(size)[rank]).backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= 0.1*p.grad
+                p.grad = None
+    n = counters['stats']['unique_graphs'] - start
+    undo()
+    return {k: v.detach().clone() for k, v in model.state_dict().items()}, n
+
+
+def test_bn(world2):
+    "With batch norm over the global batch"
+    want, _ = trained_bn('equal')
+    for got, n in world2(trained_bn, 'equal', 'ddp', backend='aot_eager'):
+        assert n > 0
+        assert diff(got, want) < 1e-12
