@@ -185,6 +185,48 @@ class _GlobalNorm(torch.autograd.Function):
         dx = (g-gmean-xhat*gxmean if ctx.counts else g)*invstd.view(ctx.shape)
         return dx.to(ctx.dtype), None if weight is None else dweight, None if weight is None else dbias, None, None
 
+# %% ../nbs/02_strategy.ipynb #c0b3b938
+@torch.library.custom_op('fastdist::global_norm', mutates_args=())
+def _global_norm(x:Tensor, weight:Tensor|None, bias:Tensor|None, eps:float, counts:bool)->tuple[Tensor,Tensor,Tensor,Tensor,Tensor,Tensor]:
+    ctx = SimpleNamespace(save_for_backward=lambda *ts: setattr(ctx, 'saved', ts), mark_non_differentiable=noop)
+    y,mean,var,total = _GlobalNorm.forward(ctx, x, weight, bias, eps, counts)
+    _check_count(total, x)
+    xhat,invstd,*_ = ctx.saved
+    return (y.clone() if y is xhat else y),mean,var,total,xhat,invstd # an operator gives no tensor twice
+
+@_global_norm.register_fake
+def _(x, weight, bias, eps, counts):
+    dtype,c = torch.promote_types(x.dtype, torch.float32),x.shape[1]
+    mean,var,invstd = (x.new_empty(c, dtype=dtype) for _ in range(3))
+    return torch.empty_like(x),mean,var,x.new_empty((), dtype=dtype),torch.empty_like(x, dtype=dtype),invstd
+
+@torch.library.custom_op('fastdist::global_norm_backward', mutates_args=())
+def _global_norm_backward(dy:Tensor, xhat:Tensor, invstd:Tensor, weight:Tensor|None, total:Tensor, counts:bool)->tuple[Tensor,Tensor,Tensor]:
+    dims,shape = [d for d in range(dy.dim()) if d!=1],[1,dy.shape[1]]+[1]*(dy.dim()-2)
+    ctx = SimpleNamespace(saved_tensors=(xhat,invstd,weight,total), dims=dims, shape=shape, counts=counts, dtype=dy.dtype)
+    dx,dweight,dbias,*_ = _GlobalNorm.backward(ctx, dy)
+    return dx,(invstd.new_empty(0) if dweight is None else dweight),(invstd.new_empty(0) if dbias is None else dbias)
+
+@_global_norm_backward.register_fake
+def _(dy, xhat, invstd, weight, total, counts):
+    dweight,dbias = (invstd.new_empty(0) if weight is None else torch.empty_like(invstd) for _ in range(2))
+    return torch.empty_like(dy),dweight,dbias
+
+def _keep(ctx, inputs, output):
+    _,weight,_,_,ctx.counts = inputs
+    *_,total,xhat,invstd = output
+    ctx.save_for_backward(xhat, invstd, weight, total)
+
+def _norm_backward(ctx, dy, *_):
+    xhat,invstd,weight,total = ctx.saved_tensors
+    dx,dweight,dbias = _global_norm_backward(dy, xhat, invstd, weight, total, ctx.counts)
+    return dx, None if weight is None else dweight, None if weight is None else dbias, None, None
+
+_global_norm.register_autograd(_norm_backward, setup_context=_keep)
+
+def _check_count(n, x):
+    if n.item()==1: raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.size()} in one worker alone")
+
 # %% ../nbs/02_strategy.ipynb #87723bed
 class GlobalBatchNorm(_BatchNorm):
     "What a batch norm layer becomes while it trains on many workers: torch's `SyncBatchNorm`, that also runs on the CPU and with empty shares"
@@ -197,25 +239,29 @@ class GlobalBatchNorm(_BatchNorm):
         self._check_input_dim(x)
         if not self.training or dist.get_world_size()==1: return F.batch_norm(
             x, self.running_mean, self.running_var, self.weight, self.bias, self.training or self.running_mean is None, self._momentum(), self.eps)
+        if torch.compiler.is_compiling():
+            y,mean,var,n,*_ = _global_norm(x, self.weight, self.bias, self.eps, self.share.counts)
+            self._update(mean, var, n)
+            return y
         if x.device.type!='cpu' and not self.share.empty:
             self.process_group = dist.group.WORLD
             try: return nn.SyncBatchNorm.forward(self, x) # torch's kernels; not a base class, as DistributedDataParallel refuses that on the CPU
             finally: del self.process_group
         y,mean,var,n = _GlobalNorm.apply(x, self.weight, self.bias, self.eps, self.share.counts)
-        if n.item()==1: raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.size()} in one worker alone")
+        _check_count(n, x)
         self._update(mean, var, n)
         return y
 
-    def _momentum(self):
+    def _momentum(self, number=float):
         "Count a batch in training; the weight that its statistics get"
         if not (self.training and self.track_running_stats): return 0. if self.momentum is None else self.momentum
         if self.num_batches_tracked is not None: self.num_batches_tracked.add_(1)
-        return 1/float(self.num_batches_tracked) if self.momentum is None else self.momentum
+        return 1/number(self.num_batches_tracked) if self.momentum is None else self.momentum
 
     @torch.no_grad()
     def _update(self, mean, var, n):
         if not self.track_running_stats or self.running_mean is None: return
-        m = self._momentum()
+        m = self._momentum(lambda n: n.to(self.running_mean.dtype)) # a Python number would break compiled code
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), m)
         self.running_var.lerp_((var*n/(n-1)).to(self.running_var.dtype), m)
 

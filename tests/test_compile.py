@@ -106,7 +106,7 @@ def test_no_compiler(world2):
     for e in world2(no_compiler, timeout=90): assert 'Compiler' in e or 'compiler' in e, e
 
 
-def trained_bn(kind, wrap=None, backend=None):
+def trained_bn(wrap=None, backend=None, **bn):
     "Weights and statistics with batch norm over the global batch in each block"
     import torch.distributed as dist
     from accelerate.utils import TorchDynamoPlugin
@@ -119,10 +119,10 @@ def trained_bn(kind, wrap=None, backend=None):
     rank, size = (get_rank(), get_world_size()) if wrap else (0, 1)
     torch._dynamo.reset()
     torch.manual_seed(0)
-    block = lambda: nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Tanh(), nn.Linear(7, 5))
+    block = lambda: nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7, **bn), nn.Tanh(), nn.Linear(7, 5))
     model = fwd = nn.Sequential(nn.Linear(4, 5), *[block() for _ in range(3)], nn.Linear(5, 3)).double()
     if wrap: sync_batch_norm(model)
-    undo = compile_model(model, TorchDynamoPlugin(backend=backend)) if backend else noop
+    undo = compile_model(model, TorchDynamoPlugin(backend=backend, fullgraph=True)) if backend else noop
     if wrap == 'ddp': fwd = DistributedDataParallel(model, broadcast_buffers=False)
     start, g = counters['stats']['unique_graphs'], torch.Generator().manual_seed(1)
     for _ in range(3):
@@ -137,9 +137,42 @@ def trained_bn(kind, wrap=None, backend=None):
     return {k: v.detach().clone() for k, v in model.state_dict().items()}, n
 
 
-def test_bn(world2):
-    "With batch norm over the global batch"
-    want, _ = trained_bn('equal')
-    for got, n in world2(trained_bn, 'equal', 'ddp', backend='aot_eager'):
-        assert n > 0
+@pytest.mark.parametrize('bn', [{}, dict(affine=False), dict(track_running_stats=False), dict(momentum=None)], ids=['bn', 'plain', 'no_stats', 'average'])
+def test_bn(world, bn):
+    "With batch norm over the global batch: whole blocks are compiled, once for all of them"
+    want, _ = trained_bn(**bn)
+    for got, n in world(trained_bn, 'ddp', backend='aot_eager', **bn):
+        assert n == 1
         assert diff(got, want) < 1e-12
+
+
+def with_bn():
+    torch.manual_seed(3)
+    block = lambda: nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(inplace=True), nn.Linear(16, 8))
+    return nn.Sequential(nn.Linear(4, 8), *[block() for _ in range(3)], nn.Linear(8, 3)).double()
+
+
+def fit_compiled(backend=None, recompute=False):
+    "A fit in the context, whose last batch is too small for all workers to have a share"
+    import fastdist.all
+    from accelerate.utils import TorchDynamoPlugin
+    from fastdist.compiling import compile_model
+    from fastdist.recompute import checkpoint_activations
+    torch._dynamo.reset()
+    learn = quiet(learner(n=20, bs=6, model=with_bn, opt=Adam, lr=0.01, metrics=accuracy))
+    undos = [checkpoint_activations(learn.model)] if recompute else []
+    with learn.distrib_ctx(split_batches=True):
+        if backend: undos.append(compile_model(learn.model, TorchDynamoPlugin(backend=backend)))
+        learn.fit(2)
+        assert torch.isfinite(learn.get_preds()[0]).all()
+    for f in reversed(undos): f()
+    return weights(learn), [list(v) for v in learn.recorder.values]
+
+
+def test_fit(world):
+    "A learner's fit: step for step as without compiling, with activations computed again or not"
+    want = world(fit_compiled)
+    for recompute in (False, True):
+        for (w, v), (got, values) in zip(want, world(fit_compiled, 'aot_eager', recompute)):
+            assert diff(got, w) < 1e-12
+            assert all(diff(a, b) < 1e-6 for a, b in zip(values, v))
