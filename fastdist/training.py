@@ -91,7 +91,8 @@ class DistributedTrainer(Callback):
         self.watchdog = check_watchdog(watchdog)
         self.args = dict(sync_bn=sync_bn, watchdog=self.watchdog, **not_default(kwargs))
         if not isinstance(sync_bn, bool): refuse('sync_bn', sync_bn, "it is True or False")
-        self.split,self.ddp_handler,self.init_handler,self.accumulation = check_args(kwargs)
+        asked = check_args(kwargs)
+        self.split,self.ddp_handler,self.init_handler,self.accumulation = asked.split,asked.ddp,asked.init,asked.accumulation
         self.accelerator,self.undo,self.decisions = None,None,None
         self.by_fit,self.in_fit,self.in_scope,self.added,self.hidden = False,False,False,[],[]
         self.preds_to,self.gathered,self.forwards = None,[],0 # of an evaluation: the one worker that gets predictions, or all do
