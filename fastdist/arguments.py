@@ -132,7 +132,9 @@ def check_ddp(ddp, # `DistributedDataParallelKwargs` or `None`
     for k,ok in (('comm_hook',list(hooks)), ('comm_wrapper',[hooks.NO,hooks.FP16,hooks.BF16])):
         if getattr(ddp, k) not in ok: refuse(k, getattr(ddp, k), f"it is one of {', '.join(map(repr, ok))} (of accelerate.utils.DDPCommunicationHookType)")
     if ddp.comm_hook==hooks.NO and ddp.comm_wrapper!=hooks.NO: refuse('comm_wrapper', ddp.comm_wrapper, "there is no comm_hook that it would wrap")
-    if ddp.comm_state_option and ddp.comm_hook not in (hooks.POWER_SGD,hooks.BATCHED_POWER_SGD): refuse('comm_state_option', ddp.comm_state_option, "it is for the hooks of PowerSGD")
+    if ddp.comm_hook==hooks.BATCHED_POWER_SGD: refuse('comm_hook', ddp.comm_hook, "torch's own hook fails at the first step that it compresses (it hands _orthogonalize a matrix, which wants a batch of them): give POWER_SGD")
+    if ddp.comm_hook==hooks.POWER_SGD: _check_power_sgd(ddp.comm_state_option)
+    elif ddp.comm_state_option: refuse('comm_state_option', ddp.comm_state_option, "it is for the hook of PowerSGD")
     if strategy=='auto': return
     takes,plain = _takes.get(strategy, ()) if isinstance(strategy, str) else (),DistributedDataParallelKwargs()
     if takes is None: return
@@ -141,6 +143,11 @@ def check_ddp(ddp, # `DistributedDataParallelKwargs` or `None`
         if k in takes or getattr(ddp, k)==getattr(plain, k): continue
         also = ", or 'zero2'" if k in _takes['zero2'] else ''
         refuse(k, getattr(ddp, k), f"{name} does not use DistributedDataParallel{', which its hook is for' if k in _hook_fields else ''}: leave it out, or use strategy='ddp' or 'zero1'{also}")
+
+def _check_power_sgd(options):
+    from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
+    try: PowerSGDState(None, **options)
+    except (TypeError,ValueError) as e: refuse('comm_state_option', options, f"torch's PowerSGDState does not take it: {e}")
 
 # %% ../nbs/01a_arguments.ipynb #cbc3b499
 def check_project(given # The arguments given

@@ -228,6 +228,16 @@ def test_launched_with_fsdp(monkeypatch):
     assert asked().fsdp.modules == ['A', 'B']
 
 
+def test_launched_with_fsdp_and_a_mesh(monkeypatch):
+    set_env(monkeypatch, **LAUNCH, ACCELERATE_USE_PARALLELISM_CONFIG='true', PARALLELISM_CONFIG_DP_REPLICATE_SIZE='1', PARALLELISM_CONFIG_DP_SHARD_SIZE='3', PARALLELISM_CONFIG_TP_SIZE='1',
+            PARALLELISM_CONFIG_CP_SIZE='1', PARALLELISM_CONFIG_CP_BACKEND='torch', PARALLELISM_CONFIG_SP_SIZE='1', PARALLELISM_CONFIG_SP_BACKEND='deepspeed')  # `--use_parallelism_config` needs `--use_fsdp`
+    assert (asked().strategy, asked().mesh) == ('fsdp', (1, 3)) and "strategy='hsdp' is not accepted: use_parallelism_config" in error('hsdp')
+    set_env(monkeypatch, PARALLELISM_CONFIG_DP_REPLICATE_SIZE='2')
+    assert (asked().strategy, asked().mesh) == ('hsdp', (2, 3)) == (asked('hsdp').strategy, asked(fsdp_plugin=fsdp()).mesh)
+    set_env(monkeypatch, PARALLELISM_CONFIG_DP_SHARD_SIZE='x')
+    assert "PARALLELISM_CONFIG_DP_SHARD_SIZE='x'" in error()
+
+
 @pytest.mark.parametrize('k,v', [('VERSION', '1'), ('SHARDING_STRATEGY', 'HYBRID_SHARD'), ('BACKWARD_PREFETCH', 'BACKWARD_POST'), ('FORWARD_PREFETCH', 'true'),
                                  ('USE_ORIG_PARAMS', 'false'), ('SYNC_MODULE_STATES', 'false')])
 def test_launched_with_fsdp_refused(k, v, monkeypatch):
@@ -272,7 +282,9 @@ def test_ddp_kwargs(kwargs, words):
 @pytest.mark.parametrize('kwargs,msg', [
     (dict(gradient_as_bucket_view=True), 'gradient_as_bucket_view=True'), (dict(check_reduction=True), 'check_reduction=True'), (dict(dim=1), 'dim=1'), (dict(comm_hook='fp16'), "comm_hook='fp16'"),
     (dict(comm_wrapper=Hook.FP16), 'there is no comm_hook'), (dict(comm_hook=Hook.FP16, comm_wrapper=Hook.POWER_SGD), 'comm_wrapper='),
-    (dict(comm_hook=Hook.FP16, comm_state_option=dict(a=1)), "comm_state_option={'a': 1} is not accepted: it is for the hooks of PowerSGD")])
+    (dict(comm_hook=Hook.FP16, comm_state_option=dict(a=1)), "comm_state_option={'a': 1} is not accepted: it is for the hook of PowerSGD"),
+    (dict(comm_hook=Hook.BATCHED_POWER_SGD), 'give POWER_SGD'), (dict(comm_hook=Hook.POWER_SGD, comm_state_option=dict(rank=1)), "comm_state_option={'rank': 1} is not accepted: torch's PowerSGDState"),
+    (dict(comm_hook=Hook.POWER_SGD, comm_state_option=dict(start_powerSGD_iter=1)), "comm_state_option={'start_powerSGD_iter': 1}")])
 def test_ddp_kwargs_refused(kwargs, msg):
     for o in 'ddp', 'auto': assert msg in error(o, **ddp(**kwargs))
 

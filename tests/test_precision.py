@@ -1,0 +1,132 @@
+"The settings of autocast and of the gradient scaler reach fastai's callback, which stays their only owner; random states that workers share"
+import pytest, torch
+from accelerate.utils import AutocastKwargs, GradScalerKwargs
+from fastai.basics import Callback
+from fastai.callback.fp16 import MixedPrecision
+from learners import learner, quiet, weights, diff
+
+cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a GPU')
+
+
+class OnCPU(MixedPrecision):
+    "fastai's, on the device that is there: torch scales and casts on the CPU as well"
+    def before_fit(self):
+        super().before_fit()
+        self.autocast, self.learn.scaler = torch.amp.autocast('cpu', dtype=torch.bfloat16), torch.amp.GradScaler('cpu', **self.kwargs)
+
+
+class Overflow(Callback):
+    "An inf in the gradients of some batches"
+    order = 9
+    def __init__(self, batches): self.batches = batches
+    def before_step(self):
+        if self.iter in self.batches: next(self.model.parameters()).grad.fill_(float('inf'))
+
+
+class Seen(Callback):
+    order = 60
+    def before_fit(self): self.scales, self.dtypes = [], []
+    def before_batch(self): self.hook = self.model[0].register_forward_hook(lambda m, i, o: self.dtypes.append(o.dtype))
+    def after_pred(self): self.hook.remove()
+    def after_batch(self):
+        if self.training: self.scales.append(self.learn.scaler.get_scale())
+
+
+def seen(*args, **kwargs):
+    from fastdist.precision import PrecisionAsAsked
+    look = Seen()
+    learn = quiet(learner(n=15, bs=5, dtype=torch.float32, cbs=kwargs.pop('owner', OnCPU)(**kwargs.pop('to_fp16', {}))))
+    before = weights(learn)
+    learn.fit(1, cbs=[PrecisionAsAsked(*args), look, Overflow(kwargs.pop('overflow', ()))])
+    return look, learn, diff(before, weights(learn))
+
+
+@pytest.mark.parametrize('scaler,overflow,scales', [
+    (GradScalerKwargs(init_scale=2., growth_factor=4., growth_interval=1), (), [8., 32., 128.]), (GradScalerKwargs(init_scale=2., growth_factor=4., growth_interval=2), (), [2., 8., 8.]),
+    (GradScalerKwargs(init_scale=64., backoff_factor=0.25), (1,), [64., 16., 16.]), (GradScalerKwargs(enabled=False), (), [1., 1., 1.]), (None, (), [65536.]*3), (GradScalerKwargs(), (), [65536.]*3)])
+def test_scaler(scaler, overflow, scales):
+    look, learn, moved = seen(None, scaler, overflow=overflow)
+    assert look.scales == scales and moved > 0 and learn.scaler is None
+    assert learn.on_cpu.kwargs == dict(enabled=True)
+
+
+def test_scaler_that_is_off_trains_as_without():
+    a, b = seen(AutocastKwargs(enabled=False), GradScalerKwargs(enabled=False))[1], quiet(learner(n=15, bs=5, dtype=torch.float32))
+    b.fit(1)
+    assert diff(weights(a), weights(b)) == 0 < diff(weights(seen()[1]), weights(b))
+
+
+def test_autocast():
+    for asked, dtype in ((None, torch.bfloat16), (AutocastKwargs(), torch.bfloat16), (AutocastKwargs(enabled=False), torch.float32)):
+        assert {*seen(asked)[0].dtypes} == {dtype}
+    for cache in True, False:
+        class Cache(Callback):
+            def after_pred(self): assert torch.is_autocast_cache_enabled() == cache
+        from fastdist.precision import PrecisionAsAsked
+        learn = quiet(learner(n=15, bs=5, dtype=torch.float32, cbs=[OnCPU(), Cache()]))
+        learn.fit(1, cbs=PrecisionAsAsked(AutocastKwargs(cache_enabled=cache)))
+        assert torch.is_autocast_cache_enabled()
+
+
+def test_beside_what_to_fp16_says():
+    look, learn, _ = seen(None, GradScalerKwargs(init_scale=2.), to_fp16=dict(growth_interval=1))
+    assert look.scales == [4., 8., 16.] and learn.on_cpu.kwargs == dict(growth_interval=1, enabled=True)
+    with pytest.raises(ValueError, match=r'rank 0: GradScalerKwargs.init_scale=2.0 is not accepted: learn.to_fp16\(init_scale=4.0\) says something else'):
+        seen(None, GradScalerKwargs(init_scale=2.), to_fp16=dict(init_scale=4.))
+    assert seen(None, GradScalerKwargs(init_scale=2.), to_fp16=dict(init_scale=2.))[0].scales == [2.]*3
+
+
+def test_another_class_of_scaler():
+    class Mine(torch.amp.GradScaler): pass
+    class Owner(OnCPU):
+        def before_fit(self):
+            super().before_fit()
+            self.learn.scaler = Mine('cpu')
+    from fastdist.precision import PrecisionAsAsked
+    kinds = []
+    class Kind(Callback):
+        def after_batch(self): kinds.append(type(self.learn.scaler))
+    for owner, cls in ((Owner(), None), (OnCPU(), Mine)): quiet(learner(n=5, dtype=torch.float32, cbs=[owner, Kind()])).fit(1, cbs=PrecisionAsAsked(scaler=GradScalerKwargs(), scaler_cls=cls))
+    assert {*kinds} == {Mine}
+
+
+@pytest.mark.parametrize('cb,handlers,msg', [
+    (None, (AutocastKwargs(), None), r'kwargs_handlers=AutocastKwargs\(.*call learn.to_fp16\(\) or learn.to_bf16\(\)'), (None, (None, GradScalerKwargs()), r'kwargs_handlers=GradScalerKwargs\(.*call learn.to_fp16'),
+    ('bf16', (None, GradScalerKwargs()), 'bf16 has the range of float32 and uses no gradient scaler')])
+def test_refused_and_no_trace(cb, handlers, msg):
+    from fastdist.precision import PrecisionAsAsked
+    learn = quiet(learner(n=5, dtype=torch.float32, cbs=OnCPU(cb) if cb else None))
+    before, cbs = weights(learn), list(learn.cbs)
+    with pytest.raises(ValueError, match=msg): learn.fit(1, cbs=PrecisionAsAsked(*handlers))
+    assert diff(before, weights(learn)) == 0 and getattr(learn, 'scaler', None) is None
+    if cb: assert learn.on_cpu.autocast is None
+
+
+def test_bf16_with_autocast(): assert {*seen(AutocastKwargs(enabled=False), None, to_fp16=dict(amp_mode='bf16'))[0].dtypes} == {torch.float32}
+
+
+@cuda
+def test_on_a_gpu():
+    look, learn, moved = seen(AutocastKwargs(enabled=False), GradScalerKwargs(init_scale=2., growth_factor=4., growth_interval=1), owner=MixedPrecision)
+    assert look.scales == [8., 32., 128.] and {*look.dtypes} == {torch.float32} and moved > 0
+    assert {*seen(owner=MixedPrecision)[0].dtypes} == {torch.float16}
+
+
+def states(rng_types):
+    import torch, torch.distributed as dist
+    from fastdist.precision import synchronize_rng
+    from fastdist.world import get_rank, setup_distrib
+    setup_distrib()
+    torch.manual_seed(11+get_rank())
+    before = torch.get_rng_state()
+    synchronize_rng(rng_types)
+    return before.numpy().tobytes(), torch.get_rng_state().numpy().tobytes(), torch.rand(2, dtype=torch.float64).tolist()
+
+
+@pytest.mark.parametrize('n', [2, 3])
+def test_random_states(worlds, n):
+    before, after, drawn = zip(*worlds(n)(states, ['torch', 'generator']))
+    assert len({*before}) == n and {*after} == {before[0]} and all(o == drawn[0] for o in drawn)
+    for types in [], None, ['generator']:
+        before, after, drawn = zip(*worlds(n)(states, types))
+        assert before == after and drawn[0] != drawn[1]
