@@ -53,7 +53,8 @@ def check_names(kwargs # The arguments given
     given = not_default(kwargs)
     for k in ('split_batches','cpu'):
         if k in given and not isinstance(given[k], bool): refuse(k, given[k], "it is True or False")
-    if 'device_placement' in given: refuse('device_placement', given['device_placement'], "fastai places the batches, and fastdist the model: leave device_placement=True")
+    if 'device_placement' in given:
+        refuse('device_placement', given['device_placement'], "fastai places the batches, and fastdist the model: leave device_placement=True")
 
 # %% ../nbs/01a_arguments.ipynb #fe9a530b
 def check_accumulation(given # The arguments given
@@ -64,13 +65,16 @@ def check_accumulation(given # The arguments given
     if plugin is not None:
         if not isinstance(plugin, GradientAccumulationPlugin): no('plugin', plugin, "it is an accelerate.utils.GradientAccumulationPlugin")
         if steps is not None: no('steps', steps, "gradient_accumulation_plugin is given too: give one of them")
-        if not plugin.adjust_scheduler: no('plugin.adjust_scheduler', False, "fastai's schedules go by the part of the training that is done, and need no adjusting: leave it True")
+        if not plugin.adjust_scheduler:
+            no('plugin.adjust_scheduler', False,
+               "fastai's schedules go by the part of the training that is done, and need no adjusting: leave it True")
         steps = plugin.num_steps
     elif steps is None:
         if env in ('','1'): return
         try: steps = int(env)
         except ValueError: no('steps', env, "the launcher (ACCELERATE_GRADIENT_ACCUMULATION_STEPS) has to say a number")
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1: no('steps', steps, "it is the number of batches to a step: an integer from 1")
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        no('steps', steps, "it is the number of batches to a step: an integer from 1")
     return plugin or GradientAccumulationPlugin(num_steps=steps)
 
 # %% ../nbs/01a_arguments.ipynb #decb076f
@@ -85,8 +89,10 @@ def check_loading(config, # `DataLoaderConfiguration` or `None`
         if not isinstance(getattr(config, k), bool): no(k, "it is True or False")
     if config.dispatch_batches: no('dispatch_batches', "every worker loads its own part of each batch: leave it out")
     if config.use_stateful_dataloader: no('use_stateful_dataloader', "fastai's loaders stay what they are: leave it out")
-    if config.data_seed is not None and (isinstance(config.data_seed, bool) or not isinstance(config.data_seed, int)): no('data_seed', "it is an integer")
-    if split is not None and split!=config.split_batches: refuse('split_batches', split, f"dataloader_config says {config.split_batches}: give one of them")
+    if config.data_seed is not None and (isinstance(config.data_seed, bool) or not isinstance(config.data_seed, int)):
+        no('data_seed', "it is an integer")
+    if split is not None and split!=config.split_batches:
+        refuse('split_batches', split, f"dataloader_config says {config.split_batches}: give one of them")
     return config.split_batches,config.data_seed
 
 # %% ../nbs/01a_arguments.ipynb #c4d76ca8
@@ -101,7 +107,9 @@ def check_handlers(handlers # The argument `kwargs_handlers`
     if not isinstance(handlers, (list,tuple)): refuse('kwargs_handlers', handlers, "it is a list")
     for h in handlers:
         nm = next((v for k,v in _handler_names.items() if isinstance(h, k)), None)
-        if nm is None: refuse('kwargs_handlers', h, _other_handlers.get(type(h).__name__, f"only {', '.join(o.__name__ for o in _handler_names)} (of accelerate.utils) have an effect here"))
+        if nm is None:
+            refuse('kwargs_handlers', h, _other_handlers.get(type(h).__name__,
+                   f"only {', '.join(o.__name__ for o in _handler_names)} (of accelerate.utils) have an effect here"))
         if found[nm] is not None: refuse('kwargs_handlers', h, f"there are two {type(h).__name__}")
         found[nm] = h
     if found['scaler'] is not None: _check_scaler(found['scaler'])
@@ -126,13 +134,17 @@ def check_ddp(ddp, # `DistributedDataParallelKwargs` or `None`
     "Raise a `ValueError` for a setting that `strategy` cannot follow"
     if ddp is None: return
     hooks = DDPCommunicationHookType
-    if ddp.gradient_as_bucket_view: refuse('gradient_as_bucket_view', True, "fastai's optimizers detach gradients in place, which torch refuses for views: leave it False")
+    if ddp.gradient_as_bucket_view:
+        refuse('gradient_as_bucket_view', True, "fastai's optimizers detach gradients in place, which torch refuses for views: leave it False")
     for k in ('check_reduction','dim'):
         if getattr(ddp, k): refuse(k, getattr(ddp, k), "torch does nothing with it any more: leave it out")
     for k,ok in (('comm_hook',list(hooks)), ('comm_wrapper',[hooks.NO,hooks.FP16,hooks.BF16])):
-        if getattr(ddp, k) not in ok: refuse(k, getattr(ddp, k), f"it is one of {', '.join(map(repr, ok))} (of accelerate.utils.DDPCommunicationHookType)")
+        if getattr(ddp, k) not in ok:
+            refuse(k, getattr(ddp, k), f"it is one of {', '.join(map(repr, ok))} (of accelerate.utils.DDPCommunicationHookType)")
     if ddp.comm_hook==hooks.NO and ddp.comm_wrapper!=hooks.NO: refuse('comm_wrapper', ddp.comm_wrapper, "there is no comm_hook that it would wrap")
-    if ddp.comm_hook==hooks.BATCHED_POWER_SGD: refuse('comm_hook', ddp.comm_hook, "torch's own hook fails at the first step that it compresses (it hands _orthogonalize a matrix, which wants a batch of them): give POWER_SGD")
+    if ddp.comm_hook==hooks.BATCHED_POWER_SGD:
+        refuse('comm_hook', ddp.comm_hook,
+               "torch's own hook fails at the first step that it compresses (it hands _orthogonalize a matrix, which wants a batch of them): give POWER_SGD")
     if ddp.comm_hook==hooks.POWER_SGD: _check_power_sgd(ddp.comm_state_option)
     elif ddp.comm_state_option: refuse('comm_state_option', ddp.comm_state_option, "it is for the hook of PowerSGD")
     if strategy=='auto': return
@@ -142,7 +154,8 @@ def check_ddp(ddp, # `DistributedDataParallelKwargs` or `None`
     for k in (o.name for o in dataclasses.fields(plain)):
         if k in takes or getattr(ddp, k)==getattr(plain, k): continue
         also = ", or 'zero2'" if k in _takes['zero2'] else ''
-        refuse(k, getattr(ddp, k), f"{name} does not use DistributedDataParallel{', which its hook is for' if k in _hook_fields else ''}: leave it out, or use strategy='ddp' or 'zero1'{also}")
+        refuse(k, getattr(ddp, k),
+               f"{name} does not use DistributedDataParallel{', which its hook is for' if k in _hook_fields else ''}: leave it out, or use strategy='ddp' or 'zero1'{also}")
 
 def _check_power_sgd(options):
     from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
@@ -158,9 +171,11 @@ def check_project(given # The arguments given
     if config is not None:
         if not isinstance(config, ProjectConfiguration): refuse('project_config', config, "it is an accelerate.utils.ProjectConfiguration")
         no = lambda k,why: refuse(f'project_config.{k}', getattr(config, k), why)
-        if config.project_dir is not None and path is not None and Path(config.project_dir)!=Path(path): refuse('project_dir', path, f"project_config says {config.project_dir!r}: give one of them")
+        if config.project_dir is not None and path is not None and Path(config.project_dir)!=Path(path):
+            refuse('project_dir', path, f"project_config says {config.project_dir!r}: give one of them")
         path = config.project_dir if path is None else path
-        if config.logging_dir is not None and (path is None or Path(config.logging_dir)!=Path(path)): no('logging_dir', "fastai's loggers have their own: CSVLogger(fname), TensorBoardCallback(log_dir)")
+        if config.logging_dir is not None and (path is None or Path(config.logging_dir)!=Path(path)):
+            no('logging_dir', "fastai's loggers have their own: CSVLogger(fname), TensorBoardCallback(log_dir)")
         for k,plain in (('automatic_checkpoint_naming',False), ('total_limit',None), ('iteration',0), ('save_on_each_node',False)):
             if getattr(config, k)!=plain: no(k, "it is for Accelerator.save_state: use fastai's SaveModelCallback")
     return None if path is None else Path(path)
@@ -174,7 +189,8 @@ def check_rng_types(types # The argument `rng_types`
     if isinstance(types, str) or not is_iter(types): refuse('rng_types', types, f"it is a list of {', '.join(_rngs)}")
     types = [o.value if isinstance(o, RNGType) else o for o in types]
     for o in types:
-        if o not in _rngs: refuse('rng_types', o, f"it is a list of {', '.join(_rngs)}{'; fastai does not train on such a device' if o in RNGType else ''}")
+        if o not in _rngs:
+            refuse('rng_types', o, f"it is a list of {', '.join(_rngs)}{'; fastai does not train on such a device' if o in RNGType else ''}")
         if o=='cuda' and not torch.cuda.is_available(): refuse('rng_types', o, "there is no GPU here: leave it out")
     return types
 

@@ -49,11 +49,13 @@ def check_strategy(strategy, # A word, an object with the hooks, or `None`
     elif strategy is not None and strategy not in strategy_words:
         low = strategy.lower()
         near = [_meant[low]] if low in _meant else difflib.get_close_matches(low, strategy_words, 1)
-        refuse('strategy', strategy, f"it is one of {', '.join(strategy_words)}, or an object with the hooks {', '.join(_hooks)}{f'; did you mean {near[0]!r}?' if near else ''}")
+        refuse('strategy', strategy,
+               f"it is one of {', '.join(strategy_words)}, or an object with the hooks {', '.join(_hooks)}{f'; did you mean {near[0]!r}?' if near else ''}")
     if strategy is not None: said = [('strategy', strategy, ('a strategy of your own',) if own else (strategy,)), *said]
     for i,(arg,v,ok) in enumerate(said):
         for arg0,v0,ok0 in said[:i]:
-            if not {*ok} & {*ok0}: refuse(arg0, v0, f"{arg}={_short(v)} means {_either(ok)}, and this {_either(ok0)}: leave out one of them, or let them agree")
+            if not {*ok} & {*ok0}:
+                refuse(arg0, v0, f"{arg}={_short(v)} means {_either(ok)}, and this {_either(ok0)}: leave out one of them, or let them agree")
     return strategy if own else next((o for o in strategy_words if said and all(o in ok for _,_,ok in said)), 'ddp')
 
 def _either(ok): return ' or '.join(map(repr, ok))
@@ -61,7 +63,9 @@ def _either(ok): return ' or '.join(map(repr, ok))
 def _check_own(o):
     if isinstance(o, type): refuse('strategy', o, f"it is a class: give an object, as in strategy={o.__name__}()")
     for h in _hooks:
-        if not callable(getattr(o, h, None)): refuse('strategy', o, f"it has no method {h}: a strategy has the hooks {', '.join(_hooks)}, or is one of the words {', '.join(strategy_words)}")
+        if not callable(getattr(o, h, None)):
+            refuse('strategy', o,
+                   f"it has no method {h}: a strategy has the hooks {', '.join(_hooks)}, or is one of the words {', '.join(strategy_words)}")
 
 # %% ../nbs/01c_plugins.ipynb #c2ae97a5
 def fsdp_settings(plugin=None, # Accelerate's `FullyShardedDataParallelPlugin`, of version 2
@@ -70,8 +74,10 @@ def fsdp_settings(plugin=None, # Accelerate's `FullyShardedDataParallelPlugin`, 
     res = SimpleNamespace(reshard=None, mp_policy=None, cpu_offload=False, modules=None, min_numel=None, activation_checkpointing=False,
                           activation_offload=False, ignored=None)
     if plugin is None: return res
-    if not isinstance(plugin, FullyShardedDataParallelPlugin): refuse('fsdp_plugin', plugin, "it is an accelerate.utils.FullyShardedDataParallelPlugin")
-    if plugin.fsdp_version!=2: _no('fsdp_version', plugin.fsdp_version, "torch replaces it by version 2: give FullyShardedDataParallelPlugin(fsdp_version=2)")
+    if not isinstance(plugin, FullyShardedDataParallelPlugin):
+        refuse('fsdp_plugin', plugin, "it is an accelerate.utils.FullyShardedDataParallelPlugin")
+    if plugin.fsdp_version!=2:
+        _no('fsdp_version', plugin.fsdp_version, "torch replaces it by version 2: give FullyShardedDataParallelPlugin(fsdp_version=2)")
     _check_unused(plugin)
     res.modules,res.min_numel = _units(plugin)
     res.reshard,res.mp_policy,res.ignored = plugin.reshard_after_forward,plugin.mixed_precision_policy,_ignored(plugin.ignored_modules)
@@ -93,7 +99,8 @@ def _check_unused(plugin):
     for k,why in _instead.items():
         if getattr(plugin, k)!=(k=='limit_all_gathers' or None): _no(k, getattr(plugin, k), f"{why}: leave it out")
     # of the launcher it is the default
-    if plugin.cpu_ram_efficient_loading and not env_true('USE_FSDP'): _no('cpu_ram_efficient_loading', True, "it is for models that Transformers loads: leave it out")
+    if plugin.cpu_ram_efficient_loading and not env_true('USE_FSDP'):
+        _no('cpu_ram_efficient_loading', True, "it is for models that Transformers loads: leave it out")
     for k,plain in dict(state_dict_config=(FullStateDictConfig(offload_to_cpu=True, rank0_only=True), ShardedStateDictConfig(offload_to_cpu=True)),
                         optim_state_dict_config=(FullOptimStateDictConfig(offload_to_cpu=True, rank0_only=True), ShardedOptimStateDictConfig(offload_to_cpu=True))).items():
         if getattr(plugin, k) not in plain: _no(k, getattr(plugin, k), "learn.save writes the whole weights, from rank 0: leave it out")
@@ -106,12 +113,16 @@ def _units(plugin):
     if kind is transformer_auto_wrap_policy and 'transformer_layer_cls' in more: names = [o.__name__ for o in more.pop('transformer_layer_cls')]
     if kind is size_based_auto_wrap_policy: least = more.pop('min_num_params', least)
     if more or kind not in (None,size_based_auto_wrap_policy,transformer_auto_wrap_policy):
-        _no('auto_wrap_policy', policy, "give auto_wrap_policy='transformer_based_wrap' with transformer_cls_names_to_wrap, or 'size_based_wrap' with min_num_params")
-    if kind is not transformer_auto_wrap_policy and names: _no('transformer_cls_names_to_wrap', names, "it is for auto_wrap_policy='transformer_based_wrap'")
+        _no('auto_wrap_policy', policy,
+            "give auto_wrap_policy='transformer_based_wrap' with transformer_cls_names_to_wrap, or 'size_based_wrap' with min_num_params")
+    if kind is not transformer_auto_wrap_policy and names:
+        _no('transformer_cls_names_to_wrap', names, "it is for auto_wrap_policy='transformer_based_wrap'")
     if kind is not size_based_auto_wrap_policy and least is not None: _no('min_num_params', least, "it is for auto_wrap_policy='size_based_wrap'")
     if kind is transformer_auto_wrap_policy:
         names = [o.strip() for o in (names.split(',') if isinstance(names, str) else names or []) if o.strip()]
-        if not names: _no('transformer_cls_names_to_wrap', None, "auto_wrap_policy='transformer_based_wrap' needs the names of the classes: give a list of them")
+        if not names:
+            _no('transformer_cls_names_to_wrap', None,
+                "auto_wrap_policy='transformer_based_wrap' needs the names of the classes: give a list of them")
         return names,None
     if kind is size_based_auto_wrap_policy and (isinstance(least, bool) or not isinstance(least, int) or least < 1):
         _no('min_num_params', least, "auto_wrap_policy='size_based_wrap' needs a number of parameters from 1")
@@ -137,8 +148,12 @@ def mesh_sizes(config, # `ParallelismConfig`, or a `dict` of its sizes
     sizes = {k:config.get(k, 1) if isinstance(config, dict) else getattr(config, f'{k}_size') for k in kinds}
     for k,kind in kinds.items():
         if not kind: continue
-        if sizes[k]!=1: refuse(f'{by}.{k}_size', sizes[k], f"{kind} parallelism is not supported: give {k}_size=1 and strategy='fsdp', which shards the parameters as well")
-        if getattr(config, f'{k}_handler', None) is not None: refuse(f'{by}.{k}_handler', getattr(config, f'{k}_handler'), f"{kind} parallelism is not supported: leave it out; strategy='fsdp' shards the parameters as well")
+        if sizes[k]!=1:
+            refuse(f'{by}.{k}_size', sizes[k],
+                   f"{kind} parallelism is not supported: give {k}_size=1 and strategy='fsdp', which shards the parameters as well")
+        if getattr(config, f'{k}_handler', None) is not None:
+            refuse(f'{by}.{k}_handler', getattr(config, f'{k}_handler'),
+                   f"{kind} parallelism is not supported: leave it out; strategy='fsdp' shards the parameters as well")
     mesh = sizes['dp_replicate'],sizes['dp_shard']
     if mesh==(1,1): return None,None
     return mesh,'ddp' if mesh[1]==1 else 'fsdp' if mesh[0]==1 else 'hsdp'
@@ -148,7 +163,8 @@ def check_mesh(mesh, # Sizes (replicate, shard), or `None`
               ):
     "Raise a `ValueError` if `mesh` is for another number of workers"
     if mesh is None or world_size in (1, mesh[0]*mesh[1]): return
-    refuse('parallelism_config', f'{mesh[0]} x {mesh[1]}', f"there are {world_size} workers: dp_replicate_size times dp_shard_size has to be {world_size}")
+    refuse('parallelism_config', f'{mesh[0]} x {mesh[1]}',
+           f"there are {world_size} workers: dp_replicate_size times dp_shard_size has to be {world_size}")
 
 # %% ../nbs/01c_plugins.ipynb #db36d653
 def env_true(nm # Name without `ACCELERATE_`
@@ -160,9 +176,12 @@ def launched_fsdp():
     "The plugin that the launcher was told, or `None`"
     if not env_true('USE_FSDP'): return
     env = lambda k, d='': os.environ.get(f'FSDP_{k}', '') or d
-    if env('VERSION', '1')!='2': refuse('fsdp_version', env('VERSION', '1'), "(of the launcher) torch replaces it by version 2: --fsdp_version 2, or `fsdp_version: 2` in the file of `accelerate config`")
+    if env('VERSION', '1')!='2':
+        refuse('fsdp_version', env('VERSION', '1'),
+               "(of the launcher) torch replaces it by version 2: --fsdp_version 2, or `fsdp_version: 2` in the file of `accelerate config`")
     # version 2 looks at none of these
-    for k,plain in dict(SHARDING_STRATEGY=('FULL_SHARD','1'), BACKWARD_PREFETCH=('NO_PREFETCH',), FORWARD_PREFETCH=('FALSE',), USE_ORIG_PARAMS=('TRUE',), SYNC_MODULE_STATES=('TRUE',)).items():
+    for k,plain in dict(SHARDING_STRATEGY=('FULL_SHARD','1'), BACKWARD_PREFETCH=('NO_PREFETCH',), FORWARD_PREFETCH=('FALSE',),
+                        USE_ORIG_PARAMS=('TRUE',), SYNC_MODULE_STATES=('TRUE',)).items():
         if env(k, plain[0]).upper() not in plain: refuse(f'fsdp_{k.lower()}', env(k), f"(of the launcher) {_instead[k.lower()]}: leave it out")
     try: return FullyShardedDataParallelPlugin()
     except Exception as e: raise ValueError(f"rank {get_rank()}: the launcher's settings for FSDP are not accepted: {e}") from e
@@ -189,11 +208,15 @@ def check_others(given # The arguments that were given
         plugins = given[k].values() if isinstance(given[k], dict) else [given[k]]
         refuse(k, given[k], f"DeepSpeed is not supported: {' or '.join(dict.fromkeys(_zero_word(getattr(o, 'zero_stage', None)) for o in plugins))}")
     for k in ('torch_tp_plugin','megatron_lm_plugin'):
-        if k in given: refuse(k, given[k], "tensor and pipeline parallelism are not supported: use strategy='fsdp', which shards the parameters as well")
+        if k in given:
+            refuse(k, given[k], "tensor and pipeline parallelism are not supported: use strategy='fsdp', which shards the parameters as well")
     if env_true('USE_DEEPSPEED'):
         stage = os.environ.get('ACCELERATE_DEEPSPEED_ZERO_STAGE', '2')
-        refuse('use_deepspeed', True, f"(of the launcher) DeepSpeed is not supported: {_zero_word(int(stage) if stage.isdigit() else None)}, and launch without it")
-    if env_true('USE_MEGATRON_LM'): refuse('use_megatron_lm', True, "(of the launcher) Megatron-LM is not supported: use strategy='fsdp', which shards the parameters as well, and launch without it")
+        refuse('use_deepspeed', True,
+               f"(of the launcher) DeepSpeed is not supported: {_zero_word(int(stage) if stage.isdigit() else None)}, and launch without it")
+    if env_true('USE_MEGATRON_LM'):
+        refuse('use_megatron_lm', True,
+               "(of the launcher) Megatron-LM is not supported: use strategy='fsdp', which shards the parameters as well, and launch without it")
 
 def _zero_word(stage):
     return f"for ZeRO stage {stage} use strategy={_zero[stage]!r}" if stage in _zero else "use strategy='zero1', 'zero2' or 'fsdp' for ZeRO stage 1, 2 or 3"
@@ -208,7 +231,8 @@ def check_sharding(given, # The arguments that were given
     if 'fsdp_plugin' in given: said.append(('fsdp_plugin', given['fsdp_plugin'], ('fsdp','hsdp')))
     if plugin is not None: said.append(('use_fsdp (of the launcher)', True, ('fsdp','hsdp')))
     config = given.get('parallelism_config')
-    if config is not None and not isinstance(config, ParallelismConfig): refuse('parallelism_config', config, "it is an accelerate.parallelism_config.ParallelismConfig")
+    if config is not None and not isinstance(config, ParallelismConfig):
+        refuse('parallelism_config', config, "it is an accelerate.parallelism_config.ParallelismConfig")
     for o,by in ((config,'parallelism_config'),(told,"use_parallelism_config (of the launcher)")):
         if o is None: continue
         m,word = mesh_sizes(o, by)
@@ -240,15 +264,19 @@ def check_dynamo(given # The arguments that were given
     elif asked=='no': _check_no_compile(plugin)
     if asked=='no': return
     has = torch.compiler.list_backends(())
-    if asked not in has: no('backend', asked, f"this torch has no such backend, but {', '.join(o for o in ('inductor','cudagraphs','aot_eager','eager') if o in has)} and others (torch.compiler.list_backends)")
+    if asked not in has:
+        no('backend', asked,
+           f"this torch has no such backend, but {', '.join(o for o in ('inductor','cudagraphs','aot_eager','eager') if o in has)} and others (torch.compiler.list_backends)")
     if asked=='inductor':
         from torch._inductor import list_mode_options
         if plugin.mode not in (modes := list(list_mode_options())): no('plugin.mode', plugin.mode, f"it is one of {', '.join(modes)}")
-    if plugin.options is not None and plugin.mode!='default': no('plugin.options', plugin.options, f"torch takes them or mode={plugin.mode!r}: give one of them")
+    if plugin.options is not None and plugin.mode!='default':
+        no('plugin.options', plugin.options, f"torch takes them or mode={plugin.mode!r}: give one of them")
     return plugin
 
 def _check_no_compile(plugin):
-    for k,v in plugin.to_kwargs().items(): refuse(f'dynamo_plugin.{k}', v, "dynamo_plugin has backend='no', which compiles nothing: give a backend, such as 'inductor'")
+    for k,v in plugin.to_kwargs().items():
+        refuse(f'dynamo_plugin.{k}', v, "dynamo_plugin has backend='no', which compiles nothing: give a backend, such as 'inductor'")
 
 # %% ../nbs/01c_plugins.ipynb #bf7471d3
 @contextmanager

@@ -29,7 +29,9 @@ class PrecisionAsAsked(Callback):
         "Check what was asked for, and hand it over"
         owners = self.learn._grab_cbs(MixedPrecision)
         for h in (self.autocast_kwargs,self.scaler_kwargs):
-            if h is not None and not owners: refuse('kwargs_handlers', h, "the learner trains without mixed precision, so it would have no effect: call learn.to_fp16() or learn.to_bf16(), or leave it out")
+            if h is not None and not owners:
+                refuse('kwargs_handlers', h,
+                       "the learner trains without mixed precision, so it would have no effect: call learn.to_fp16() or learn.to_bf16(), or leave it out")
         try:
             for o in owners:
                 if self.scaler_kwargs is not None: self._scale(o)
@@ -43,10 +45,13 @@ class PrecisionAsAsked(Callback):
         owner.autocast = autocast(old.device, dtype=old.fast_dtype, enabled=asked.enabled, cache_enabled=asked.cache_enabled)
 
     def _scale(self, owner):
-        if owner.amp_mode!=AMPMode.FP16: refuse('kwargs_handlers', self.scaler_kwargs, "bf16 has the range of float32 and uses no gradient scaler: call learn.to_fp16(), or leave it out")
+        if owner.amp_mode!=AMPMode.FP16:
+            refuse('kwargs_handlers', self.scaler_kwargs,
+                   "bf16 has the range of float32 and uses no gradient scaler: call learn.to_fp16(), or leave it out")
         asked = self.scaler_kwargs.to_kwargs()
         for k in asked.keys() & owner.kwargs.keys() - {'enabled'}:
-            if owner.kwargs[k]!=asked[k]: refuse(f'GradScalerKwargs.{k}', asked[k], f"learn.to_fp16({k}={owner.kwargs[k]!r}) says something else: give one of them")
+            if owner.kwargs[k]!=asked[k]:
+                refuse(f'GradScalerKwargs.{k}', asked[k], f"learn.to_fp16({k}={owner.kwargs[k]!r}) says something else: give one of them")
         old = self.learn.scaler
         self.learn.scaler = (self.scaler_cls or type(old))(old._device, **{**owner.kwargs, **asked})
 
