@@ -81,6 +81,18 @@ def _compiled(code):
     return wrap
 
 # %% ../nbs/02d_compile.ipynb #ea489069
+_n_same = [0] # contexts in which what is computed again finds the code of the first time
+
+def _same_code_again():
+    "Where several codes fit, torch takes the one that was used last, which may be another when activations are computed again: let it go by their order"
+    set_lru = getattr(torch._C._dynamo.eval_frame, '_set_lru_cache', noop) # which torch's own error tells one to do
+    _n_same[0] += 1
+    set_lru(False)
+    def undo():
+        _n_same[0] -= 1
+        if not _n_same[0]: set_lru(True)
+    return undo
+
 def compile_model(model, # Model, sharded and recomputed already if it is going to be; or a `DistributedDataParallel`
                   plugin, # Accelerate's `TorchDynamoPlugin`
                  ):
@@ -96,8 +108,9 @@ def compile_model(model, # Model, sharded and recomputed already if it is going 
     if plugin.options: kwargs['options'] = dict(plugin.options)
     torch.compile(noop, **kwargs) # an unknown backend, mode or option is an error now
     names = {m:n for n,m in model.named_modules()}
-    codes,undos = {},[]
-    for m in compile_regions(model, plugin.use_regional_compilation):
+    codes,undos,regions = {},[],compile_regions(model, plugin.use_regional_compilation)
+    if any(map(is_wrapped, regions)): undos.append(_same_code_again())
+    for m in regions:
         k = _kind(m)
         if k not in codes: codes[k] = _Code(kwargs, f"{names[m] or 'the model'}, a {type(m).__name__}")
         undos.append(wrap_forward(m, _compiled(codes[k]), inner=True))

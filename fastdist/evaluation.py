@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader as TorchDataLoader
 from .data import DistributedDL, loaders_in, n_batches, reads_in_processes, reads_rows
 from .metrics import EpochTotals, GatheredPreds
-from .training import DistributedTrainer, trainer_of
+from .step import DistributedTrainer # with its training step
+from .training import trainer_of
 from .world import *
 
 # %% ../nbs/04e_evaluation.ipynb #6e2f0006
@@ -37,7 +38,7 @@ def _split(self:DistributedTrainer, dl, evaluate):
     if evaluate and (self.decisions.alone or n_batches(inner) in (0,1) or not self._can_share(inner)): rank,size = 0,1
     if isinstance(dl, DistributedDL) and (dl.evaluate,dl.rank,dl.world_size)==(evaluate,rank,size): return dl
     device = None if self.accelerator.device.type=='cpu' else self.accelerator.device
-    return DistributedDL(inner, *((0,1) if size==1 else ()), device=device, split_batches=self.split, evaluate=evaluate)
+    return DistributedDL(inner, *((0,1) if size==1 else ()), device=device, split_batches=self.asked.split, evaluate=evaluate)
 
 @patch(as_prop=True)
 def sharded(self:DistributedTrainer):
@@ -96,6 +97,7 @@ def after_pred(self:DistributedTrainer):
 @patch
 def after_validate(self:DistributedTrainer):
     "Put metrics and predictions of all workers together"
+    if self.strategy is not None: self.strategy.settle()
     if not self.sharded: return
     dl,rows = self.learn.dl,self.learn.dl.way=='steps'
     if not rows and self.decisions.cut is None: self.learn.iter,self.learn.n_iter = n_batches(dl.dl)-1,n_batches(dl.dl)
@@ -106,7 +108,7 @@ def after_validate(self:DistributedTrainer):
 def _catch_up(self:DistributedTrainer):
     "Do what others do in batches for which this worker has none: send predictions and, where a forward gathers parameters, make it with them"
     learn,dl = self.learn,self.learn.dl
-    most,together = math.ceil(n_batches(dl.dl)/dl.world_size),any(isinstance(p, DTensor) for p in learn.model.parameters())
+    most,together = math.ceil(n_batches(dl.dl)/dl.world_size),self.strategy.shards_params or any(isinstance(p, DTensor) for p in learn.model.parameters()) # the strategy's doing, or its user's
     if together and (learn.xb is None or learn.xb==(None,)): learn._split(learn._set_device(dl.dl.one_batch()))
     for i in range(self.forwards, most):
         for o in self.gathered: o.send(i)

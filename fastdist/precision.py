@@ -16,7 +16,7 @@ from .world import get_world_size
 # %% ../nbs/01d_precision.ipynb #1968ee86
 class PrecisionAsAsked(Callback):
     "Gives the learner's `MixedPrecision` an autocast and a gradient scaler with the settings of Accelerate's arguments"
-    order,run_after = MixedPrecision.order,MixedPrecision
+    order = MixedPrecision.order+0.5 # after it, whichever of them the learner had first
     def __init__(self,
         autocast=None, # Accelerate's `AutocastKwargs`
         scaler=None, # Accelerate's `GradScalerKwargs`

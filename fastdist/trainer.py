@@ -42,12 +42,19 @@ def fit_together(self:DistributedTrainer):
             if get_rank()>0: self._hide_loggers(undo)
             self.decisions.begin()
             undo.callback(self.decisions.end)
+            undo.push(self._fit_failed)
             with self.decisions.interruptible(): yield
     finally:
         self.in_fit = outer
         broken = together is not None and together.broken
         if alone or broken: self.detach()
         if broken: teardown_distrib()
+
+@patch
+def _fit_failed(self:DistributedTrainer, cls, error, *_):
+    "Let callbacks that have a method `fit_failed` clear up after what no event tells of"
+    if error is not None:
+        for cb in self.learn.cbs: getattr(type(cb), 'fit_failed', noop)(cb, error)
 
 _with_events,_call_one,_validation_context = Learner._with_events,Learner._call_one,Learner.validation_context
 
@@ -86,10 +93,13 @@ def _joins(learn, args):
 def to_distributed(self:Learner,
     sync_bn=True, # Take batch norm's statistics from the global batch?
     watchdog=watchdog_time, # Seconds, or a `timedelta`, that workers may wait for one that does not come; `None` for as long as it takes
+    strategy=None, # 'ddp', 'zero1', 'zero2', 'fsdp', 'hsdp', 'dp', 'auto', or a `Strategy`; by default what a plugin or the launcher says, or else 'ddp'
+    activation_checkpointing=False, # Compute activations again in the backward pass? `True`, or the modules in which to do it
+    offload_to_cpu=False, # Keep what activation checkpointing keeps in CPU memory?
     **kwargs
 ):
     "Train and evaluate on all workers, until `detach_distributed`"
-    cb = DistributedTrainer(sync_bn, watchdog, **kwargs)
+    cb = DistributedTrainer(sync_bn, watchdog, strategy, activation_checkpointing, offload_to_cpu, **kwargs)
     if _joins(self, cb.args): return self
     self.add_cb(cb)
     try: cb.attach()
@@ -112,11 +122,14 @@ def distrib_ctx(self:Learner,
     sync_bn=True, # Take batch norm's statistics from the global batch?
     in_notebook=False, # Leave the process group at the end as well? For functions that `notebook_launcher` runs
     watchdog=watchdog_time, # Seconds, or a `timedelta`, that workers may wait for one that does not come; `None` for as long as it takes
+    strategy=None, # 'ddp', 'zero1', 'zero2', 'fsdp', 'hsdp', 'dp', 'auto', or a `Strategy`; by default what a plugin or the launcher says, or else 'ddp'
+    activation_checkpointing=False, # Compute activations again in the backward pass? `True`, or the modules in which to do it
+    offload_to_cpu=False, # Keep what activation checkpointing keeps in CPU memory?
     **kwargs
 ):
     "A context in which the learner trains and evaluates on all workers that the launcher started; in one process it simply trains"
     if not isinstance(in_notebook, bool): refuse('in_notebook', in_notebook, "it is True or False")
-    cb = DistributedTrainer(sync_bn, watchdog, **kwargs)
+    cb = DistributedTrainer(sync_bn, watchdog, strategy, activation_checkpointing, offload_to_cpu, **kwargs)
     if _joins(self, cb.args):
         yield self
         return
@@ -125,7 +138,7 @@ def distrib_ctx(self:Learner,
         with handler_kept():
             cb.join_group()
             with scope(cb.watchdog) as together:
-                self.to_distributed(sync_bn, watchdog, **kwargs)
+                self.to_distributed(sync_bn, watchdog, strategy, activation_checkpointing, offload_to_cpu, **kwargs)
                 trainer_of(self).in_scope = True
                 yield self
     finally:
@@ -137,7 +150,12 @@ _create_opt = Learner.create_opt
 
 @patch
 def create_opt(self:Learner):
-    try: return _create_opt(self)
+    strategy = getattr(trainer_of(self), 'strategy', None)
+    try:
+        if strategy is not None: strategy.settle()
+        res = _create_opt(self)
+        if strategy is not None: strategy.adopt(self.opt)
+        return res
     except IndexError:
         if trainer_of(self) is not None: check_trainable(self.model)
         raise
@@ -156,6 +174,8 @@ def __getstate__(self:Learner):
     state = _learner_state(self)
     cb = trainer_of(self)
     if cb is None: return state
+    if cb.strategy is not None and cb.strategy.shards_params: raise RuntimeError(
+        f"rank {get_rank()}: a learner cannot be pickled or copied while strategy={cb.strategy.name!r} has its parameters in parts: call learn.export or learn.save, or leave the context first")
     ours = [cb,*cb.added]
     cbs = [o for o in self.cbs if not any(o is p for p in ours)]
     for found in reversed(cb.hidden):
@@ -164,3 +184,13 @@ def __getstate__(self:Learner):
     model = state['model'].model if isinstance(state['model'], Through) else state['model']
     dl = state.get('dl')
     return {**state, 'cbs':L(cbs), 'model':model, 'dls':_plain_dls(self.dls), **({'dl':dl.dl} if isinstance(dl, DistributedDL) else {})}
+
+# %% ../nbs/05_trainer.ipynb #ee488c14
+_export = Learner.export
+
+@patch
+@delegates(_export)
+def export(self:Learner, *args, **kwargs):
+    "fastai's `export`; all workers have to call it in a context that shards"
+    trainer = trainer_of(self)
+    with nullcontext() if trainer is None else trainer.whole_model(): return _export(self, *args, **kwargs)

@@ -94,7 +94,8 @@ def test_inductor(world2):
 
 def no_compiler():
     "The error without a C++ compiler, and what is left of it"
-    import torch._inductor.config as config
+    from importlib import import_module
+    config = import_module('torch._inductor.config') # not by an import: cloudpickle would send the module
     torch.manual_seed(0)
     with config.patch({'cpp.cxx': ('/no/such/compiler',), 'force_disable_caches': True}):
         try: trained_raw('mixed', 'ddp', backend='inductor', steps=1)

@@ -218,3 +218,17 @@ def pickled():
 
 
 def test_copies_in_a_context(world2): assert world2(pickled) == [[False]*3]*2
+
+
+def share_after_a_fit():
+    "The last batch has samples for 2 of 3 workers"
+    import fastdist.all
+    from fastdist.strategy import GlobalBatchNorm
+    learn = quiet(learner(n=8, bs=3, bn=True))
+    with learn.distrib_ctx(split_batches=True): learn.fit(1)
+    return dict(vars(GlobalBatchNorm.share))
+
+
+def test_no_share_is_left(worlds):
+    "A loop of one's own with global batch norm, after a fit whose last batch had no sample for this worker"
+    assert worlds(3)(share_after_a_fit)==[dict(counts=True, empty=False)]*3

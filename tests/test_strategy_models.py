@@ -1,0 +1,569 @@
+"Every strategy, with the models, callbacks and arguments that users have: the weights, losses, metrics and optimizer state of one process"
+import contextlib
+
+import pytest
+from accelerate.utils import AutocastKwargs, DataLoaderConfiguration, DDPCommunicationHookType, DistributedDataParallelKwargs, GradScalerKwargs
+from fastai.callback.fp16 import MixedPrecision
+from strategies import *
+
+CASES, TOL = {}, {}
+
+
+def case(f=None, tol=1e-7):
+    "`tol`: of the weights; what fastai keeps in float32 may differ by ten times that"
+    if f is None: return partial(case, tol=tol)
+    CASES[f.__name__], TOL[f.__name__] = f, tol
+    return f
+
+
+def within(learn, ctx):
+    import fastdist.all
+    return contextlib.nullcontext() if ctx is None else learn.distrib_ctx(**ctx)
+
+
+def data(*xs, n=20, n_val=7, bs=5, ys=None, n_inp=None, **kwargs):
+    "Loaders of samples that the functions `xs` make from a generator, and of targets"
+    def items(n, seed):
+        g = torch.Generator().manual_seed(seed)
+        return [tuple(x(g) for x in (*xs, ys or (lambda g: torch.randint(0, 3, (), generator=g)))) for _ in range(n)]
+    set_seed(7)
+    return DataLoaders(*[TfmdDL(items(m, i), bs=bs, shuffle=not i, n_inp=n_inp or len(xs), **kwargs) for i, m in enumerate((n, n_val))])
+
+
+def row(n=4): return lambda g: torch.randn(n, generator=g, dtype=torch.float64)
+
+
+def made(model, dls=None, path='.', opt=Adam, lr=0.02, loss=None, dtype=torch.float64, **kwargs):
+    "A learner of the model that a function makes"
+    torch.manual_seed(3)
+    model = model().to(dtype)
+    return quiet(Learner(dls or data(row()), model, loss_func=loss or Double(), opt_func=opt, lr=lr, path=path, **{'splitter': trainable_params, **kwargs}))
+
+
+def result(learn, **more):
+    "What is compared; `alike` is the same in all workers only"
+    def plain(o): return not isinstance(o, torch.Tensor) or type(o) in (torch.Tensor, nn.Parameter)
+    modules = {n: (type(m).__name__, sorted(vars(m)), {k: len(v) for k, v in vars(m).items() if 'hook' in k and isinstance(v, dict)},
+                   [k for k, v in vars(m).items() if not all(map(plain, v if isinstance(v, (list, tuple)) else v.values() if isinstance(v, dict) else [v]))])
+               for n, m in learn.model.named_modules()}
+    return dict(weights=weights(learn), losses=[float(o) for o in learn.recorder.losses], values=[[o for o in v if not isinstance(o, str)] for v in learn.recorder.values],
+                opt=state_of(learn.opt), modules=modules, strides={n: p.stride() for n, p in learn.model.named_parameters()}, **more)
+
+
+def far(a, b):
+    "The largest difference in what is nested; texts and the like have to be equal"
+    if isinstance(a, dict):
+        assert a.keys()==b.keys(), (a.keys() ^ b.keys())
+        return max((far(a[k], b[k]) for k in a if k!='alike'), default=0.)
+    if isinstance(a, (list, tuple)):
+        assert len(a)==len(b), (a, b)
+        return max((far(x, y) for x, y in zip(a, b)), default=0.)
+    if isinstance(a, (float, torch.Tensor)): return diff(a, b)
+    assert a==b, (a, b)
+    return 0.
+
+
+def run(names, ctx, path):
+    "The cases' results, by name"
+    res = {}
+    for n in names:
+        (folder := Path(path)/n).mkdir(exist_ok=True, parents=True)
+        res[n] = CASES[n](ctx, folder)
+    return res
+
+
+REFERENCE = {}
+
+
+def check(world, strategy, names, tmp_path, one=None, **ctx):
+    "No worker's result differs from that of one process, nor from another worker's"
+    for n in names:
+        if one is None and n not in REFERENCE: REFERENCE.update(run([n], None, tmp_path/'one'))
+    every = world(run, names, ctx_of(strategy, **ctx), tmp_path/'many', timeout=300)
+    for n in names:
+        want = REFERENCE[n] if one is None else one[n]
+        for r, m in enumerate(every):
+            found = {k: far(want[k], m[n][k]) for k in want if k!='alike'}
+            assert want.keys()==m[n].keys() and all(d < TOL[n]*(1 if k=='weights' else 20) for k, d in found.items()), (n, r, found)
+            assert far({'a': every[0][n].get('alike')}, {'a': m[n].get('alike')})==0., (n, r)
+
+
+# What a model takes, gives and has
+
+class ManyIn(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 6), nn.Linear(3, 6), nn.Linear(6, 3)
+    def forward(self, x, z, nothing=None):
+        assert nothing is None
+        h = (self.a(x)+self.b(z)).relu()
+        return self.c(h), None, (h, 3)
+
+
+class AddNone(Callback):
+    def before_batch(self): self.learn.xb = (*self.xb, None)
+
+
+@case
+def several_inputs_and_a_tuple(ctx, path):
+    def loss(o, y): return (F.cross_entropy(o[0], y)+0.1*o[2][0].pow(2).mean()*o[2][1]).float()
+    learn = made(ManyIn, data(row(), row(3)), loss=loss, cbs=AddNone())
+    with within(learn, ctx): learn.fit(2)
+    return result(learn)
+
+
+class GivesDict(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head, self.other = nn.Linear(4, 6), nn.Sequential(nn.ReLU(), nn.Linear(6, 3)), nn.Linear(6, 1)
+    def forward(self, x):
+        h = self.body(x['x'])
+        return dict(logits=self.head(h), more=[self.other(h), None], text='a')
+
+
+class TakesDict(Callback):
+    def before_batch(self): self.learn.xb = (dict(x=self.xb[0], text='b', nothing=None),)
+
+
+@case
+def a_dict_in_and_out(ctx, path):
+    def loss(o, y): return (F.cross_entropy(o['logits'], y)+0.1*o['more'][0].pow(2).mean()).float()
+    learn = made(GivesDict, loss=loss, cbs=TakesDict(), metrics=AvgMetric(lambda o, y: accuracy(o['logits'], y)))
+    with within(learn, ctx): learn.fit(2)
+    return result(learn)
+
+
+def picture(c=3, s=8):
+    from fastai.torch_core import TensorImage
+    return lambda g: torch.rand(c, s, s, generator=g, dtype=torch.float64).as_subclass(TensorImage)
+
+
+@case
+def tensor_subclass(ctx, path):
+    "A picture in, a picture out"
+    seen = []
+    class Look(Callback):
+        def after_pred(self): seen.append((type(self.xb[0]).__name__, type(self.pred).__name__))
+    def model(): return nn.Sequential(nn.Sequential(nn.Conv2d(3, 5, 3, padding=1), nn.ReLU()), nn.Conv2d(5, 3, 1))
+    def loss(o, y): return (o-y).pow(2).mean().float()
+    learn = made(model, data(picture(), ys=picture()), loss=loss, cbs=Look())
+    with within(learn, ctx): learn.fit(2)
+    return result(learn, seen=sorted(set(seen)))
+
+
+@case
+def language_model(ctx, path):
+    "Tied weights, a hidden state that `reset` clears, and the regularizer of the activations"
+    from fastai.callback.rnn import rnn_cbs
+    from fastai.text.data import LMDataLoader, LMTensorText
+    from fastai.text.models import AWD_LSTM, get_language_model
+    from fastai.text.models.awdlstm import awd_lstm_lm_split
+    class Corpus:
+        def __init__(self, n, seed):
+            g = torch.Generator().manual_seed(seed)
+            self.x = [LMTensorText(torch.randint(0, 11, (5+i*13 % 17,), generator=g)) for i in range(n)]
+        def __len__(self): return len(self.x)
+        def __getitem__(self, i): return (self.x[i],)
+    set_seed(7)
+    dls = DataLoaders(LMDataLoader(Corpus(20, 0), bs=5, seq_len=8, shuffle=True), LMDataLoader(Corpus(9, 1), bs=5, seq_len=8))
+    config = dict(emb_sz=6, n_hid=7, n_layers=2, pad_token=1, bidir=False, output_p=0., hidden_p=0., input_p=0., embed_p=0., weight_p=1e-12, tie_weights=True, out_bias=True)
+    def model(): return get_language_model(AWD_LSTM, 11, config=config)
+    def loss(o, y): return F.cross_entropy(o.flatten(0, 1), y.flatten()).float()
+    learn = made(model, dls, loss=loss, cbs=rnn_cbs(.1, .1), metrics=[accuracy, Perplexity()], splitter=awd_lstm_lm_split)
+    with within(learn, ctx):
+        learn.freeze_to(-1)
+        learn.fit_one_cycle(1)
+        learn.unfreeze()
+        learn.fit_one_cycle(1, slice(1e-3, 1e-2))
+    assert learn.model[1].decoder.weight is learn.model[0].encoder.weight
+    learn.fit(1)
+    return result(learn)
+
+
+@case(tol=2e-6) # Adam divides small gradients by their size
+def text_classifier(ctx, path):
+    from fastai.callback.rnn import rnn_cbs
+    from fastai.text.models import AWD_LSTM, get_text_classifier
+    from fastai.text.models.awdlstm import awd_lstm_clas_split
+    config = dict(emb_sz=6, n_hid=7, n_layers=1, pad_token=1, bidir=False, output_p=0., hidden_p=0., input_p=0., embed_p=0., weight_p=1e-12)
+    def model(): return get_text_classifier(AWD_LSTM, 11, 3, seq_len=4, config=config, max_len=8, ps=[0.])
+    dls = data(lambda g: torch.randint(2, 11, (7,), generator=g))
+    learn = made(model, dls, cbs=rnn_cbs(0., 0.), metrics=accuracy, splitter=awd_lstm_clas_split)
+    with within(learn, ctx):
+        learn.freeze_to(-2)
+        learn.fit(1)
+        learn.unfreeze()
+        learn.fit(1, slice(1e-3, 1e-2))
+    return result(learn)
+
+
+@case(tol=2e-6) # in float32
+def tabular(ctx, path):
+    import pandas as pd
+    from fastai.tabular.all import Categorify, Normalize, TabularDataLoaders, tabular_learner
+    g = np.random.default_rng(0)
+    df = pd.DataFrame(dict(a=g.choice(list('xyz'), 24), b=g.normal(size=24), c=g.normal(size=24), y=g.choice(['u', 'v'], 24)))
+    set_seed(7)
+    dls = TabularDataLoaders.from_df(df, path=path, procs=[Categorify, Normalize], cat_names=['a'], cont_names=['b', 'c'], y_names='y', valid_idx=list(range(17, 24)), bs=5)
+    dls.train.drop_last = False
+    set_seed(3)
+    learn = quiet(tabular_learner(dls, layers=[7, 5], metrics=accuracy, lr=0.02, path=path))
+    with within(learn, ctx):
+        learn.fit_one_cycle(2)
+        preds = learn.get_preds()
+        one = learn.predict(df.iloc[3])[2]
+    return result(learn, preds=[*preds], one=one)
+
+
+class BodyHead(nn.Module):
+    "As `vision_learner` makes them"
+    def __init__(self):
+        from fastai.vision.all import XResNet, ResBlock, create_head
+        super().__init__()
+        self.body = nn.Sequential(*list(XResNet(ResBlock, 1, [1, 1], c_in=3, stem_szs=(4, 4, 64), widen=1/16).children())[:-4])
+        self.head = create_head(8, 3, lin_ftrs=[6], ps=0.)
+    def forward(self, x): return self.head(self.body(x))
+
+
+@case
+def vision(ctx, path):
+    learn = made(BodyHead, data(picture(s=16)), metrics=accuracy, splitter=lambda m: [params(m.body), params(m.head)])
+    with within(learn, ctx):
+        learn.freeze()
+        learn.fit_one_cycle(1)
+        learn.fine_tune(1, freeze_epochs=1)
+    learn.fit(1)
+    return result(learn)
+
+
+@case
+def transformer(ctx, path):
+    "In evaluation its layers go torch's fast path"
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.emb = nn.Embedding(11, 8)
+            self.enc = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, dropout=0., batch_first=True), 2, enable_nested_tensor=False)
+            self.head = nn.Linear(8, 3)
+        def forward(self, x): return self.head(self.enc(self.emb(x)).mean(1))
+    learn = made(Model, data(lambda g: torch.randint(0, 11, (6,), generator=g)), metrics=accuracy)
+    with within(learn, ctx):
+        learn.fit(2)
+        preds = learn.get_preds()
+    return result(learn, preds=[*preds])
+
+
+@case
+def unet(ctx, path):
+    from fastai.vision.all import DynamicUnet
+    def model():
+        body = nn.Sequential(nn.Conv2d(3, 4, 3, stride=2, padding=1), nn.ReLU(), nn.Conv2d(4, 8, 3, stride=2, padding=1), nn.ReLU())
+        return DynamicUnet(body, 2, (16, 16))
+    learn = made(model, data(picture(s=16), ys=lambda g: torch.randint(0, 2, (16, 16), generator=g), n=10, n_val=5), loss=Double(axis=1), metrics=foreground_acc,
+                 splitter=lambda m: [params(m[0]), params(m[1:])])
+    with within(learn, ctx):
+        learn.freeze()
+        learn.fit(1)
+        learn.unfreeze()
+        learn.fit(1)
+    return result(learn)
+
+
+@case
+def channels_last(ctx, path):
+    def model(): return nn.Sequential(nn.Sequential(nn.Conv2d(3, 5, 3), nn.BatchNorm2d(5), nn.ReLU()), nn.Conv2d(5, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3))
+    learn = made(lambda: model().to(memory_format=torch.channels_last), data(picture()), opt=Lamb)
+    with within(learn, ctx): learn.fit(1)
+    learn.fit(1)
+    return result(learn)
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rnn, self.head = nn.ModuleList([nn.LSTM(4, 5, num_layers=2, bidirectional=True, batch_first=True)]), nn.Linear(10, 3)
+    def forward(self, x): return self.head(self.rnn[0](x)[0][:, -1])
+
+
+@case
+def lstm(ctx, path):
+    "It keeps a list of its weights"
+    learn = made(Recurrent, data(lambda g: torch.randn(6, 4, generator=g, dtype=torch.float64)))
+    with within(learn, ctx): learn.fit(1)
+    rnn = learn.model.rnn[0]
+    assert len(rnn._flat_weights)==16 and all(a is b for a, b in zip(rnn._flat_weights, rnn.parameters()))
+    learn.fit(1)
+    return result(learn)
+
+
+class Odd(nn.Module):
+    "A parameter in three places, one with fewer rows than workers, numbers, a frozen layer, and buffers that the forward changes"
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 7)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(7, 7), nn.ReLU()) for _ in range(3)])
+        for b in self.blocks: b[0].weight = self.blocks[0][0].weight
+        self.narrow, self.wide, self.head = nn.Linear(7, 1), nn.Linear(1, 7), nn.Linear(7, 3)
+        self.scale, self.shift = nn.Parameter(torch.tensor(1.5)), nn.Parameter(torch.tensor(0.1))
+        self.frozen = nn.Linear(7, 7).requires_grad_(False)
+        self.fixed = nn.Parameter(torch.tensor(0.9), requires_grad=False)
+        self.register_buffer('n', torch.tensor(0))
+        self.register_buffer('total', torch.zeros(4))
+    def forward(self, x):
+        if self.training:
+            self.n += 1
+            self.total += x.detach().abs().sum(0)
+        x = self.first(x).relu()
+        for b in self.blocks: x = b(x)
+        return self.head(x+self.wide(self.narrow(x)).tanh()+self.frozen(x)*self.fixed)*self.scale+self.shift
+
+
+def odd(ctx, n=20, cbs=None, **kwargs):
+    "The sum is that of rank 0's share"
+    learn = made(Odd, data(row(), n=n), metrics=accuracy, cbs=cbs, **kwargs)
+    learn.model.shift.requires_grad_(False)
+    with within(learn, ctx):
+        learn.fit(1)
+        learn.model.shift.requires_grad_(True)
+        learn.fit(1)
+    learn.fit(1)
+    res = result(learn)
+    res['alike'] = res['weights'].pop('total')
+    return res
+
+
+@case
+def odd_parameters(ctx, path): return odd(ctx, opt=Lamb)
+
+
+@case
+def empty_shares(ctx, path): return odd(ctx, n=16)
+
+
+@case
+def clip_and_accumulate(ctx, path): return odd(ctx, n=32, cbs=[GradientClip(0.05), GradientAccumulation(12)])
+
+
+MODELS = [*CASES]
+
+
+@pytest.mark.parametrize('some', [0, 1, 2])
+@pytest.mark.parametrize('size', [2, 3])
+@pytest.mark.parametrize('strategy', STRATEGIES)
+def test_models(worlds, tmp_path, strategy, size, some): check(worlds(size), strategy, MODELS[some::3], tmp_path)
+
+
+# Callbacks, and what is asked of a learner in the context
+
+def net(): return nn.Sequential(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU()), nn.Sequential(nn.Linear(8, 8), nn.ReLU()), nn.Linear(8, 3))
+
+
+@case
+def trackers(ctx, path):
+    "The best weights come back; it stops early; the learning rate goes down. What is monitored is chosen so that all three have something to do"
+    from fastai.callback.progress import CSVLogger
+    from fastai.callback.tracker import EarlyStoppingCallback, ReduceLROnPlateau, SaveModelCallback
+    learn, lrs = made(net, path=path, lr=0.3, metrics=accuracy), []
+    class Look(Callback):
+        def after_batch(self): lrs.append(self.opt.hypers[0]['lr']) if self.training else None
+    with within(learn, ctx):
+        learn.fit(6, cbs=[SaveModelCallback(with_opt=True), EarlyStoppingCallback(patience=3), ReduceLROnPlateau(patience=1, factor=4., min_delta=0.1), CSVLogger(), Look()])
+    values = [list(v[:3]) for v in learn.recorder.values]
+    assert len(set(lrs)) > 1 and values[-1][1] > min(v[1] for v in values)
+    table = [[float(o) for o in line.split(',')[:4]] for line in (path/'history.csv').read_text().splitlines()[1:]]
+    valid = learn.validate()
+    assert abs(valid[0]-min(v[1] for v in values)) < 1e-6
+    return result(learn, fit=values, lrs=lrs, table=table, valid=[*valid])
+
+
+@case
+def hooks(ctx, path):
+    "On a unit, on the model and on a layer, forward and backward; of all of them plain tensors are kept"
+    from fastai.callback.hook import ActivationStats, hook_output, hook_outputs
+    learn, stats = made(net, data(row(), n=18, n_val=7, bs=4), dtype=torch.float64), ActivationStats()
+    with within(learn, ctx):
+        with hook_outputs([learn.model[0], learn.model[1][0], learn.model]) as h, hook_output(learn.model[1], grad=True) as g:
+            learn.fit(1, cbs=stats)
+            stored = [type(o).__name__ for o in h.stored], [type(o).__name__ for o in g.stored], g.stored[0].shape[1:]
+        summary = str(learn.summary()).split('Callbacks:')[0]
+        preds = learn.get_preds()
+    return result(learn, stats=[[float(v) for d in o for v in d.values()] for o in stats.stats], stored=stored, summary=summary.split('Total params')[1].split('Optimizer')[0], preds=[*preds])
+
+
+@case(tol=2e-6)
+def mixup(ctx, path):
+    from fastai.callback.mixup import MixUp
+    torch.manual_seed(3)
+    learn = quiet(Learner(data(lambda g: torch.randn(4, generator=g)), net(), loss_func=CrossEntropyLossFlat(), opt_func=Adam, lr=0.02, path=path, cbs=MixUp(0.4)))
+    with within(learn, ctx): learn.fit(2)
+    return result(learn)
+
+
+class EMA(Callback):
+    "A moving average of the parameters, which takes their places at the end of the fit. It sees what the worker has: its rows, under 'fsdp'"
+    def before_fit(self): self.avg = [p.detach().clone() for p in self.model.parameters()]
+    def after_step(self):
+        for a, p in zip(self.avg, self.model.parameters()): a.lerp_(p.detach(), 0.1)
+    def after_fit(self):
+        with torch.no_grad():
+            for a, p in zip(self.avg, self.model.parameters()): p.copy_(a)
+
+
+@case
+def moving_average(ctx, path):
+    learn = made(net, metrics=accuracy)
+    with within(learn, ctx):
+        learn.fit(2, cbs=(ema := EMA()))
+        valid = learn.validate()
+        learn.fit(1)
+    shards = [type(a).__name__ for a in ema.avg]
+    assert set(shards)=={'DTensor' if ctx and ctx['strategy']=='fsdp' else 'Tensor'}, shards
+    return result(learn, valid=[*valid])
+
+
+@case
+def predictions(ctx, path):
+    "By all workers; with inputs and losses, decoded, of one sample, and what fastai makes of them"
+    import matplotlib
+    matplotlib.use('agg')
+    from fastai.interpret import ClassificationInterpretation
+    g = torch.Generator().manual_seed(0)
+    items = [(torch.randn(4, generator=g, dtype=torch.float64), 'abc'[i % 3]) for i in range(20)]
+    set_seed(7)
+    dsets = Datasets(items, [[ItemGetter(0)], [ItemGetter(1), Categorize(vocab=list('abc'))]], splits=[list(range(14)), list(range(14, 20))])
+    learn = made(net, dsets.dataloaders(bs=4, num_workers=0, drop_last=False), path=path, metrics=accuracy, loss=CrossEntropyLossFlat())
+    class Float32(Callback):
+        def after_pred(self): self.learn.pred = self.pred.float()
+    learn.add_cb(Float32())
+    with within(learn, ctx):
+        learn.fit(1)
+        res = [*learn.get_preds(with_input=True, with_loss=True, with_decoded=True)]
+        one = [o if isinstance(o, torch.Tensor) else str(o) for o in learn.predict(items[3])]
+        interp = ClassificationInterpretation.from_learner(learn)
+        matrix, top = interp.confusion_matrix().tolist(), [*map(torch.as_tensor, interp.top_losses(3)[:2])]
+        learn.fit(1)
+    return result(learn, preds=[list(o) if isinstance(o, tuple) else o for o in res], one=one, matrix=matrix, top=top)
+
+
+@case
+def same_in_all(ctx, path):
+    "What all workers have agrees"
+    from fastdist.divergence import DivergenceCheck
+    learn = made(net)
+    with within(learn, ctx): learn.fit(1, cbs=DivergenceCheck() if ctx else [])
+    return result(learn)
+
+
+CALLBACKS = [o for o in CASES if o not in MODELS and o!='mixup']
+
+
+@pytest.mark.parametrize('strategy', STRATEGIES)
+def test_callbacks(world2, tmp_path, strategy): check(world2, strategy, CALLBACKS, tmp_path)
+
+
+@pytest.mark.parametrize('strategy', STRATEGIES[1:])
+def test_mixup_is_that_of_ddp(world2, tmp_path, strategy):
+    "Each worker draws for its own share"
+    check(world2, strategy, ['mixup'], tmp_path, one=world2(run, ['mixup'], ctx_of('ddp'), tmp_path)[0])
+
+
+# Recomputed, offloaded and compiled
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.norm, self.b = nn.Linear(6, 9), nn.LayerNorm(9), nn.Linear(9, 6)
+    def forward(self, x): return x+self.b(self.norm(self.a(x)).relu())
+
+
+def blocks(): return nn.Sequential(nn.Linear(4, 6), Block(), Block(), nn.Linear(6, 3))
+
+
+def composed(ctx):
+    from torch._dynamo import reset # not as torch._dynamo: cloudpickle would send the module's parts
+    from torch._dynamo.utils import counters
+    reset()
+    compiles = 'dynamo_backend' in (ctx or {})
+    learn, runs = made(blocks, data(row(), n=24, n_val=7), metrics=accuracy), []
+    with within(learn, ctx):
+        h = learn.model[1].a.register_forward_hook(lambda *_: None if compiles else runs.append(torch.is_grad_enabled()))
+        n = counters['stats']['unique_graphs']
+        try: learn.fit(2)
+        finally: h.remove()
+        n = counters['stats']['unique_graphs']-n
+    learn.fit(1)
+    return result(learn), sum(runs), n
+
+
+COMPOSED = dict(recompute=dict(activation_checkpointing=True), classes=dict(activation_checkpointing=Block), offload=dict(activation_checkpointing=True, offload_to_cpu=True),
+                compile=dict(dynamo_backend='aot_eager'), all=dict(activation_checkpointing=Block, offload_to_cpu=True, dynamo_backend='aot_eager', gradient_accumulation_steps=2))
+
+
+# Not all of them under 'fsdp': there torch finds other code when it computes again, and says so (CheckpointError)
+def each_composed(strategy): return {k: composed(ctx_of(strategy, **kw)) for k, kw in COMPOSED.items() if (strategy, k)!=('fsdp', 'all')}
+
+
+@pytest.mark.parametrize('strategy', STRATEGIES)
+def test_composed(world2, strategy):
+    one = composed(None)[0], composed(dict(gradient_accumulation_steps=2))[0]
+    for m in world2(each_composed, strategy, timeout=300):
+        for k, (res, runs, graphs) in m.items():
+            assert far(one[k=='all'], res) < 2e-6 and diff(one[k=='all']['weights'], res['weights']) < 1e-7, k
+            if k not in ('compile', 'all'): assert runs==20, (k, runs) # 10 batches, twice
+            assert (graphs > 0)==(k in ('compile', 'all')), (k, graphs)
+
+
+# Accelerate's arguments
+
+class Fp16OnCpu(MixedPrecision):
+    "fastai's `to_fp16`, with an autocast and a scaler that work on the CPU"
+    order = MixedPrecision.order
+    def before_fit(self):
+        super().before_fit()
+        self.autocast, self.learn.scaler = torch.autocast('cpu', torch.bfloat16), torch.amp.GradScaler('cpu', init_scale=2.**10)
+    def after_fit(self): self.learn.scaler = None
+
+
+def arguments(ctx, folder=None, precision=False):
+    learn, states, scales = made(net, metrics=accuracy), [], []
+    class Look(Callback):
+        def before_train(self): states.append(torch.get_rng_state())
+        def after_batch(self):
+            if self.training and precision: scales.append(self.learn.scaler.get_scale())
+    rng, path, fp16 = learn.dls.train.rng, learn.path, Fp16OnCpu()
+    order = rng.getstate()
+    with within(learn, ctx):
+        learn.fit(2, cbs=[Look(), *([fp16] if precision else [])])
+        if folder: learn.save('a')
+    return SimpleNamespace(res=result(learn), states=states, restored=learn.path==path, same_order=learn.dls.train.rng is rng and rng.getstate()==order,
+                           scales=scales)
+
+
+def many_arguments(strategy, folder):
+    bf16 = [DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.BF16)]
+    asked = dict(plain={}, rng=dict(rng_types=['torch']), project=dict(project_dir=folder),
+                 seed=dict(split_batches=True, dataloader_config=DataLoaderConfiguration(data_seed=3, split_batches=True)))
+    res = {k: arguments({**ctx_of(strategy), **kw}, folder=k=='project') for k, kw in asked.items()}
+    res['precision'] = arguments(ctx_of(strategy, kwargs_handlers=[AutocastKwargs(enabled=False), GradScalerKwargs(init_scale=64., growth_interval=2)]), precision=True)
+    if strategy in ('ddp', 'zero1'): res['hook'] = arguments(ctx_of(strategy, kwargs_handlers=bf16))
+    return res
+
+
+HOOK = {}
+
+
+@pytest.mark.parametrize('strategy', STRATEGIES)
+def test_arguments(world2, tmp_path, strategy):
+    plain, seeded = arguments(None), arguments(dict(dataloader_config=DataLoaderConfiguration(data_seed=3)))
+    every = world2(many_arguments, strategy, tmp_path)
+    for m in every:
+        for k in ('plain', 'rng', 'project', 'precision'): assert far(plain.res, m[k].res) < 2e-6 and diff(plain.res['weights'], m[k].res['weights']) < 1e-7, k
+        assert far(seeded.res, m['seed'].res) < 2e-6 < far(plain.res['losses'], m['seed'].res['losses']) and m['seed'].same_order
+        assert m['precision'].scales==[64, 128, 128, 256, 256, 512, 512, 1024]
+        assert all(o.restored for o in m.values())
+    for i in range(2):
+        for k, same in dict(plain=False, rng=True).items(): assert torch.equal(every[0][k].states[i], every[1][k].states[i])==same
+    assert diff(torch.load(tmp_path/'models/a.pth', weights_only=False)['model'], plain.res['weights']) < 1e-7
+    if 'hook' in every[0]:
+        HOOK[strategy] = w = every[0]['hook'].res['weights']
+        assert 1e-6 < diff(plain.res['weights'], w) < 0.1 and diff(HOOK['ddp'], w) < 1e-9

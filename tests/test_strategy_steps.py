@@ -1,0 +1,253 @@
+"Around the step, under every strategy: a gradient scaler with an infinity in one worker, unused parameters, accumulation, errors, and what is sent"
+import pytest
+from strategies import *
+
+SHARDED = STRATEGIES[1:]
+
+
+class Fp16OnCpu(MixedPrecision):
+    "fastai's `to_fp16`, with a scaler that works on the CPU; without autocast, so that numbers can be compared"
+    order = MixedPrecision.order
+    def before_fit(self):
+        super().before_fit()
+        self.autocast, self.learn.scaler = torch.autocast('cpu', enabled=False), torch.amp.GradScaler('cpu', init_scale=2.**10, growth_interval=3)
+        self.seen = []
+    def after_batch(self):
+        if self.training: self.seen.append(self.learn.scaler.get_scale())
+    def after_fit(self): pass
+
+
+def scaled(ctx, inf, clip):
+    import fastdist.all
+    learn = quiet(learner(n=40, bs=5, opt=partial(SGD, mom=0.9), model=lambda: Scaled(False).to(torch.float64), splitter=splitter, lr=0.05))
+    cb = Fp16OnCpu()
+    cbs = [cb, *([GradientClip(0.05)] if clip else [])]
+    class Spoil(Callback):
+        "The first sample of the third batch, which rank 0 has, is infinite"
+        order = -30
+        def before_batch(self):
+            if not inf or not self.training or self.train_iter!=2: return
+            if ctx is None or rank()==0: self.learn.xb = (self.xb[0].clone().index_fill_(0, torch.tensor([0]), float('inf')),)
+    if ctx is None: learn.fit(1, cbs=[*cbs, Spoil()])
+    else:
+        from fastdist.world import get_rank as rank
+        with learn.distrib_ctx(**ctx): learn.fit(1, cbs=[*cbs, Spoil()])
+    return SimpleNamespace(weights=weights(learn), scales=cb.seen, opt=state_of(learn.opt))
+
+
+@pytest.mark.parametrize('clip', [False, True])
+@pytest.mark.parametrize('inf', [False, True])
+def test_gradient_scaler(worlds, inf, clip):
+    "The scale halves and the step is skipped in all workers, also in those that have none of the infinity in their rows"
+    one = scaled(None, inf, clip)
+    assert one.scales[2]==2**(9 if inf else 11) and len(one.scales)==8 and one.weights['scale'].isfinite()
+    for size in (2, 3):
+        for strategy in STRATEGIES:
+            for m in worlds(size)(scaled, ctx_of(strategy), inf, clip):
+                assert m.scales==one.scales and diff(one.weights, m.weights) < 1e-7 and diff(one.opt, m.opt) < 1e-6
+
+
+class Unused(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.spare, self.b = nn.Linear(4, 5), nn.Linear(5, 5), nn.Linear(5, 3)
+    def forward(self, x): return self.b(self.a(x).relu())
+
+
+def unused(ctx):
+    import fastdist.all
+    def model():
+        torch.manual_seed(3)
+        return Unused().double()
+    learn = quiet(learner(n=20, bs=5, opt=Adam, model=model, wd=0.1))
+    try:
+        if ctx is None: learn.fit(1)
+        else:
+            with learn.distrib_ctx(**ctx): learn.fit(1)
+    except RuntimeError as e: return str(e)
+    return weights(learn)
+
+
+@pytest.mark.parametrize('strategy', STRATEGIES)
+def test_unused_parameters(worlds, strategy):
+    from accelerate.utils import DistributedDataParallelKwargs
+    for size in (2, 3):
+        for m in worlds(size)(unused, ctx_of(strategy)): assert 'does not depend on spare.weight, spare.bias' in m
+        if strategy=='fsdp': continue
+        for m in worlds(size)(unused, ctx_of(strategy, kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])): assert diff(unused(None), m) < 1e-7
+
+
+class Sometimes(Unused):
+    "Uses `spare` for some samples only: in some batches one worker does and another does not"
+    def forward(self, x):
+        h, which = self.a(x).relu(), x[:, 0] > 0.8
+        return self.b(h+torch.zeros_like(h).masked_scatter(which[:, None], self.spare(h[which])) if which.any() else h)
+
+
+def sometimes(ctx):
+    import fastdist.all
+    from torch.distributed.tensor import DTensor
+    def model():
+        torch.manual_seed(3)
+        return Sometimes().double()
+    learn, grads = quiet(learner(n=20, bs=4, model=model, opt=partial(SGD, mom=0.9))), []
+    class Look(Callback):
+        order = 2000
+        def before_step(self): grads.append(self.model.spare.weight.grad is None)
+    if ctx is None: learn.fit(2, cbs=Look())
+    else:
+        with learn.distrib_ctx(**ctx): learn.fit(2, cbs=Look())
+    return weights(learn), grads
+
+
+@pytest.mark.parametrize('strategy', ['ddp', 'zero1', 'zero2'])
+def test_parameters_that_some_workers_use(worlds, strategy):
+    from accelerate.utils import DistributedDataParallelKwargs
+    one, grads = sometimes(None)
+    for size in (2, 3):
+        for m, g in worlds(size)(sometimes, ctx_of(strategy, kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])):
+            assert diff(one, m) < 1e-7 and g==grads
+
+
+class Short(TfmdDL):
+    "Ends sooner than its length says"
+    def __len__(self): return super().__len__()+1
+
+
+def accumulated(ctx, short=False, n=28, **kwargs):
+    import fastdist.all
+    learn = quiet(learner(n=n, bs=4, opt=Adam, model=lambda: Scaled(False).double(), splitter=splitter, lr=0.05, **kwargs))
+    if short: learn.dls.loaders[0].__class__ = Short
+    with learn.distrib_ctx(**ctx): learn.fit(2)
+    return SimpleNamespace(weights=weights(learn), opt=state_of(learn.opt), losses=[float(o) for o in learn.recorder.losses])
+
+
+@pytest.mark.parametrize('strategy', STRATEGIES)
+def test_accumulation(worlds, strategy):
+    "7 batches in steps of 3; the last step has one batch. Also where nobody knows which is the last"
+    for short in (False, True):
+        one = accumulated(dict(gradient_accumulation_steps=3), short)
+        for size in (2, 3):
+            for m in worlds(size)(accumulated, ctx_of(strategy, gradient_accumulation_steps=3), short):
+                for k in TOL: assert diff(getattr(one, k), getattr(m, k)) < TOL[k], (short, size, k)
+
+
+TOL = dict(weights=1e-7, opt=1e-6, losses=1e-6)
+
+
+def left_over(ctx):
+    "fastai's `GradientAccumulation` may end a fit in the middle of a step: the next fit goes on from there"
+    import fastdist.all
+    from contextlib import nullcontext
+    learn = quiet(learner(n=22, bs=5, opt=Adam, model=lambda: Scaled(False).double(), splitter=splitter, lr=0.05))
+    cb = GradientAccumulation(12)
+    with nullcontext() if ctx is None else learn.distrib_ctx(**ctx):
+        learn.fit(1, cbs=cb)
+        learn.fit(1)
+    learn.fit(1, cbs=GradientAccumulation(12))
+    return SimpleNamespace(weights=weights(learn), opt=state_of(learn.opt), losses=[])
+
+
+@pytest.mark.parametrize('strategy', STRATEGIES)
+def test_gradients_left_over(worlds, strategy):
+    one = left_over(None)
+    for size in (2, 3):
+        for m in worlds(size)(left_over, ctx_of(strategy)):
+            for k in TOL: assert diff(getattr(one, k), getattr(m, k)) < TOL[k], (size, k)
+
+
+def by_value(ctx):
+    import fastdist.all
+    from contextlib import nullcontext
+    class ByValue(Callback):
+        def before_step(self): nn.utils.clip_grad_value_(self.model.parameters(), 0.01)
+    learn = quiet(learner(n=20, bs=5, opt=SGD, model=lambda: Scaled(False).double(), splitter=splitter))
+    with nullcontext() if ctx is None else learn.distrib_ctx(**ctx): learn.fit(1, cbs=ByValue())
+    return weights(learn)
+
+
+@pytest.mark.parametrize('strategy', STRATEGIES)
+def test_clip_by_value(world3, strategy):
+    for m in world3(by_value, ctx_of(strategy)): assert diff(by_value(None), m) < 1e-7
+
+
+def after_an_error(ctx, where, everywhere):
+    "The learner after an error in one worker, or in all: whole, plain, and ready to train in one process"
+    import fastdist.all
+    from fastdist.world import get_rank
+    learn = quiet(learner(n=20, bs=5, opt=Adam, model=lambda: Scaled(True).double(), splitter=splitter, lr=0.05))
+    learn.fit(1)
+    ps, classes, opt, steps = list(learn.model.parameters()), [type(m) for m in learn.model.modules()], learn.opt, []
+    class Fault(Callback):
+        def fail(self, at):
+            if at==where and self.epoch==1 and (everywhere or get_rank()==1): raise ValueError('the first to fail')
+        def before_batch(self): self.fail('before_batch')
+        def after_pred(self): self.fail('after_pred')
+        def before_step(self): self.fail('before_step')
+        def after_step(self): steps.append(1)
+        def after_validate(self): self.fail('after_validate')
+    text = None
+    try:
+        with learn.distrib_ctx(**ctx): learn.fit(2, cbs=Fault())
+    except Exception as e: text = f'{type(e).__name__}: {e}'
+    assert 'the first to fail' in text
+    assert learn.opt is opt and classes==[type(m) for m in learn.model.modules()]
+    assert all(a is b for a, b in zip(ps, learn.model.parameters())) and not {'step', 'state_dict'} & set(vars(opt))
+    w = weights(learn)
+    for p in learn.model.parameters(): p.grad = None
+    learn.fit(1) # each worker by itself
+    assert all(o.isfinite().all() for o in weights(learn).values() if o.is_floating_point())
+    return w, len(steps)
+
+
+@pytest.mark.parametrize('strategy', STRATEGIES)
+@pytest.mark.parametrize('everywhere', [False, True], ids=['one', 'all'])
+def test_after_an_error(worlds, strategy, everywhere):
+    for size in (2, 3):
+        # a step that one worker makes and another does not is the last thing that happens: weights differ then
+        for where in ('before_batch', *(['before_step'] if everywhere else []), 'after_validate'):
+            every = worlds(size)(after_an_error, ctx_of(strategy), where, everywhere)
+            w, n = every[0]
+            assert n==(4 if where!='after_validate' else 8)
+            for m, k in every: assert k==n and diff(w, m) < 1e-12 # all have the same weights, those of the steps that were made
+
+
+def sent(ctx, depth):
+    "Collectives of each training step, by name, where they leave Python (those of `DistributedDataParallel` leave from C++)"
+    import collections
+    import torch.distributed as dist
+    import fastdist.all
+    def model():
+        torch.manual_seed(3)
+        return nn.Sequential(nn.Linear(4, 7), *[nn.Linear(7, 7) for _ in range(depth)], nn.Linear(7, 3)).double()
+    learn, counts, res = quiet(learner(n=20, bs=5, opt=Adam, model=model)), collections.Counter(), []
+    class Step(Callback):
+        order = -1000
+        def before_batch(self): counts.clear()
+    class StepEnd(Callback):
+        order = 2000
+        def after_batch(self):
+            if self.training: res.append(dict(counts))
+    PG, was = dist.ProcessGroup, {}
+    for nm in ('allreduce', 'broadcast', 'allgather', 'all_gather_single', '_allgather_base', 'reduce', 'reduce_scatter', 'reduce_scatter_single', '_reduce_scatter_base', 'barrier'):
+        if nm not in vars(PG): continue
+        def counted(self, *args, _nm=nm, **kwargs):
+            counts[_nm] += 1
+            return was[_nm](self, *args, **kwargs)
+        was[nm] = vars(PG)[nm]
+        setattr(PG, nm, counted)
+    try:
+        with learn.distrib_ctx(**ctx): learn.fit(2, cbs=[Step(), StepEnd()])
+    finally:
+        for nm, f in was.items(): setattr(PG, nm, f)
+    return res[2:]
+
+
+def test_messages_of_a_step(worlds):
+    "P4: a number that does not grow with the parameters, while they are few bytes; the loss is one of them"
+    for size in (2, 3):
+        for strategy, expected in dict(ddp=dict(allreduce=1), zero1=dict(allreduce=1, broadcast=size), zero2=dict(allreduce=1, reduce=size, broadcast=size)).items():
+            for depth in (1, 20):
+                for steps in worlds(size)(sent, ctx_of(strategy), depth): assert steps==[expected]*6, (strategy, depth, steps)
+        every = [worlds(size)(sent, dict(strategy='fsdp', split_batches=True), depth) for depth in (1, 20)]
+        assert every[0]==every[1] and all(sum(o.values())==3 for steps in every[0] for o in steps), every[0][0]
