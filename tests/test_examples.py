@@ -39,6 +39,31 @@ def test_digits(cmd, n, env, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def sharded(cmd, *args, cwd):
+    "What examples/sharded.py says: strategy, accuracy, workers, and bytes of the model and of what each worker has of it"
+    out = run([*cmd, EXAMPLES/'sharded.py', *args], cwd)
+    (word, acc, *ns), = re.findall(r'(?m)^(\w+): accuracy (\d\.\d{4}), (\d+) workers; of a model of (\d+) bytes each has '
+                                   r'(\d+) of parameters, (\d+) of gradients, (\d+) of optimizer state$', out)
+    assert not list(cwd.iterdir())
+    return word, float(acc), *map(int, ns)
+
+
+@pytest.mark.parametrize('word,parts', [('zero1', (1, 1, 3)), ('zero2', (1, 3, 3)), ('fsdp', (3, 3, 3))])
+def test_sharded(word, parts, tmp_path):
+    got, acc, workers, total, *held = sharded([*FASTDIST, '3'], word, cwd=tmp_path)
+    assert (got, workers) == (word, 3)
+    assert acc >= 0.97
+    # rank 0 has as many rows as any worker, of layers whose rows three workers cannot share out evenly, and Adam remembers two numbers for each
+    for n, k, part in zip(held, (1, 1, 2), parts): assert k*total/part <= n <= 1.01*k*total/part, (n, k, part)
+
+
+def test_sharded_launchers(tmp_path):
+    want = sharded(PYTHON, 'fsdp', cwd=tmp_path)
+    assert want[2] == 1 and want[3] == want[4]
+    got = sharded([*TORCHRUN, '2'], 'fsdp', '--checkpoint', cwd=tmp_path)
+    assert got[:3] == ('fsdp', want[1], 2) and got[4] < 0.51*got[3] == 0.51*want[3]
+
+
 @pytest.fixture(scope='module')
 def pets(tmp_path_factory):
     "Noise, under the names of cats and dogs"
