@@ -84,11 +84,12 @@ def _without_others(part, shape, rows_of):
     rows_of.of(res).copy_(part)
     return res
 
-def meet_again(seconds=10):
+def meet_again(name, # The same in all workers, and another one each time
+               seconds=10, # To wait for the others
+              ):
     "A process group to gather shards in after a failure, or `None` where not all workers are there any more"
     try:
-        _here.again = vars(_here).get('again', 0)+1
-        store = dist.PrefixStore(f'fastdist/shards/{_here.again}', _store())
+        store = dist.PrefixStore(f'fastdist/shards/{name}', _store())
         _here.group_again = dist.ProcessGroupGloo(store, get_rank(), dist.get_world_size(), timedelta(seconds=seconds)) # kept: others may be reading when this worker has all
         return _here.group_again
     except RuntimeError: return None # dist.DistError is one

@@ -34,6 +34,7 @@ from .recompute import checkpoint_activations
 from .rng import WorkerRandom
 from .saving import save_in_this_rank
 from .shards import meet_again
+from .start import _here
 from .strategy import GlobalBatchNorm, answers, broadcast_tensors, check_trainable, same_everywhere, sync_batch_norm
 from .world import *
 
@@ -248,7 +249,7 @@ def _close_strategy(self:DistributedTrainer):
     strategy,m = self.strategy,monitor()
     self.strategy = None
     broken = strategy.gathers and m is not None and m.broken
-    group = (meet_again() or False) if broken else None
+    group = (meet_again(f'{_here.groups}/{m.count}') or False) if broken else None # the contexts of all workers are numbered alike
     strategy.close(group)
     if group is False: warnings.warn(f"rank {get_rank()}: with strategy={strategy.name!r} other workers had parts of the {'weights, which are nan now' if strategy.shards_params else 'optimizer state'}, "
                                      "and are gone: load a checkpoint before you go on with this learner")
