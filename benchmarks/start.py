@@ -41,7 +41,7 @@ def ways(script, folder):
     env = lambda r: dict(RANK=str(r), WORLD_SIZE='2', MASTER_ADDR='127.0.0.1', MASTER_PORT=p)
     return {
         'python (one process)': [(py, {})],
-        'fastdist launch -n 2': [([sys.executable, '-c', 'from fastdist.launch import main; main()', 'launch', '-n', '2', script], {})],
+        'fastdist launch -n 2': [([sys.executable, '-m', 'fastdist', 'launch', '-n', '2', script], {})],
         'torchrun': [([*torchrun, '2', '--standalone', script], {})],
         'accelerate launch --multi_gpu': [([sys.executable, '-m', 'accelerate.commands.launch', '--multi_gpu', '--num_processes', '2', '--main_process_port', '0', '--num_machines', '1',
                                             '--mixed_precision', 'no', '--dynamo_backend', 'no', script], {'ACCELERATE_USE_CPU': 'true'})],

@@ -7,7 +7,7 @@ from harness import launched
 
 EXAMPLES = Path(__file__).resolve().parent.parent/'examples'
 PYTHON = [sys.executable]
-FASTDIST = [sys.executable, '-c', 'from fastdist.launch import main; main()', 'launch', '-n']
+FASTDIST = [sys.executable, '-m', 'fastdist', 'launch', '-n']
 ACCELERATE = [sys.executable, '-m', 'accelerate.commands.launch', '--multi_gpu', '--main_process_port', '0', '--num_processes']
 TORCHRUN = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc-per-node']
 

@@ -4,7 +4,7 @@ import sys, textwrap
 import pytest
 from harness import launched
 
-FASTDIST = [sys.executable, '-c', 'from fastdist.launch import main; main()', 'launch']
+FASTDIST = [sys.executable, '-m', 'fastdist', 'launch']
 TORCHRUN = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc-per-node']
 FAULTS = dict(
     callback='''

@@ -6,7 +6,7 @@ from forked import start, started
 from harness import launched
 from test_start import free_port
 
-FASTDIST = [sys.executable, '-c', 'from fastdist.launch import main; main()', 'launch', '-n', '3']
+FASTDIST = [sys.executable, '-m', 'fastdist', 'launch', '-n', '3']
 SCRIPT = '''
     import os, signal, sys, time, torch, torch.distributed as dist
     from fastdist.world import *
