@@ -29,5 +29,6 @@ setup(
     include_package_data=False,
     entry_points=dict(
         console_scripts=cfg['console_scripts'].split(),
+        **{'torchrun.logs_specs': [f'{name}={name}.output:RankLogs']},  # PET_LOGS_SPECS=fastdist: where workers' output goes
         nbdev=[f'{name}={name}._modidx:d']),  # lets nbdev turn `names` in notebooks into links
 )

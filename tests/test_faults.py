@@ -73,13 +73,17 @@ def test_ends_and_says_why(tmp_path, fault):
     f = dict(dict(before='', without='', fault='pass', who=1), **FAULTS[fault])
     text = textwrap.dedent(SCRIPT.replace('BEFORE', f['before']).replace('WITHOUT', f['without']).replace('FAULT', f['fault']))
     (tmp_path/'train.py').write_text(text)
-    res = launched([*FASTDIST, tmp_path/'train.py'], 100, cwd=tmp_path)
+    res = launched([*FASTDIST, '--log-dir', 'logs', tmp_path/'train.py'], 100, cwd=tmp_path)
     ended = time.time() - 0.1
     assert res.returncode not in (0, None) and res.left == {}, res.stderr
-    assert 'got through' not in res.stdout and 'called' not in res.stdout
-    for o in [f['says']] if isinstance(f['says'], str) else f['says']: assert o in res.stderr, res.stderr
+    written = {o.name: o.read_text() for o in (tmp_path/'logs').iterdir()}
+    stdout, stderr = (''.join(v for k, v in written.items() if o in k) for o in ('stdout', 'stderr'))
+    assert 'got through' not in stdout and 'called' not in stdout
+    for o in [f['says']] if isinstance(f['says'], str) else f['says']: assert o in stderr + res.stderr, (res.stderr, written)
     if f['who'] is not None: assert f'worker {f["who"]} ' in res.stderr.splitlines()[-1], res.stderr
-    at = re.search(r'fault at ([\d.]+)', res.stdout)
+    error = 'ValueError: no disk'  # once on the screen, and nothing but the launcher's own line after it
+    if error in f['says']: assert res.stderr.count(error) == 1 and error in ''.join(res.stderr.splitlines(True)[-4:]), res.stderr
+    at = re.search(r'fault at ([\d.]+)', stdout)
     seconds = ended - float(at[1]) if at else float('nan')
     shown = [o for o in res.stderr.splitlines() if o and 'Warning' not in o and 'warnings.warn' not in o]
     print(f'{fault}: all had ended {seconds:.1f} s after it. A user reads:\n' + '\n'.join(shown[:25]))
