@@ -7,6 +7,7 @@ __all__ = ['usable_cores', 'slurm_srun', 'slurm_nodes', 'is_here', 'meeting', 'p
 
 # %% ../nbs/08_launch.ipynb #0dd7271b
 import os,re,shlex,socket,subprocess,sys
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,8 +32,7 @@ options, before the script:
   --nproc-per-node N         how many there are on each node
   --nnodes N                 how many machines take part
   --rdzv-endpoint HOST:PORT  where they meet: a name or address of the first, and a free port of it
-  --node-rank R              which of them this is, from 0; can be left out. Rank 0 is on node 0, and for three or more
-                             nodes without numbers on any of them
+  --node-rank R              which of them this is, 0 where they meet; can be left out for two
   --max-restarts N           start all workers again, up to N times, when one fails
   --log-dir DIR              where the files go; by default a new folder, which is named
   --tee 3                    show what all workers print
@@ -94,27 +94,19 @@ def slurm_nodes():
                                "type `srun --ntasks-per-node=1 fastdist launch ...`, or `srun python ...` without fastdist launch")
     return SimpleNamespace(n=int(env['SLURM_STEP_NUM_NODES']), rank=int(env['SLURM_NODEID']), host=first_host(env['SLURM_STEP_NODELIST']), port=slurm_port())
 
-# %% ../nbs/08_launch.ipynb #bbbe0cd7
+# %% ../nbs/08_launch.ipynb #a00365a9
 def is_here(host # Name or address
            ):
     "Is it this machine?"
     try: found = {o[4][0] for o in socket.getaddrinfo(host, None)}
-    except OSError: return False
+    except OSError as e: raise ValueError(f"--rdzv-endpoint: no machine is known as {host!r} here ({e.strerror or e}): give an address of it") from None
     return any(a.address.partition('%')[0] in found or o.startswith('127.') for o in found for addrs in psutil.net_if_addrs().values() for a in addrs)
 
-def _address_to(host):
-    "The address of this machine that `host` sees"
-    try: family,*_,to = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-    except OSError as e: raise ValueError(f"--rdzv-endpoint: no machine is known as {host!r} here ({e.strerror or e}): give an address of it") from None
-    with socket.socket(family, socket.SOCK_DGRAM) as s:
-        s.connect(to) # sends nothing
-        return s.getsockname()[0]
-
-# %% ../nbs/08_launch.ipynb #dded31ae
+# %% ../nbs/08_launch.ipynb #caff4cff
 def meeting(a, # What was parsed
             conf, # Function from a name to its value in Accelerate's config file
            ):
-    "How the nodes meet, as options for Accelerate, and as changes to the environment"
+    "How the nodes meet, as options for Accelerate, and in words"
     first = lambda *o: next((v for v in o if v is not None), None)
     if a.nnodes is not None and not a.nnodes.isdecimal(): raise ValueError(f"--nnodes {a.nnodes}: a number is needed. Accelerate's launcher starts on a fixed number of machines")
     if a.nnodes and a.num_machines and int(a.nnodes)!=a.num_machines: raise ValueError(f"--nnodes {a.nnodes} and --num_machines {a.num_machines}: give one of them")
@@ -128,16 +120,13 @@ def meeting(a, # What was parsed
         rank,host,port = first(a.node_rank, a.machine_rank, conf('machine_rank')),first(host, a.main_process_ip, conf('main_process_ip')),first(int(port) if port else None, a.main_process_port, conf('main_process_port'))
     if nodes < 1: raise ValueError(f"--nnodes {nodes}: at least 1 machine takes part")
     if rank is not None and not 0 <= rank < nodes: raise ValueError(f"--node-rank {rank}: {nodes} node(s) are numbered from 0; --nnodes says how many there are")
-    if nodes==1: return dict(num_machines=1, main_process_port=first(port if not slurm else None, 0)),{},'' # any free one, so that two jobs can run side by side
+    if nodes==1: return dict(num_machines=1, main_process_port=first(port if not slurm else None, 0)),'' # any free one, so that two jobs can run side by side
     if not host: raise ValueError(f"--nnodes {nodes}: where do they meet? Add --rdzv-endpoint HOST:29500 on each, with a name or address of one of them")
     port = port or 29500
-    if rank is None and nodes==2: rank = int(not is_here(host))
-    res = dict(num_machines=nodes, main_process_ip=host, main_process_port=port, machine_rank=rank)
-    said = f" on {nodes} nodes, which meet at {host}:{port}"
-    if a.rdzv_backend!='static' or (rank is not None and not a.max_restarts): return res,{},said
-    here = is_here(host) if rank is None else rank==0
-    res.update(rdzv_backend='c10d', rdzv_conf=','.join(o for o in (f'is_host={int(here)}',a.rdzv_conf) if o), machine_rank=first(rank, int(not here))) # which is only asked whether the port is free
-    return res,dict(PET_LOCAL_ADDR=host if here else _address_to(host)),said
+    if rank is None and a.rdzv_backend=='static':
+        if nodes > 2: raise ValueError(f"--nnodes {nodes}: which of them is this? Add --node-rank, which is 0 on {host}, and then 1, 2, ... on the others")
+        rank = int(not is_here(host))
+    return dict(num_machines=nodes, main_process_ip=host, main_process_port=port, machine_rank=rank or 0), f" on {nodes} nodes, which meet at {host}:{port}"
 
 # %% ../nbs/08_launch.ipynb #4fd6c328
 def plan(args, # Arguments after `fastdist launch`
@@ -159,7 +148,7 @@ def _plan(a, rest, n_gpus, n_cores, conf):
         return [*srun, sys.executable, '-m', 'fastdist', 'launch', *(['-n', str(a.n)] if a.n is not None else []), *own, *(['--cpu'] if a.cpu else []), *rest], {}, \
             f"fastdist: Slurm has given this job {nodes}: srun starts a launcher on each node"
     cpu = a.cpu or n_gpus==0 or os.environ.get('ACCELERATE_USE_CPU', '').lower() in ('1','true','yes') or bool(conf('use_cpu'))
-    want,env,where = meeting(a, conf)
+    want,where = meeting(a, conf)
     nodes = want['num_machines']
     asked = {nm:v for nm,v in (('-n',a.n), ('--num_processes',a.num_processes), ('--nproc-per-node',a.nproc_per_node and a.nproc_per_node*nodes)) if v is not None}
     if len(set(asked.values())) > 1: raise ValueError(' and '.join(f'{k} {v}' for k,v in asked.items()) + ' workers: give one of them')
@@ -177,8 +166,8 @@ def _plan(a, rest, n_gpus, n_cores, conf):
     if cpu: new['ACCELERATE_USE_CPU'] = 'true'
     if 'OMP_NUM_THREADS' not in os.environ and a.num_cpu_threads_per_process is None: new['OMP_NUM_THREADS'] = str(max(1, n_cores//local))
     if many:
-        screen = want.get('machine_rank', 0) in (None,0) or want.get('rdzv_backend')=='c10d' # elsewhere nobody looks, or sees rank 0 as well
-        new.update(env, PET_REDIRECTS=','.join(f"{i}:{0 if i==0 and screen else 3}" for i in range(local)))
+        screen = not want.get('machine_rank') # on other nodes nobody looks, or sees rank 0 as well
+        new.update(PET_REDIRECTS=','.join(f"{i}:{0 if i==0 and screen else 3}" for i in range(local)))
     options = [o for k,v in want.items() if v is not None and not (k in getattr(a, 'nondefault', ()) and getattr(a, k)==v) for o in (f'--{k}',str(v))]
     threads = new.get('OMP_NUM_THREADS', os.environ.get('OMP_NUM_THREADS', a.num_cpu_threads_per_process))
     device = f"the CPU, {threads} thread(s) each" if cpu else "one GPU each"
@@ -194,7 +183,7 @@ def first_failure(failures # `dict` from rank to torch's `ProcessFailure`, as `C
     else: failure = failures[rank]
     return rank,failure
 
-# %% ../nbs/08_launch.ipynb #22d52012
+# %% ../nbs/08_launch.ipynb #ce8c4116
 def _tell(rank, failure):
     "Show why a worker has failed; the exit status"
     from fastdist.output import close_copies, files_of, last_words
@@ -241,15 +230,27 @@ def _run(command, log_dir):
     finally: close_copies()
     return 0
 
+# %% ../nbs/08_launch.ipynb #51d57e43
+@contextmanager
+def _few_words():
+    "torch is imported in here, and reads then how much its C++ code is to say: of a store that has gone with another launcher, at the end of a job, a page"
+    new = {} if 'TORCH_CPP_LOG_LEVEL' in os.environ else dict(TORCH_CPP_LOG_LEVEL='ERROR')
+    os.environ.update(new)
+    try:
+        import torch
+        yield
+    finally:
+        for k in new: del os.environ[k] # workers have their own
+
 # %% ../nbs/08_launch.ipynb #4d5e5321
 def main(args # Arguments after `fastdist launch`
         ):
     "Start the workers, wait until they have ended, and give back the exit status"
     import shutil,tempfile
+    if args in ([], ['-h'], ['--help']): print(_usage); return 0
+    with _few_words(): a = _parse(args)[1]
     from accelerate.commands.config.config_args import default_config_file, load_config_from_file
     from accelerate.utils import patch_environment
-    if args in ([], ['-h'], ['--help']): print(_usage); return 0
-    a = _parse(args)[1]
     if a.module: found = find_spec(a.training_script.partition('.')[0])
     else: found = os.path.exists(a.training_script) or a.no_python and shutil.which(a.training_script)
     if not found: sys.exit(f"fastdist launch: there is no {'module' if a.module else 'file'} {a.training_script!r}")

@@ -24,7 +24,7 @@ TRAIN = '''
         model = nn.Linear(1, 1).double()
         model.weight.data.fill_(0.5), model.bias.data.zero_()
         first = FirstStep()
-        learn = Learner(dls, model, loss_func=nn.MSELoss(), opt_func=SGD, lr=0.1, cbs=first, metrics=mae)
+        learn = Learner(dls, model, loss_func=MSELossFlat(), opt_func=SGD, lr=0.1, cbs=first, metrics=mae)
         with learn.distrib_ctx(split_batches=True, in_notebook=IN_NOTEBOOK):
             n = get_world_size()
             learn.fit(2)
