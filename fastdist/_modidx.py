@@ -381,6 +381,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                  'fastdist.gather.tensors_in': ('gather.html#tensors_in', 'fastdist/gather.py'),
                                  'fastdist.gather.unpack': ('gather.html#unpack', 'fastdist/gather.py')},
             'fastdist.launch': { 'fastdist.launch._few_words': ('launch.html#_few_words', 'fastdist/launch.py'),
+                                 'fastdist.launch._one_process': ('launch.html#_one_process', 'fastdist/launch.py'),
                                  'fastdist.launch._own_options': ('launch.html#_own_options', 'fastdist/launch.py'),
                                  'fastdist.launch._parse': ('launch.html#_parse', 'fastdist/launch.py'),
                                  'fastdist.launch._plan': ('launch.html#_plan', 'fastdist/launch.py'),

@@ -6,9 +6,9 @@
 __all__ = ['usable_cores', 'slurm_srun', 'slurm_nodes', 'is_here', 'meeting', 'plan', 'first_failure', 'main']
 
 # %% ../nbs/08_launch.ipynb #0dd7271b
-import os,re,shlex,socket,subprocess,sys
-from contextlib import contextmanager
-from importlib.util import find_spec
+import os,re,shlex,signal,socket,subprocess,sys
+from contextlib import contextmanager,nullcontext
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -148,6 +148,7 @@ def _plan(a, rest, n_gpus, n_cores, conf):
         return [*srun, sys.executable, '-m', 'fastdist', 'launch', *(['-n', str(a.n)] if a.n is not None else []), *own, *(['--cpu'] if a.cpu else []), *rest], {}, \
             f"fastdist: Slurm has given this job {nodes}: srun starts a launcher on each node"
     cpu = a.cpu or n_gpus==0 or os.environ.get('ACCELERATE_USE_CPU', '').lower() in ('1','true','yes') or bool(conf('use_cpu'))
+    if a.gpu_ids not in (None,'all'): n_gpus = len(a.gpu_ids.split(','))
     want,where = meeting(a, conf)
     nodes = want['num_machines']
     asked = {nm:v for nm,v in (('-n',a.n), ('--num_processes',a.num_processes), ('--nproc-per-node',a.nproc_per_node and a.nproc_per_node*nodes)) if v is not None}
@@ -169,7 +170,7 @@ def _plan(a, rest, n_gpus, n_cores, conf):
         screen = not want.get('machine_rank') # on other nodes nobody looks, or sees rank 0 as well
         new.update(PET_REDIRECTS=','.join(f"{i}:{0 if i==0 and screen else 3}" for i in range(local)))
     options = [o for k,v in want.items() if v is not None and not (k in getattr(a, 'nondefault', ()) and getattr(a, k)==v) for o in (f'--{k}',str(v))]
-    threads = new.get('OMP_NUM_THREADS', os.environ.get('OMP_NUM_THREADS', a.num_cpu_threads_per_process))
+    threads = a.num_cpu_threads_per_process or new.get('OMP_NUM_THREADS') or os.environ['OMP_NUM_THREADS']
     device = f"the CPU, {threads} thread(s) each" if cpu else "one GPU each"
     return ['accelerate', 'launch', *flags, *options, *rest], new, f"fastdist: starting {n} worker{'s' if n>1 else ''} on {device}{where}" + (f"; logs in {a.log_dir}" if a.log_dir else '')
 
@@ -204,19 +205,18 @@ def _tell(rank, failure):
 def _run(command, log_dir):
     "Run Accelerate's launcher; the exit status"
     import logging
+    import torch.distributed.run
     from accelerate.commands.launch import launch_command, launch_command_parser
     from fastdist.output import close_copies, copied
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    import torch.distributed.run
     if 'LOGLEVEL' not in os.environ: # it would say after the traceback which processes it ends, and what is not used of the options that Accelerate sets
         for o in ('elastic.multiprocessing.api','run'): logging.getLogger(f'torch.distributed.{o}').setLevel(logging.CRITICAL)
     a = launch_command_parser().parse_args(command[2:])
     a.logs_specs = 'fastdist' # torch's launcher finds `RankLogs` by this name
+    alone = a.num_processes==1 and not (a.use_fsdp or a.use_deepspeed or a.use_megatron_lm or a.tpu)
     try:
-        if log_dir and '--multi_gpu' not in command:
-            with copied(log_dir): launch_command(a)
-        else: launch_command(a)
+        with (_one_process() if alone else nullcontext()), (copied(log_dir) if alone and log_dir else nullcontext()): launch_command(a)
     except ChildFailedError as e: return _tell(*first_failure(e.failures))
     except SignalException as e:
         close_copies()
@@ -225,10 +225,23 @@ def _run(command, log_dir):
     except (ValueError,ConnectionError) as e: # Accelerate's, of an option
         print(f"fastdist launch: {e}", file=sys.stderr)
         return 2
-    except subprocess.CalledProcessError as e: return e.returncode # one worker, which has said why
+    except subprocess.CalledProcessError as e: return e.returncode if e.returncode > 0 else 128-e.returncode # one worker, which has said why
     except KeyboardInterrupt: return 130
     finally: close_copies()
     return 0
+
+@contextmanager
+def _one_process():
+    "For one worker Accelerate's launcher only waits: what ends it has to end the worker"
+    children = psutil.Process().children
+    def stop(sig, _):
+        for p in children(): p.send_signal(sig)
+    old = signal.signal(signal.SIGTERM, stop)
+    try: yield
+    finally:
+        signal.signal(signal.SIGTERM, old)
+        for sig in (signal.SIGINT,signal.SIGKILL): # a terminal has sent the first to the worker as well
+            if psutil.wait_procs(children(), 5)[1]: stop(sig, None)
 
 # %% ../nbs/08_launch.ipynb #51d57e43
 @contextmanager
@@ -251,7 +264,7 @@ def main(args # Arguments after `fastdist launch`
     with _few_words(): a = _parse(args)[1]
     from accelerate.commands.config.config_args import default_config_file, load_config_from_file
     from accelerate.utils import patch_environment
-    if a.module: found = find_spec(a.training_script.partition('.')[0])
+    if a.module: found = PathFinder.find_spec(a.training_script.partition('.')[0], [os.getcwd(),*sys.path])
     else: found = os.path.exists(a.training_script) or a.no_python and shutil.which(a.training_script)
     if not found: sys.exit(f"fastdist launch: there is no {'module' if a.module else 'file'} {a.training_script!r}")
     if a.config_file and not os.path.isfile(a.config_file): sys.exit(f"fastdist launch: --config_file {a.config_file}: there is no such file")

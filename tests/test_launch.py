@@ -1,11 +1,12 @@
 "P6: one script in every way of starting it; what `fastdist launch` adds to Accelerate's launcher"
-import os, re, signal, subprocess, sys, textwrap, time
+import os, signal, subprocess, sys, textwrap
+from pathlib import Path
 
-import pytest
+import psutil, pytest
 from harness import launched
 from launches import CASES, run
 
-LAUNCH = [sys.executable, '-m', 'fastdist', 'launch']
+LAUNCH = [str(Path(sys.executable).with_name('fastdist')), 'launch']  # as a user types it
 WEIGHTS = []  # of the first case, which is one process
 
 
@@ -90,14 +91,25 @@ def test_restarts(tmp_path):
     assert 'in restart 1' in (tmp_path/'logs'/'rank2.1.stdout.log').read_text()
 
 
+@pytest.mark.parametrize('n', [1, 2])
 @pytest.mark.parametrize('sig,code', [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_stopped(tmp_path, sig, code):
+def test_stopped(tmp_path, sig, code, n):
     file = script(tmp_path, SAYS + 'time.sleep(1000)\n    ')
-    p = subprocess.Popen([*LAUNCH, '-n', '2', file], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
+    p = subprocess.Popen([*LAUNCH, '-n', str(n), file], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
     assert p.stdout.readline() == 'out of 0\n'
+    workers = psutil.Process(p.pid).children()
     p.send_signal(sig)
     _, err = p.communicate(timeout=60)
-    assert p.returncode == code and f'stopped by {sig.name}' in err.splitlines()[-1], err
+    assert p.returncode == code and not any(o.is_running() for o in workers), err
+    if n > 1: assert f'stopped by {sig.name}' in err.splitlines()[-1], err
+
+
+def test_module_of_this_folder(tmp_path):
+    (tmp_path/'own').mkdir()
+    script(tmp_path/'own', "import sys; print(__name__, __package__, sys.argv[1:], flush=True)", 'train.py')
+    for n in '12':
+        res = launched([*LAUNCH, '-n', n, '-m', 'own.train', '-n', '7'], 60, cwd=tmp_path)
+        assert res.stdout == "__main__ own ['-n', '7']\n", res
 
 
 def test_dry_run_is_what_would_be_run(tmp_path):
