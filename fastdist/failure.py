@@ -40,6 +40,7 @@ class Monitor:
         self.job,self.count = Scope('job'),0
         self.scopes,self.stop_now,self.n,self.ok = [self.job],threading.Event(),0,time.monotonic()
         self.watch,self.groups,self.deadline,self.noticed,self.broken = Watch(self.size, self.ok),None,{},False,False
+        self.delivering = threading.Lock()
         self.interrupted = self.pending = None # when Ctrl-C was pressed; an exception that is to be raised when a context has ended
 
     def start(self):
@@ -128,18 +129,27 @@ def deliver(self:Monitor, s, # `Scope`
             f, # `Failure` of another worker
            ):
     "Raise the failure of another worker in the main thread, wherever it is; end the process if that is nowhere"
-    s.failure = f
-    self._try(lambda: self.store.set(f'ack/{s.key}/{self.rank}', 'aborted'))
     def reacts():
         if s.left or s.raised or self.stop_now.is_set(): return True
         if self.in_main: signal.pthread_kill(self.main, signal.SIGURG)
-    reacts()
-    for r in range(self.size):
-        if r!=self.rank: end_connections(self._try(lambda: _get(self.store, f'links/{r}')) or [])
-    if dist.is_initialized() and dist.get_backend()=='nccl': self._try(dist.distributed_c10d._abort_process_group)
+    with self.delivering:
+        if s.left: return # it fails, or has ended, by itself, and tells the others so
+        s.failure = f
+        self._try(lambda: self.store.set(f'ack/{s.key}/{self.rank}', 'aborted'))
+        reacts()
+        for r in range(self.size):
+            if r!=self.rank: end_connections(self._try(lambda: _get(self.store, f'links/{r}')) or [])
+        if dist.is_initialized() and dist.get_backend()=='nccl': self._try(dist.distributed_c10d._abort_process_group)
     if not wait_until(reacts, self.patience):
         print(f"fastdist: {f.as_error()}\nfastdist: rank {self.rank} does not react, and is ended; it is at\n{''.join(traceback.format_stack(sys._current_frames().get(self.main)))}", file=sys.stderr, flush=True)
         os._exit(1)
+
+@patch
+def leave(self:Monitor, s # `Scope`
+         ):
+    "Nothing is delivered any more that happens in `s`. What is being delivered is awaited: the first connection that ends wakes the main thread up, which may make a new group while others are still being ended"
+    s.left = True
+    if self.delivering.acquire(timeout=self.patience): self.delivering.release()
 
 def _ends(frame):
     "Is a context, or the script, about to end? Signals that have come in a collective are handled there, and an exception would keep it from ending as it should"
@@ -345,10 +355,10 @@ def scope(watchdog):
     m.scopes.append(s)
     try:
         yield s
-        s.left = True
+        m.leave(s)
         if s.failure is not None and not s.raised: raise s.failure.as_error()
     except BaseException as e:
-        s.left = True
+        m.leave(s)
         other = m.cause_of(e, s)
         if other is not None or isinstance(e, RemoteError) or s.raised:
             s.broken = m.broken = True

@@ -65,10 +65,11 @@ class Failure:
         return res
 
 # %% ../nbs/00o_remote.ipynb #3c9c8c08
+def _address(a): return a[0].removeprefix('::ffff:').partition('%')[0], a[1] # as all parts of Python and psutil write it
+
 def _connections():
     "This process's connections over TCP: (own address, the other's address) and the file descriptor"
-    norm = lambda a: (a.ip.removeprefix('::ffff:'), a.port)
-    return {(norm(c.laddr),norm(c.raddr)):c.fd for c in psutil.Process().net_connections('tcp') if c.raddr and c.fd >= 0}
+    return {(_address(c.laddr),_address(c.raddr)):c.fd for c in psutil.Process().net_connections('tcp') if c.raddr and c.fd >= 0}
 
 def _base(store):
     "The store below those that only add a prefix"
@@ -79,9 +80,14 @@ def end_connections(others # (own address, the other's address) of connections t
                    ):
     "End this process's connections to other workers; returns how many"
     mine = _connections()
-    fds = [mine[(b,a)] for a,b in others if (b,a) in mine]
-    for fd in fds:
-        try:
-            with socket.socket(fileno=os.dup(fd)) as sock: sock.shutdown(socket.SHUT_RDWR)
-        except OSError: pass # it has ended by itself
-    return len(fds)
+    return sum(_end(mine[(b,a)], (b,a)) for a,b in others if (b,a) in mine)
+
+def _end(fd, ends # Its own address, and the other's
+        ):
+    try:
+        with socket.socket(fileno=os.dup(fd)) as sock:
+            # gloo closes a connection that another worker has ended, and what is opened next gets its number: a new group's connection, or its listening socket
+            if (_address(sock.getsockname()),_address(sock.getpeername()))!=ends: return False
+            sock.shutdown(socket.SHUT_RDWR)
+            return True
+    except OSError: return False # it has ended by itself

@@ -171,9 +171,11 @@ def test_clip_by_value(world3, strategy):
     for m in world3(by_value, ctx_of(strategy)): assert diff(by_value(None), m) < 1e-7
 
 
-def after_an_error(ctx, where, everywhere):
-    "The learner after an error in one worker, or in all: whole, plain, and ready to train in one process"
-    import fastdist.all
+def after_an_error(ctx, where, everywhere, slow=False):
+    """The learner after an error in one worker, or in all: whole, plain, and ready to train in one process.
+    `slow`: ending the connections of the old process group takes long"""
+    import fastdist.all, time
+    import fastdist.remote as remote, fastdist.training as training
     from fastdist.world import get_rank
     learn = quiet(learner(n=20, bs=5, opt=Adam, model=lambda: Scaled(True).double(), splitter=splitter, lr=0.05))
     learn.fit(1)
@@ -186,18 +188,32 @@ def after_an_error(ctx, where, everywhere):
         def before_step(self): self.fail('before_step')
         def after_step(self): steps.append(1)
         def after_validate(self): self.fail('after_validate')
-    text = None
+    text, found, meet_again, ending, met = None, remote._connections, training.meet_again, [], []
+    def found_slowly():
+        ending.append(1)
+        try: return found()
+        finally:
+            time.sleep(1)
+            ending.pop()
+    def meet(name):
+        met.append(bool(ending))
+        return meet_again(name)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter('always')
         try:
-            with learn.distrib_ctx(**ctx): learn.fit(2, cbs=Fault())
+            with learn.distrib_ctx(**ctx):
+                if slow: remote._connections, training.meet_again = found_slowly, meet # in `remote` for what ends them; what tells the others of them has its own name
+                learn.fit(2, cbs=Fault())
         except Exception as e: text = f'{type(e).__name__}: {e}'
-    lost = any('load a checkpoint' in str(o.message) for o in said) # the workers did not find each other again, and that is said
-    assert lost or 'the first to fail' in text
+        finally: remote._connections, training.meet_again = found, meet_again
+    # All are alive, so none has lost anything. Connections to a worker that fails are ended in a thread, which must not hit those
+    # over which the shards are gathered: the same file descriptors may belong to them by then
+    assert 'the first to fail' in text and not any('load a checkpoint' in str(o.message) for o in said), (text, [str(o.message) for o in said])
+    assert met==[False]*slow
     assert learn.opt is opt and classes==[type(m) for m in learn.model.modules()]
     assert all(a is b for a, b in zip(ps, learn.model.parameters())) and not {'step', 'state_dict'} & set(vars(opt))
-    if lost: return None
     w = weights(learn)
+    assert all(o.isfinite().all() for o in w.values() if o.is_floating_point())
     for p in learn.model.parameters(): p.grad = None
     learn.fit(1) # each worker by itself
     assert all(o.isfinite().all() for o in weights(learn).values() if o.is_floating_point())
@@ -210,14 +226,18 @@ def test_after_an_error(worlds, strategy, everywhere):
     for size in (2, 3):
         # a step that one worker makes and another does not is the last thing that happens: weights differ then
         for where in ('before_batch', *(['before_step'] if everywhere else []), 'after_validate'):
-            every = worlds(size)(after_an_error, ctx_of(strategy), where, everywhere)
-            if None in every:
-                assert strategy!='ddp'
-                print(f'{strategy}, {size} workers, {where}: shards could not be gathered after the error, which a warning says')
-                continue
-            w, n = every[0]
-            assert n==(4 if where!='after_validate' else 8)
-            for m, k in every: assert k==n and diff(w, m) < 1e-12 # all have the same weights, those of the steps that were made
+            check_after(worlds(size)(after_an_error, ctx_of(strategy), where, everywhere), where)
+
+
+def check_after(every, where):
+    w, n = every[0]
+    assert n==(4 if where!='after_validate' else 8)
+    for m, k in every: assert k==n and diff(w, m) < 1e-12 # all have the same weights, those of the steps that were made
+
+
+def test_connections_end_before_shards_meet(world3):
+    "A file descriptor of the old process group is not yet one of the new when it is ended: seen in 1 of 12 runs of a loaded machine otherwise"
+    check_after(world3(after_an_error, ctx_of('zero1'), 'before_batch', False, slow=True), 'before_batch')
 
 
 def sent(ctx, depth):
