@@ -241,7 +241,7 @@ def port_findings(host, # Name or address where the workers meet
                  ):
     "Can the host be found; and if it is this one, is the port free?"
     try: family,_,_,_,at = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    except OSError as e: return [fault(f"the workers are to meet at {host}, which is not known here ({e.strerror or e})", "give its address instead, or add it to /etc/hosts")]
+    except (OSError,UnicodeError) as e: return [fault(f"the workers are to meet at {host}, which is not known here ({getattr(e, 'strerror', e)})", "give its address instead, or add it to /etc/hosts")]
     try:
         with socket.socket(family) as s:
             s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
