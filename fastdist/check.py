@@ -183,7 +183,7 @@ def _start(a, rest, report):
     elif status: report.find([m.fault(f"the workers ended with exit status {status}" + (f', while {report.at}' if report.at else ''), "what they said is above")])
     elif not report.ended and host: report.row('workers', 'rank 0 is on another node: see there what was found')
     elif not report.ended: report.find([m.fault("the workers ended, and have not said what they found", see)])
-    return report.finish(f'{command} train.py')
+    return report.finish(f'{command} train.py' if report.ended else 'this node; where rank 0 is, it is said whether all are')
 
 # %% ../nbs/08a_check.ipynb #e3609569
 if __name__=='__main__': sys.exit(main(sys.argv[1:]))
