@@ -13,7 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
-from .machine import usable_cores
+from .machine import n_cores
 
 # %% ../nbs/08_launch.ipynb #6a85a6eb
 _usage = """usage: fastdist launch [options] script.py [arguments of the script]
@@ -262,8 +262,7 @@ def main(args # Arguments after `fastdist launch`
     if a.config_file and not os.path.isfile(a.config_file): sys.exit(f"fastdist launch: --config_file {a.config_file}: there is no such file")
     config = load_config_from_file(a.config_file) if a.config_file or os.path.isfile(default_config_file) else None
     import torch
-    cores = usable_cores(len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count())
-    make = lambda more: plan(more+args, torch.cuda.device_count(), cores, config)
+    make = lambda more: plan(more+args, torch.cuda.device_count(), n_cores(), config)
     o = make([])
     if a.dry_run: print(shlex.join(f'{k}={v}' for k,v in o.env.items()), shlex.join(o.command)); return 0
     if 'PET_REDIRECTS' in o.env and not a.log_dir: o = make(['--log_dir', tempfile.mkdtemp(prefix='fastdist_')])
