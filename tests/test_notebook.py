@@ -32,4 +32,7 @@ def test_runs(tutorial, tmp_path):
     assert not [o for c in cells for o in c.outputs if o.output_type == 'error']
     launch, = [c for c in cells if c.source.startswith('notebook_launcher')]
     assert ''.join(o.get('text', '') for o in launch.outputs).count('valid_loss') == 1  # one table, in the cell
+    fresh, = [c for c in cells if c.source.startswith('learn = launch_in_notebook')]
+    shown = [o.data for o in fresh.outputs if o.output_type == 'display_data']
+    assert sum('valid_loss' in str(o) for o in shown) == 1 and sum('image/png' in o for o in shown) == 1
     assert [p.name for p in tmp_path.iterdir()] == [tutorial.name]
