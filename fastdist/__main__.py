@@ -12,7 +12,8 @@ from importlib import import_module
 # %% ../nbs/09_main.ipynb #eec74fa9
 commands = dict(
     launch=('launch', "start a script, or a module, on many workers"),
-    check=('check', "say what a run would look like here, and what is wrong"))
+    check=('check', "say what a run would look like here, and what is wrong"),
+    slurm=('slurm', "write, or submit, a Slurm job that does so on many machines"))
 
 usage = ("usage: fastdist COMMAND [arguments]\n\n" + '\n'.join(f'  {k:10}{v}' for k,(_,v) in commands.items()) +
          "\n\n`fastdist COMMAND --help` says more of each.")

@@ -141,7 +141,8 @@ def deliver(self:Monitor, s, # `Scope`
             if r!=self.rank: end_connections(self._try(lambda: _get(self.store, f'links/{r}')) or [])
         if dist.is_initialized() and dist.get_backend()=='nccl': self._try(dist.distributed_c10d._abort_process_group)
     if not wait_until(reacts, self.patience):
-        print(f"fastdist: {f.as_error()}\nfastdist: rank {self.rank} does not react, and is ended; it is at\n{''.join(traceback.format_stack(sys._current_frames().get(self.main)))}", file=sys.stderr, flush=True)
+        stack = ''.join(traceback.format_stack(sys._current_frames().get(self.main)))
+        print(f"fastdist: rank {self.rank} is at\n{stack}fastdist: {f.as_error()}\nfastdist: rank {self.rank} does not react to that, and is ended", file=sys.stderr, flush=True)
         os._exit(1)
 
 @patch
@@ -243,7 +244,9 @@ def _guard(self:Monitor):
         last = now
         s = next((s for s in reversed(self.scopes) if s.limit is not None), None)
         if s is None or s.left or now-self.ok < s.limit+self.patience or s.failure is not None: continue
-        text = f"rank {self.rank} stopped because the store has not answered for {now-self.ok:.0f} s: the process that holds it, the launcher or rank 0, is stopped, or its machine is gone"
+        base = _base(self.store)
+        where = f" at {base.host}:{base.port}" if hasattr(base, 'host') else ''
+        text = f"rank {self.rank} (host {host_name()}) stopped because the store{where} has not answered for {now-self.ok:.0f} s: the process that holds it, the launcher or rank 0, is stopped, or its machine is gone, or the network in between"
         print(f"fastdist: {text}", file=sys.stderr, flush=True)
         self.store = dist.HashStore() # nobody to tell
         return self.deliver(s, Failure(0, '?', 'stalled', text))

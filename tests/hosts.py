@@ -61,13 +61,17 @@ class Hosts:
 
     def run(self, host, cmd, env=None, timeout=60, cwd=None):
         "Run `cmd` on host 0 or 1 to its end: a `harness.Launched`. In a folder of these hosts, unless `cwd` is another"
-        return launched(self.inside(host, cmd, cwd or self.dir), timeout, {'GLOO_SOCKET_IFNAME': 'eth0', **(env or {})})
+        return launched(self.inside(host, cmd, cwd or self.dir), timeout, env)
 
     def run_all(self, cmds, env=None, timeout=60, cwd=None):
         "The results of `(host, cmd)` or `(host, cmd, env)` in `cmds`, which run at the same time"
         with ThreadPoolExecutor(len(cmds)) as pool:
             jobs = [pool.submit(self.run, host, cmd, {**(env or {}), **(own[0] if own else {})}, timeout, cwd) for host, cmd, *own in cmds]
             return [o.result() for o in jobs]
+
+    def cut(self, host):
+        "Pull the cable out of `host`; at both ends there is silence then, and no error"
+        subprocess.run(self.inside(host, ['ip', 'link', 'set', 'eth0', 'down']), check=True)
 
     def __exit__(self, *_):
         for h in self.holders:  # all processes of a host end with the first of them, its network with the last
@@ -81,12 +85,13 @@ class Hosts:
         shutil.rmtree(self.dir, ignore_errors=True)
 
 
+# A job that was put back into the queue waits as long as the old one's credential holds (cred_expire), and then for the next look of the scheduler
 _CONF = """
 ClusterName=fastdist
 SlurmctldHost=n1
 SlurmUser=root
 AuthType=auth/munge
-AuthInfo=socket={dir}/munge.sock
+AuthInfo=socket={dir}/munge.sock,cred_expire=5
 StateSaveLocation={dir}/state
 SlurmdSpoolDir={dir}/spool-%n
 SlurmctldPidFile={dir}/slurmctld.pid
@@ -98,9 +103,12 @@ SelectTypeParameters=CR_CPU
 SlurmdParameters=config_overrides
 ReturnToService=2
 KillWait=1
-SchedulerParameters=batch_sched_delay=0,bf_interval=1
+SchedulerParameters=batch_sched_delay=0,bf_interval=1,sched_interval=1
 NodeName=n1,n2 CPUs={cpus}
 PartitionName=all Nodes=ALL Default=YES
+PartitionName=urgent Nodes=ALL PriorityTier=9
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
 """
 
 
