@@ -406,6 +406,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                  'fastdist.launch._parse': ('launch.html#_parse', 'fastdist/launch.py'),
                                  'fastdist.launch._plan': ('launch.html#_plan', 'fastdist/launch.py'),
                                  'fastdist.launch._run': ('launch.html#_run', 'fastdist/launch.py'),
+                                 'fastdist.launch._say_late': ('launch.html#_say_late', 'fastdist/launch.py'),
                                  'fastdist.launch._tell': ('launch.html#_tell', 'fastdist/launch.py'),
                                  'fastdist.launch.first_failure': ('launch.html#first_failure', 'fastdist/launch.py'),
                                  'fastdist.launch.is_here': ('launch.html#is_here', 'fastdist/launch.py'),

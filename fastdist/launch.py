@@ -10,6 +10,7 @@ import os,re,shlex,signal,socket,subprocess,sys
 from contextlib import contextmanager,nullcontext
 from importlib.machinery import PathFinder
 from pathlib import Path
+from threading import Timer
 from types import SimpleNamespace
 
 import psutil
@@ -207,6 +208,9 @@ def _run(command, log_dir):
     a = launch_command_parser().parse_args(command[2:])
     a.logs_specs = 'fastdist' # torch's launcher finds `RankLogs` by this name
     alone = a.num_processes==1 and not (a.use_fsdp or a.use_deepspeed or a.use_megatron_lm or a.tpu)
+    late = Timer(30, _say_late, [a])
+    late.daemon = True
+    if a.num_machines > 1: late.start()
     try:
         with (_one_process() if alone else nullcontext()), (copied(log_dir) if alone and log_dir else nullcontext()): launch_command(a)
     except ChildFailedError as e: return _tell(*first_failure(e.failures))
@@ -214,13 +218,24 @@ def _run(command, log_dir):
         close_copies()
         print(f"fastdist: stopped by {e.sigval.name}", file=sys.stderr)
         return 128+e.sigval.value
+    except torch.distributed.DistError as e: # the nodes have not met
+        print(f"fastdist launch: {str(e).splitlines()[0]}", file=sys.stderr)
+        return 1
     except (ValueError,ConnectionError) as e: # Accelerate's, of an option
         print(f"fastdist launch: {e}", file=sys.stderr)
         return 2
     except subprocess.CalledProcessError as e: return e.returncode if e.returncode > 0 else 128-e.returncode # one worker, which has said why
     except KeyboardInterrupt: return 130
-    finally: close_copies()
+    finally:
+        late.cancel()
+        close_copies()
     return 0
+
+def _say_late(a):
+    "torch's launchers wait for each other 15 minutes, and say nothing"
+    from fastdist.output import files_of
+    if not files_of: print(f"fastdist: after 30 s, not all of {a.num_machines} nodes have come to {a.main_process_ip}:{a.main_process_port}. This is node {a.machine_rank}. "
+                           "Is the same command running on the others, and does a firewall let that port through?", file=sys.stderr, flush=True)
 
 @contextmanager
 def _one_process():
