@@ -13,7 +13,8 @@ from importlib import import_module
 commands = dict(
     launch=('launch', "start a script, or a module, on many workers"),
     check=('check', "say what a run would look like here, and what is wrong"),
-    slurm=('slurm', "write, or submit, a Slurm job that does so on many machines"))
+    slurm=('slurm', "write, or submit, a Slurm job that does so on many machines"),
+    train=('config', "train as a config in TOML says"))
 
 usage = ("usage: fastdist COMMAND [arguments]\n\n" + '\n'.join(f'  {k:10}{v}' for k,(_,v) in commands.items()) +
          "\n\n`fastdist COMMAND --help` says more of each.")
