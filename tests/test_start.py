@@ -8,7 +8,7 @@ from harness import launched
 
 PYTHON = sys.executable
 LAUNCHERS = dict(
-    fastdist=[PYTHON, '-m', 'fastdist', 'launch', '-n', '2'],
+    fastdist=[PYTHON, '-m', 'fastdist', 'launch', '-n', '2', '--tee', '3'],
     torchrun=[PYTHON, '-m', 'torch.distributed.run', '--standalone', '--nproc-per-node', '2'],
     accelerate=[PYTHON, '-m', 'accelerate.commands.launch', '--multi_gpu', '--num_processes', '2', '--main_process_port', '0', '--mixed_precision', 'no',
                 '--dynamo_backend', 'no', '--num_machines', '1'],
