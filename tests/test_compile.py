@@ -24,11 +24,24 @@ def blocks(kind, n=5):
     return nn.Sequential(nn.Linear(4, n), nn.Sequential(*parts[kind]()), nn.Linear(n, 3)).double()
 
 
+def graphs_of(model, fwd, rank, size, steps):
+    "Train for a few steps by `fwd`, the model as the strategy calls it, with this worker's part of the batches: how many graphs that compiles"
+    from torch._dynamo.utils import counters
+    start, g = counters['stats']['unique_graphs'], torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        x, y = (torch.randn(12, k, generator=g, dtype=torch.float64) for k in (4, 3))
+        F.mse_loss(fwd(x.chunk(size)[rank]), y.chunk(size)[rank]).backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= 0.1*p.grad
+                p.grad = None
+    return counters['stats']['unique_graphs'] - start
+
+
 def trained_raw(kind, wrap=None, backend=None, recompute=False, steps=3):
     "The weights after a few steps, each worker with its part of the batch; and how many graphs have been compiled"
     import torch.distributed as dist
     from accelerate.utils import TorchDynamoPlugin
-    from torch._dynamo.utils import counters
     from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
     from fastdist.compiling import compile_model
@@ -46,16 +59,7 @@ def trained_raw(kind, wrap=None, backend=None, recompute=False, steps=3):
     keys, classes, held = list(model.state_dict()), [type(m) for m in model.modules()], [list(vars(m)) for m in model.modules()]
     if backend: undos.append(compile_model(model, TorchDynamoPlugin(backend=backend)))
     if wrap == 'ddp': fwd = DistributedDataParallel(model)
-    start = counters['stats']['unique_graphs']
-    g = torch.Generator().manual_seed(1)
-    for _ in range(steps):
-        x, y = (torch.randn(12, k, generator=g, dtype=torch.float64) for k in (4, 3))
-        F.mse_loss(fwd(x.chunk(size)[rank]), y.chunk(size)[rank]).backward()
-        with torch.no_grad():
-            for p in model.parameters():
-                p -= 0.1*p.grad
-                p.grad = None
-    n = counters['stats']['unique_graphs'] - start
+    n = graphs_of(model, fwd, rank, size, steps)
     assert list(model.state_dict()) == keys and [type(m) for m in model.modules()] == classes
     for f in reversed(undos): f()
     assert not any({'forward', '__getstate__'} & vars(m).keys() for m in model.modules())
@@ -111,7 +115,6 @@ def trained_bn(wrap=None, backend=None, **bn):
     "Weights and statistics with batch norm over the global batch in each block"
     import torch.distributed as dist
     from accelerate.utils import TorchDynamoPlugin
-    from torch._dynamo.utils import counters
     from torch.nn.parallel import DistributedDataParallel
     from fastdist.compiling import compile_model
     from fastdist.strategy import sync_batch_norm
@@ -125,15 +128,7 @@ def trained_bn(wrap=None, backend=None, **bn):
     if wrap: sync_batch_norm(model)
     undo = compile_model(model, TorchDynamoPlugin(backend=backend, fullgraph=True)) if backend else noop
     if wrap == 'ddp': fwd = DistributedDataParallel(model, broadcast_buffers=False)
-    start, g = counters['stats']['unique_graphs'], torch.Generator().manual_seed(1)
-    for _ in range(3):
-        x, y = (torch.randn(12, k, generator=g, dtype=torch.float64) for k in (4, 3))
-        F.mse_loss(fwd(x.chunk(size)[rank]), y.chunk(size)[rank]).backward()
-        with torch.no_grad():
-            for p in model.parameters():
-                p -= 0.1*p.grad
-                p.grad = None
-    n = counters['stats']['unique_graphs'] - start
+    n = graphs_of(model, fwd, rank, size, 3)
     undo()
     return {k: v.detach().clone() for k, v in model.state_dict().items()}, n
 
