@@ -132,7 +132,7 @@ def header(a, # Arguments, checked
 # %% ../nbs/08d_slurm.ipynb #10d17f09
 # In the place of srun's --kill-on-bad-exit, which would cut off launchers that are about to end with the failed one, or that were told to stop and let their workers save.
 # Slurm's SIGTERM comes to this shell too, which waits for its launcher.
-_task = 'trap : TERM; "$@"; status=$?; case $status in 0|143) ;; *) sleep 30; scancel "$SLURM_JOB_ID.$SLURM_STEP_ID";; esac; exit "$status"'
+_task = 'trap : TERM; "$@"; status=$?; case $status in 0|143) ;; *) trap "exit $status" TERM; sleep 30 & wait $!; scancel --signal=TERM "$SLURM_JOB_ID.$SLURM_STEP_ID";; esac; exit "$status"'
 
 def launchers(a, # Arguments, checked
              ):
