@@ -90,7 +90,7 @@ def meet_again(name, # The same in all workers, and another one each time
     "A process group to gather shards in after a failure, or `None` where not all workers are there any more"
     try:
         store = dist.PrefixStore(f'fastdist/shards/{name}', _store())
-        _here.group_again = dist.ProcessGroupGloo(store, get_rank(), dist.get_world_size(), timedelta(seconds=seconds)) # kept: others may be reading when this worker has all
+        with _here.reach(): _here.group_again = dist.ProcessGroupGloo(store, get_rank(), dist.get_world_size(), timedelta(seconds=seconds)) # kept: others may be reading when this worker has all
         return _here.group_again
     except RuntimeError: return None # dist.DistError is one
 
@@ -140,5 +140,6 @@ def mesh_of(device, # Device type
         for k in [k for k in _meshes if k[2]!=_here.groups]: del _meshes[k] # of a process group that has gone
         n = dist.get_world_size()
         if shard is None or shard==n: _meshes[key] = DeviceMesh.from_group(dist.group.WORLD, device, mesh_dim_names=('shard',))
-        else: _meshes[key] = dist.init_device_mesh(device, (n//shard,shard), mesh_dim_names=('replicate','shard'))
+        else:
+            with _here.reach(): _meshes[key] = dist.init_device_mesh(device, (n//shard,shard), mesh_dim_names=('replicate','shard'))
     return _meshes[key]

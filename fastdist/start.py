@@ -25,7 +25,7 @@ from .store import KeyValueStore, seconds, wait_until
 # %% ../nbs/00i_start.ipynb #f038ff97
 start_timeout = 600 # seconds to wait for workers that have not come, unless a time is given
 _met = {} # Where the workers met, to the store; the process that holds it must not lose it. It has one entry, that of this process's world
-_here = SimpleNamespace(store=None, groups=0, alone=None) # of the world that this process is in
+_here = SimpleNamespace(store=None, groups=0, alone=None, reach=nullcontext) # of the world that this process is in; `reach` is a context in which gloo finds the others
 
 def _meet(s, timeout=None):
     "The store of the world that `s` describes; made at the first call"
@@ -132,7 +132,8 @@ def init_group(cpu=False, # Train on the CPU although there are GPUs
         if limit is not None: args['timeout'] = timedelta(seconds=limit)
         _here.groups += 1
         # gloo finds the addresses of an earlier group in the store, and hangs: each group has a part of its own
-        with _threads_kept(), reachable(s) if place[1]!=s.world_size else nullcontext(): PartialState(cpu=cpu, store=dist.PrefixStore(f'group/{_here.groups}', store), rank=s.rank, world_size=s.world_size, **args)
+        _here.reach = partial(reachable, s) if place[1]!=s.world_size else nullcontext
+        with _threads_kept(), _here.reach(): PartialState(cpu=cpu, store=dist.PrefixStore(f'group/{_here.groups}', store), rank=s.rank, world_size=s.world_size, **args)
         if not dist.is_initialized() or dist.get_world_size()!=s.world_size:
             raise RuntimeError(f"rank {s.rank}: {s.world_size} workers were started, but Accelerate made a world of {PartialState().num_processes}")
     except BaseException:

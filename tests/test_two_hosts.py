@@ -92,3 +92,34 @@ def test_wrong_address(hosts, tmp_path):
     (tmp_path/'train.py').write_text('print("trained")')
     r = hosts.run(*commands(1, tmp_path/'train.py', meet='10.77.0.9:29517', each=SOON)[1], CPU, TIMEOUT)
     assert r.returncode not in (0, None) and '10.77.0.9' in r.stderr and 'trained' not in r.stdout and not r.left, r.stderr
+
+SHARDED = '''
+    from fastai.basics import *
+    from fastdist.all import *
+    class Fails(Callback):
+        def before_step(self):
+            if get_rank() == 1 and self.iter == 1: raise ValueError('no disk')
+    def learner(*cbs):
+        set_seed(0)
+        x = torch.randn(40, 6)
+        ds = list(zip(x, x.sum(1, keepdim=True)))
+        dls = DataLoaders.from_dsets(ds, ds, bs=8)
+        return Learner(dls, nn.Linear(6, 1), loss_func=MSELossFlat(), cbs=cbs)
+    for strategy in ('hsdp', 'fsdp'):
+        learn = learner()
+        with learn.distrib_ctx(strategy=strategy), learn.no_bar(): learn.fit(1)
+    learn = learner(Fails())
+    try:
+        with learn.distrib_ctx(strategy='fsdp'), learn.no_bar(): learn.fit(1)
+    except (ValueError, RemoteError): pass
+    assert learn.model.weight.isfinite().all() and learn.model.weight.shape == (1, 6)
+    os.write(1, b'whole\\n')
+    '''
+
+
+def test_names_that_lead_nowhere(hosts, tmp_path):
+    "As on Debian, a host's own name is an address that only itself can reach; every process group has to go by the interface that leads to the others"
+    (hosts.dir/'hosts').write_text('127.0.0.1 localhost\n127.0.1.1 n1 n2\n')
+    (tmp_path/'train.py').write_text(textwrap.dedent(SHARDED))
+    a, b = hosts.run_all(commands(2, tmp_path/'train.py', meet=f'{ADDRESSES[0]}:29517', each=['--tee', '3']), CPU, TIMEOUT)
+    assert (a.stdout+b.stdout).count('whole') == 4 and 'nan' not in a.stderr, f'{a.stdout}\n{a.stderr}\n{b.stdout}\n{b.stderr}'
