@@ -17,7 +17,8 @@ _help = """Write a Slurm job that runs script.py on N nodes, with G GPUs (or W w
     fastdist slurm --nodes 4 --gpus 8 --time 12:00:00 train.py --epochs 5
     sbatch train.sbatch
 
-or do both in one with --submit. Options of the script come after it.
+or do both in one with --submit. Options of the script come after it. Where the script
+comes first, they come after --: fastdist slurm train.py --nodes 4 --gpus 8 -- --epochs 5
 A script on the CPU, with 4 workers on each node: --workers 4 in the place of --gpus."""
 
 def slurm_parser():
@@ -39,7 +40,7 @@ def slurm_parser():
     add('--env-setup', action='append', default=[], metavar='COMMAND', help="shell command that makes `python` the right one, such as 'module load python'; may be given again")
     add('--requeue', type=int, default=0, metavar='K', help="when the time limit comes near, stop the workers by SIGTERM and put the job back into the queue, "
         "at most K times: for a script that saves then, and goes on from there; by default 0")
-    add('--warn', type=int, metavar='SECONDS', help="how long before the time limit that is; by default 120 (Slurm may be up to a minute early)")
+    add('--warn', type=int, metavar='SECONDS', help="how long before the time limit the workers get SIGTERM, for a script that saves then; by default 120, 0 leaves it out (Slurm may be up to a minute early)")
     add('--max-restarts', type=int, metavar='K', help="start all workers again after one has failed, at most K times, without a new job")
     add('--sbatch', action='append', default=[], metavar='OPTION', help="another option for Slurm: --sbatch=--constraint=a100; may be given again")
     add('--launch', action='append', default=[], metavar='OPTIONS', help="options for `fastdist launch`: --launch='--mixed_precision bf16'; may be given again")
@@ -74,9 +75,9 @@ def check_slurm(p, # Parser, for the errors
                 a, # What it has read
                ):
     "Fill in what follows from other arguments; an error for each that is wrong"
-    for nm in ('nodes','workers','cpus_per_gpu','cpus_per_task','warn'):
+    for nm in ('nodes','workers','cpus_per_gpu','cpus_per_task'):
         if (v := getattr(a, nm)) is not None and v < 1: p.error(f"--{nm.replace('_', '-')} {v}: it is at least 1")
-    for nm in ('requeue','max_restarts'):
+    for nm in ('requeue','max_restarts','warn'):
         if (getattr(a, nm) or 0) < 0: p.error(f"--{nm.replace('_', '-')} {getattr(a, nm)}: it is at least 0")
     if a.gpus is None and a.workers is None: p.error("say what each node runs: --gpus 8 for 8 GPUs, or --workers 4 for 4 workers on the CPU")
     if a.gpus is not None and not _gpus(a.gpus): p.error(f"--gpus {a.gpus}: it is the number of GPUs on each node, such as 8 or a100:8; to train on the CPU leave it out, and give --workers")
@@ -89,16 +90,15 @@ def check_slurm(p, # Parser, for the errors
     if a.mem and not re.fullmatch(r'\d+[KMGTkmgt]?', a.mem): p.error(f"--mem {a.mem}: it is like 64G")
     secs = slurm_seconds(a.time) if a.time else None
     if a.time is not None and not secs: p.error(f"--time {a.time}: it is like 90 (minutes), 12:00:00, 2-12 (days-hours), or 2-12:30:00")
-    if a.requeue:
-        a.warn = a.warn or 120
-        if not secs: p.error(f"--requeue {a.requeue}: give the time limit, before which the workers are stopped, with --time")
-        if secs < a.warn+120: p.error(f"--time {a.time}: with --requeue it is at least {a.warn}+120 s, for Slurm may warn the workers, {a.warn} s before the end, a minute too early")
-    elif a.warn: p.error(f"--warn {a.warn}: it goes with --requeue, which puts the job back into the queue")
+    if a.requeue and not secs: p.error(f"--requeue {a.requeue}: give the time limit, before which the workers are stopped, with --time")
+    if a.requeue and a.warn==0: p.error(f"--warn 0: --requeue {a.requeue} stops the workers before the time limit; leave one of them out")
+    if a.warn is None and (a.requeue or not secs or secs >= 240) and not any(_name(o)=='signal' for o in a.sbatch): a.warn = 120
+    if a.warn and secs and secs < a.warn+120: p.error(f"--time {a.time}: it is at least {a.warn}+120 s, for Slurm may warn the workers, {a.warn} s before the end, a minute too early; --warn 0 leaves that out")
     for o in a.sbatch:
         nm = _name(o)
         if nm is None or '\n' in o: p.error(f"--sbatch={o}: it is an option of sbatch, such as --sbatch=--constraint=a100")
         if nm in _ours: p.error(f"--sbatch={o}: use {_ours[nm]} of fastdist slurm, which starts one launcher on each node")
-        if nm=='signal' and a.requeue: p.error(f"--sbatch={o}: --requeue uses the signal; leave one of them out")
+        if nm=='signal' and a.warn: p.error(f"--sbatch={o}: --warn and --requeue use the signal; leave one of them out")
     if not a.module and not os.path.isfile(a.script): p.error(f"there is no file {a.script!r}; options of fastdist slurm come before the script")
     if a.venv and not os.path.exists(f'{a.venv}/bin/python'): p.error(f"--venv {a.venv}: there is no {a.venv}/bin/python")
     stem = a.script.split('.')[-1] if a.module else Path(a.script).stem
@@ -112,9 +112,15 @@ def check_slurm(p, # Parser, for the errors
 def read_slurm(args, # Arguments after `fastdist slurm`
               ):
     "The arguments, checked"
-    p = slurm_parser()
+    p,script = slurm_parser(),None
+    if len(args) > 1 and args[1].startswith('-') and not args[0].startswith('-'): # the script comes first
+        script,*rest = args
+        n = rest.index('--') if '--' in rest else len(rest)
+        args = [*rest[:n], script, *rest[n+1:]]
     a,more = p.parse_known_args(args)
-    if more: p.error(f"{more[0]}: there is no such option. For the launcher it is --launch='{more[0]} ...', for Slurm --sbatch={more[0]}")
+    after = ", for the script it stands after --" if script else ""
+    if more: p.error(f"{more[0]}: there is no such option. For the launcher it is --launch='{more[0]} ...', for Slurm --sbatch={more[0]}{after}")
+    if script and a.script!=script: p.error(f"{a.script}: is it the script's? Then it stands after --, as in: fastdist slurm {script} --nodes 2 --gpus 8 -- {a.script}")
     a.command = ['fastdist','slurm',*args]
     return check_slurm(p, a)
 
@@ -125,7 +131,7 @@ def header(a, # Arguments, checked
     names = {_name(o) for o in a.sbatch}
     opts = {'job-name':a.job_name, 'nodes':a.nodes, 'ntasks-per-node':1, 'gpus-per-node':a.gpus, 'cpus-per-task':a.cpus, 'mem':a.mem, 'time':a.time, 'partition':a.partition, 'account':a.account,
             'chdir':os.getcwd(), 'output':f'{a.logs}/%x-%j.out', 'open-mode':'append', 'requeue':'' if 'no-requeue' not in names else None,
-            'signal':f'B:USR1@{a.warn}' if a.requeue else None}
+            'signal':f'B:USR1@{a.warn}' if a.warn else None}
     lines = [f"--{k}{'' if v=='' else '='+shlex.quote(str(v))}" for k,v in opts.items() if v is not None and k not in names]
     return [f'#SBATCH {o}' for o in (*lines, *a.sbatch)]
 
@@ -148,7 +154,7 @@ def launchers(a, # Arguments, checked
     return '# A launcher on each node. If one fails, the others have 30 s to end by themselves, and to say why\n' + ' \\\n    '.join(' '.join(o) for o in (srun, task, map(shlex.quote, launch), logs, map(shlex.quote, script)) if o)
 
 # %% ../nbs/08d_slurm.ipynb #b0a48aca
-_wait = r"""# Slurm sends USR1 to this script before the time limit; USR1 ends a `wait` early
+_wait = r"""# Slurm sends USR1 to this script before the time limit (and before a preemption, if it is set up so); USR1 ends a `wait` early
 warned=
 warn() {
     told=yes warned=yes
@@ -181,7 +187,7 @@ def batch_file(a, # Arguments, checked
     lines += [f'{{ {o}; }} || {{ echo "fastdist: the command before the training has failed: "{shlex.quote(o)} >&2; exit 1; }}' for o in setup]
     lines += [f'export OMP_NUM_THREADS="${{OMP_NUM_THREADS:-{max(1, a.cpus//a.workers)}}}"  # for each worker', '']
     run = launchers(a)
-    body = _wait.replace('WARN', str(a.warn)).replace('TIMES', str(a.requeue)).replace('LAUNCH', run) if a.requeue else run+'\n'
+    body = _wait.replace('WARN', str(a.warn)).replace('TIMES', str(a.requeue)).replace('LAUNCH', run) if a.warn else run+'\n'
     return '\n'.join(lines)+'\n'+body
 
 # %% ../nbs/08d_slurm.ipynb #4edaac86

@@ -9,12 +9,16 @@ PAGE = ROOT/'docs'/'launch.md'
 
 
 def screen(command, folder):
-    "What a person sees: a progress bar as it is at its end, no path of this machine"
+    "What a person sees: a progress bar as it is at its end, frames of libraries left out, no path of this machine"
     env = {**os.environ, 'PYTHONWARNINGS': 'ignore', 'PYTHONPATH': str(ROOT), 'PATH': f'{Path(sys.executable).parent}:{os.environ["PATH"]}', 'COLUMNS': '100'}
-    out = subprocess.run(command, shell=True, cwd=folder, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=600).stdout
-    lines = [re.sub(r'.*[\r]', '', o.rstrip()).rstrip() for o in out.splitlines()] if '\r' not in out else [o.rstrip().split('\r')[-1].rstrip() for o in out.split('\n')]
-    text = '\n'.join(o for o in lines if o and 'socket.cpp' not in o)
-    for old, new in ((str(folder), '/home/ada/work'), (str(ROOT), '/home/ada/fastdist'), (sys.executable, 'python'), (os.uname().nodename, 'ada-pc')): text = text.replace(old, new)
+    out = subprocess.run(command, shell=True, cwd=folder, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=600).stdout.decode()
+    # a carriage return begins the line anew, over what was there
+    lines = [o.rstrip().split('\r')[-1].rstrip() for o in out.split('\n')]
+    text = '\n'.join(o for o in lines if o and o != '█' and 'socket.cpp' not in o)
+    libraries = rf'(?:  File "(?:{sys.prefix}|{ROOT}/fastdist)/[^\n]*\n(?:    [^\n]*\n)*)+'
+    text = re.sub(libraries, '  ...\n', text)
+    for old, new in ((str(folder), '/home/ada/work'), (str(ROOT), '/home/ada/fastdist'), (sys.executable, 'python'), (sys.prefix, '/home/ada/venv'), (os.uname().release, '6.1.0')): text = text.replace(old, new)
+    text = re.sub(rf'\b{os.uname().nodename}\b', 'n1', text)
     return re.sub(r'/tmp/fastdist_\w+', '/tmp/fastdist_k3x1', text)
 
 
