@@ -14,6 +14,7 @@ from types import ModuleType
 import torch, torch.distributed as dist
 from fastai.basics import *
 from torch.distributed.elastic.multiprocessing import LogsDest,LogsSpecs,start_processes
+from .machine import n_cores
 from .parcel import namespace, pack, unpack, why_not
 from .ranks import from_env
 from .remote import RemoteError
@@ -278,10 +279,9 @@ def launch_in_notebook(func, # Called in every worker; cells may define it, and 
     n = check_n(n, n_gpus, cpu)
     call,sent = _pack_call(func, args, kwargs, name)
     store = dist.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False) if n > 1 else None
-    n_cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
     folder = str(Path(log_dir).absolute() if log_dir is not None else tempfile.mkdtemp(prefix='fastdist_logs'))
     os.makedirs(folder, exist_ok=True)
-    envs = worker_envs(n, cpu, 0 if store is None else store.port, n_cores, os.environ)
+    envs = worker_envs(n, cpu, 0 if store is None else store.port, n_cores(), os.environ)
     if _shell() is None: envs[0]['COLUMNS'] = str(shutil.get_terminal_size().columns) # a progress bar of text is as wide
     workers = Workers(n, envs, folder)
     keep = log_dir is not None

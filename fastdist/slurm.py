@@ -99,7 +99,7 @@ def check_slurm(p, # Parser, for the errors
         if nm is None or '\n' in o: p.error(f"--sbatch={o}: it is an option of sbatch, such as --sbatch=--constraint=a100")
         if nm in _ours: p.error(f"--sbatch={o}: use {_ours[nm]} of fastdist slurm, which starts one launcher on each node")
         if nm=='signal' and a.warn: p.error(f"--sbatch={o}: --warn and --requeue use the signal; leave one of them out")
-    if not a.module and not os.path.isfile(a.script): p.error(f"there is no file {a.script!r}; options of fastdist slurm come before the script")
+    if not a.module and not os.path.isfile(a.script): p.error(f"there is no file {a.script!r}")
     if a.venv and not os.path.exists(f'{a.venv}/bin/python'): p.error(f"--venv {a.venv}: there is no {a.venv}/bin/python")
     stem = a.script.split('.')[-1] if a.module else Path(a.script).stem
     a.job_name = a.job_name or stem
