@@ -9,6 +9,7 @@ __all__ = ['slurm_srun', 'slurm_nodes', 'is_here', 'meeting', 'plan', 'first_fai
 import os,re,shlex,signal,socket,subprocess,sys
 from contextlib import contextmanager,nullcontext
 from importlib.machinery import PathFinder
+from importlib.metadata import entry_points
 from pathlib import Path
 from threading import Timer
 from types import SimpleNamespace
@@ -206,7 +207,8 @@ def _run(command, log_dir):
     if 'LOGLEVEL' not in os.environ: # it would say after the traceback which processes it ends, and what is not used of the options that Accelerate sets
         for o in ('elastic.multiprocessing.api','elastic.agent.server.api','run'): logging.getLogger(f'torch.distributed.{o}').setLevel(logging.CRITICAL)
     a = launch_command_parser().parse_args(command[2:])
-    a.logs_specs = 'fastdist' # torch's launcher finds `RankLogs` by this name
+    a.logs_specs = 'fastdist' # torch's launcher finds `RankLogs` by this name, if the package is installed
+    if not entry_points(group='torchrun.logs_specs', name='fastdist'): sys.exit("fastdist launch: fastdist is not installed here, or was before it had this: type `pip install .` in its checkout")
     alone = a.num_processes==1 and not (a.use_fsdp or a.use_deepspeed or a.use_megatron_lm or a.tpu)
     late = Timer(30, _say_late, [a])
     late.daemon = True
