@@ -143,6 +143,9 @@ def deliver(self:Monitor, s, # `Scope`
     if not wait_until(reacts, self.patience):
         stack = ''.join(traceback.format_stack(sys._current_frames().get(self.main)))
         print(f"fastdist: rank {self.rank} is at\n{stack}fastdist: {f.as_error()}\nfastdist: rank {self.rank} does not react to that, and is ended", file=sys.stderr, flush=True)
+        for p in psutil.Process().children(recursive=True): # loader processes, which would see only seconds later that nobody asks for their batches
+            try: p.kill()
+            except psutil.Error: pass
         os._exit(1)
 
 @patch
