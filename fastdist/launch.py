@@ -10,7 +10,6 @@ import os,re,shlex,signal,socket,subprocess,sys
 from contextlib import contextmanager,nullcontext
 from importlib.machinery import PathFinder
 from importlib.metadata import entry_points
-from pathlib import Path
 from threading import Timer
 from types import SimpleNamespace
 
@@ -187,8 +186,8 @@ def _tell(rank, failure):
     killed = failure.exitcode < 0 and isinstance(failure.message, str)
     how = f"was killed by signal {-failure.exitcode}" if killed else f"failed with exit status {max(failure.exitcode, 1)}"
     log = files_of.get(rank, [None])[-1]
-    if log and 0 not in files_of and not isinstance(failure.message, str): pass # the screen of another node has it
-    elif log:
+    elsewhere = 0 not in files_of and not isinstance(failure.message, str) # it has told the others, and rank 0 is on another node's screen
+    if log and not elsewhere:
         shown = last_words(files_of[0][-1], 1000) if 0 in files_of else ''
         words = last_words(log)
         if words and words.splitlines()[-1] not in shown: print(f"fastdist: the end of what worker {rank} wrote:\n{words}", file=sys.stderr)

@@ -14,7 +14,7 @@ class Report:
     def __init__(self, width=100, # Columns
                  file=None, # Where it is printed; by default stdout
                 ):
-        self.width,self.file,self.findings,self.rows,self.at,self.ended,self.ready = width,file,[],set(),None,False,''
+        self.width,self.file,self.findings,self.rows,self.at,self.ended = width,file,[],set(),None,False
 
     def _print(self, head, n, text):
         lines = textwrap.wrap(text, self.width-n, break_long_words=False, break_on_hyphens=False) or ['']

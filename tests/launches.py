@@ -1,7 +1,7 @@
 """One small training, started in every way: `run(way, n, kind, folder)` gives what its rank 0 said, with the seconds from the command to the first step.
 
 `ways` are the launchers, `kind` is 'script', 'module' or 'notebook'. What is trained is exact for any number of workers, so `weights` are those of one process."""
-import json, os, sys, textwrap, time
+import json, sys, textwrap, time
 from pathlib import Path
 
 from harness import launched

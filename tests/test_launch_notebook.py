@@ -3,7 +3,7 @@ import os, re, secrets, signal, sys, time
 from types import SimpleNamespace
 
 import pytest
-from harness import MARK, TESTS, _env, _kill_all, launched, processes
+from harness import TESTS, _env, _kill_all, launched, processes
 from jupyter_client import KernelManager
 
 
@@ -110,7 +110,7 @@ def test_trains(kernel):
     r = kernel.run("set_seed(5)\nlearn = launch_in_notebook(train_and_show, n=2)")
     assert r.status == 'ok', r.shown
     cores = len(os.sched_getaffinity(0))
-    assert f'I am 0 of 2 in ' in r.text and f' {max(1, cores//2)}\n' in r.text, r.text
+    assert 'I am 0 of 2 in ' in r.text and f' {max(1, cores//2)}\n' in r.text, r.text
     assert 'I am 1' not in r.text and 'not rank 0' not in r.text
     assert 'a program in 0' in r.text and 'a program in 1' not in r.text
     assert '\r0\r1\r2' in r.text

@@ -1,5 +1,5 @@
 "`fastdist slurm` on a real Slurm with two nodes, in the ways in which jobs begin and end there"
-import json, os, re, shlex, subprocess, sys, textwrap, time
+import json, os, re, shlex, subprocess, sys, textwrap
 
 import pytest
 from harness import TESTS, launched
