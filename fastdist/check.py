@@ -112,6 +112,8 @@ def parse(args # Arguments after `fastdist check`
     if rest and not rest[0].startswith('-'): p.error(f"{rest[0]!r}: it takes no script, for it checks with a tiny model of its own")
     if '-m' in rest: p.error("-m: it takes no module, for it checks with a tiny model of its own")
     if a.timeout==int(a.timeout): a.timeout = int(a.timeout) # for messages
+    try: a.silence = a.timeout+m.startup_seconds()
+    except ValueError as e: p.error(str(e))
     a.shared = os.path.abspath(a.shared)
     return a,rest
 
@@ -173,11 +175,11 @@ def _start(a, rest, report):
     host,*_ = meeting(rest)
     command = ' '.join(['fastdist launch',*size,*rest])
     before = len(report.findings)
-    status = run_workers(report, [*size,*rest,'-m','fastdist.check','--worker','yes','--looked',m.socket.gethostname(),'--timeout',f'{a.timeout:g}','--shared',a.shared], a.timeout+30)
+    status = run_workers(report, [*size,*rest,'-m','fastdist.check','--worker','yes','--looked',m.socket.gethostname(),'--timeout',f'{a.timeout:g}','--shared',a.shared], a.silence)
     see = f"see with `{command} SCRIPT` where it hangs, or give more time with --timeout"
     if status is None:
         from fastdist.probe import network_help
-        what = f"nothing was heard for {a.timeout+30:g} s of the workers, " + (f'which were {report.at}' if report.at else 'of which none has started')
+        what = f"nothing was heard for {a.silence:g} s of the workers, " + (f'which were {report.at}' if report.at else 'of which none has started')
         report.find([m.fault(what, f"the same command has to run on every node; {network_help}; {see}" if host else see)])
     elif any(kind=='FAULT' for kind,_ in report.findings[before:]): pass # a worker has said why
     elif status: report.find([m.fault(f"the workers ended with exit status {status}" + (f', while {report.at}' if report.at else ''), "what they said is above")])

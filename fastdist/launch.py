@@ -7,14 +7,14 @@ __all__ = ['slurm_srun', 'slurm_nodes', 'is_here', 'meeting', 'plan', 'first_fai
 
 # %% ../nbs/08_launch.ipynb #0dd7271b
 import os,re,shlex,signal,socket,subprocess,sys
-from contextlib import contextmanager,nullcontext
+from contextlib import contextmanager,nullcontext,suppress
 from importlib.machinery import PathFinder
 from importlib.metadata import entry_points
 from threading import Timer
 from types import SimpleNamespace
 
 import psutil
-from .machine import n_cores
+from .machine import n_cores,startup_seconds
 
 # %% ../nbs/08_launch.ipynb #6a85a6eb
 _usage = """usage: fastdist launch [options] script.py [arguments of the script]
@@ -195,7 +195,7 @@ def _tell(rank, failure):
     return 128-failure.exitcode if killed else max(failure.exitcode, 1)
 
 # %% ../nbs/08_launch.ipynb #c40455bd
-def _run(command, log_dir):
+def _run(command, log_dir, startup):
     "Run Accelerate's launcher; the exit status"
     import logging
     import torch.distributed.run
@@ -209,7 +209,7 @@ def _run(command, log_dir):
     a.logs_specs = 'fastdist' # torch's launcher finds `RankLogs` by this name, if the package is installed
     if not entry_points(group='torchrun.logs_specs', name='fastdist'): sys.exit("fastdist launch: fastdist is not installed here, or was before it had this: type `pip install .` in its checkout")
     alone = a.num_processes==1 and not (a.use_fsdp or a.use_deepspeed or a.use_megatron_lm or a.tpu)
-    late = Timer(30, _say_late, [a])
+    late = Timer(startup, _say_late, [a, startup])
     late.daemon = True
     if a.num_machines > 1: late.start()
     try:
@@ -217,6 +217,7 @@ def _run(command, log_dir):
     except ChildFailedError as e: return _tell(*first_failure(e.failures))
     except SignalException as e:
         close_copies()
+        _end_children(e.sigval) # torch forgets those that it has started if the signal comes before it has started all
         print(f"fastdist: stopped by {e.sigval.name}", file=sys.stderr)
         return 128+e.sigval.value
     except torch.distributed.DistError as e: # the nodes have not met
@@ -232,24 +233,30 @@ def _run(command, log_dir):
         close_copies()
     return 0
 
-def _say_late(a):
+def _say_late(a, secs):
     "torch's launchers wait for each other 15 minutes, and say nothing"
     from fastdist.output import files_of
-    if not files_of: print(f"fastdist: after 30 s, not all of {a.num_machines} nodes have come to {a.main_process_ip}:{a.main_process_port}. This is node {a.machine_rank}. "
+    if not files_of: print(f"fastdist: after {secs:g} s, not all of {a.num_machines} nodes have come to {a.main_process_ip}:{a.main_process_port}. This is node {a.machine_rank}. "
                            "Is the same command running on the others, and does a firewall let that port through?", file=sys.stderr, flush=True)
 
 @contextmanager
 def _one_process():
     "For one worker Accelerate's launcher only waits: what ends it has to end the worker"
-    children = psutil.Process().children
-    def stop(sig, _):
-        for p in children(): p.send_signal(sig)
-    old = signal.signal(signal.SIGTERM, stop)
+    old = signal.signal(signal.SIGTERM, _signal_children)
     try: yield
     finally:
         signal.signal(signal.SIGTERM, old)
-        for sig in (signal.SIGINT,signal.SIGKILL): # a terminal has sent the first to the worker as well
-            if psutil.wait_procs(children(), 5)[1]: stop(sig, None)
+        if psutil.wait_procs(psutil.Process().children(), 5)[1]: _end_children(signal.SIGINT) # which a terminal has sent to it as well
+
+def _signal_children(sig, _=None):
+    for p in psutil.Process().children():
+        with suppress(psutil.NoSuchProcess): p.send_signal(sig) # it has ended meanwhile
+
+def _end_children(sig):
+    "End what is left of the workers, by force if need be"
+    for o in (sig,signal.SIGKILL):
+        _signal_children(o)
+        if not psutil.wait_procs(psutil.Process().children(), 5)[1]: return
 
 # %% ../nbs/08_launch.ipynb #51d57e43
 @contextmanager
@@ -276,6 +283,8 @@ def main(args # Arguments after `fastdist launch`
     else: found = os.path.exists(a.training_script) or a.no_python and shutil.which(a.training_script)
     if not found: sys.exit(f"fastdist launch: there is no {'module' if a.module else 'file'} {a.training_script!r}")
     if a.config_file and not os.path.isfile(a.config_file): sys.exit(f"fastdist launch: --config_file {a.config_file}: there is no such file")
+    try: startup = startup_seconds()
+    except ValueError as e: sys.exit(f"fastdist launch: {e}")
     config = load_config_from_file(a.config_file) if a.config_file or os.path.isfile(default_config_file) else None
     import torch
     make = lambda more: plan(more+args, torch.cuda.device_count(), n_cores(), config)
@@ -286,4 +295,4 @@ def main(args # Arguments after `fastdist launch`
     if o.command[0]=='srun':
         sys.stdout.flush()
         os.execvp('srun', o.command)
-    with patch_environment(**o.env): return _run(o.command, a.log_dir)
+    with patch_environment(**o.env): return _run(o.command, a.log_dir, startup)
