@@ -6,7 +6,7 @@ Medians of 3 rounds, in which the ways take turns. A script and a module import 
 import statistics, sys, tempfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]/'tests'))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]/'tests'/'support'))
 from launches import CASES, run
 
 if __name__ == '__main__':

@@ -8,7 +8,7 @@ import os, re, socket, statistics, subprocess, sys, tempfile, time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT/'tests')]
+sys.path[:0] = [str(ROOT), str(ROOT/'tests'/'support')]
 from hosts import ADDRESSES, Hosts, Slurm, why_no_hosts, why_no_slurm
 
 SCRIPT = '''

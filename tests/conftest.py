@@ -1,14 +1,32 @@
-import pytest
+"""Shared by all tests: warm processes, the worlds, the core tier, and what is said at the end of what could not run."""
+import os
+from pathlib import Path
 
-from harness import World
+import hypothesis, pytest
+
+os.environ.setdefault('OMP_NUM_THREADS', '1')  # one core for each of xdist's processes
+import warm
+from harness import Worlds
+from hosts import Slurm, why_no_slurm
+
+TESTS = Path(__file__).parent
+warm.install(all_kinds=True)
+hypothesis.settings.register_profile('suite', deadline=None, database=None)  # no time of one example counts, and no file of an earlier run
+hypothesis.settings.load_profile('suite')
 
 
 @pytest.fixture(scope='session')
 def worlds():
     "`worlds(n)`: the world of n workers that all tests of the session share; it starts at its first call"
-    made = {}
-    yield lambda n: made.setdefault(n, World(n))
-    for w in made.values(): w.stop()
+    w = Worlds()
+    yield w
+    w.stop()
+
+
+@pytest.fixture(autouse=True)
+def no_group_left(worlds):
+    yield
+    worlds.end_groups()
 
 
 @pytest.fixture(scope='session')
@@ -17,3 +35,80 @@ def world2(worlds): return worlds(2)
 
 @pytest.fixture(scope='session')
 def world3(worlds): return worlds(3)
+
+
+@pytest.fixture(autouse=True)
+def cold_processes(request, monkeypatch):
+    "A test marked `cold` starts Python as a user does, imports and all"
+    if request.node.get_closest_marker('cold'): monkeypatch.setenv(warm.COLD, '1')
+
+
+@pytest.fixture(scope='session')
+def slurm():
+    "Real Slurm, with two nodes"
+    if why := why_no_slurm(): pytest.skip(why)
+    with Slurm() as s: yield s
+
+
+def core():
+    "The tests of the core tier: files, functions or single cells, as tests/core.txt has them"
+    return [o.split('  #')[0].strip() for o in (TESTS/'core.txt').read_text().splitlines() if o and not o.startswith('#')]
+
+
+def pytest_configure(config):
+    config.addinivalue_line('markers', 'core: the first tier, which touches every promise in a few minutes; listed in tests/core.txt')
+    config.addinivalue_line('markers', 'cold: the processes of this test import everything by themselves')
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config):
+    "One more than cores, for there is always a test that waits; not so many that processes are started for nothing"
+    return min(len(os.sched_getaffinity(0)) + 1, 4)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Tests of a file that share a Slurm or a kernel run in one process, and begin, for they take longest; all others one by one.
+    (xdist's own `loadgroup` has no effect under pytest 9.)"""
+    from xdist.scheduler import LoadScopeScheduling
+    class ByFileOrTest(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            file = nodeid.partition('::')[0]
+            return file if file.endswith(('test_slurm.py', 'test_hosts.py', 'test_launch_notebook.py')) else nodeid
+    return ByFileOrTest(config, log)
+
+
+def in_turn(items):
+    """The cells of grids that have 2 and 3 workers: one runs with 2, another with 3. What is trained is one thing, among how many it is
+    shared out another, so each is met, and each size by each function, in half of the time. Cells of the core tier all run"""
+    kept, order = [], {}
+    for item in items:
+        params = dict(item.callspec.params) if hasattr(item, 'callspec') else {}
+        size = params.pop('world', None)
+        if size not in (2, 3) or not params or item.get_closest_marker('core'):
+            kept.append(item)
+            continue
+        cells = order.setdefault((item.path, item.originalname), {})
+        k = cells.setdefault(repr(sorted(params.items())), len(cells))
+        if bin(k).count('1') % 2 == size-2: kept.append(item)  # not k % 2: each of 4 values would meet one size only
+    return kept
+
+
+def pytest_collection_modifyitems(config, items):
+    wanted = core()
+    for item in items:
+        name = Path(item.path).relative_to(TESTS).as_posix() + item.nodeid.partition('.py')[2]
+        if any(name == o or name.startswith((f'{o}[', f'{o}::')) for o in wanted): item.add_marker('core')
+    if config.option.keyword or any('::' in o for o in config.args): return  # what is asked for by its name runs
+    kept = in_turn(items)
+    config.hook.pytest_deselected(items=[o for o in items if o not in set(kept)])
+    items[:] = kept
+
+
+def pytest_terminal_summary(terminalreporter):
+    "What was not covered, and what to install: `-ra` says so too, among much else"
+    why = {}
+    for r in terminalreporter.stats.get('skipped', []): why.setdefault(r.longrepr[2].removeprefix('Skipped: '), []).append(r.nodeid)
+    for reason, names in why.items():
+        files = ', '.join(sorted({o.partition('::')[0] for o in names}))
+        terminalreporter.write_line(f'NOT COVERED: {len(names)} test(s) of {files}: {reason}')

@@ -1,0 +1,677 @@
+"What workers say to each other: in worlds of 1, 2 and 3, in subgroups, and when they do not make the same calls"
+import contextlib, io, math, operator, pickle, random
+from collections import OrderedDict, defaultdict, namedtuple
+from functools import reduce
+
+import numpy as np
+import pytest
+import torch
+from fastcore.foundation import L
+
+SIZES = 1, 2, 3
+Point = namedtuple('Point', 'x y')
+
+
+class Here:
+    "A world of one: this process, with no process group"
+    def __call__(self, fn, *args): return [fn(*args)]
+
+
+@pytest.fixture(params=SIZES, ids=lambda n: f'world{n}')
+def world(request, worlds):
+    w = Here() if request.param == 1 else worlds(request.param)
+    w.size = request.param
+    return w
+
+
+def start():
+    "(module, rank, world size), in a process group where there are several workers"
+    import os
+    from types import SimpleNamespace
+    import fastdist.reduce, fastdist.talk
+    from fastdist.ranks import get_rank, get_world_size
+    talk = SimpleNamespace(**vars(fastdist.talk), **{k: v for k, v in vars(fastdist.reduce).items() if k not in vars(fastdist.talk)})
+    if int(os.environ.get('WORLD_SIZE', 1)) > 1:
+        from fastdist.world import init_group
+        init_group()
+    return talk, get_rank(), get_world_size()
+
+
+def error(fn):
+    "(type, text) of what `fn` raises"
+    try: return 'no error', fn()
+    except Exception as e: return type(e).__name__, str(e)
+
+
+def same(a, b):
+    "Of the same type, dtype and value, all through"
+    if type(a) is not type(b): return False
+    if isinstance(a, dict): return list(a) == list(b) and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple, L)): return len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and a.shape == b.shape and torch.allclose(a, b, rtol={torch.float16: 2e-3, torch.bfloat16: 2e-2}.get(a.dtype, 1e-6), equal_nan=True)
+    if isinstance(a, (np.ndarray, np.generic)): return a.dtype == b.dtype and a.shape == b.shape and bool(np.allclose(a, b, rtol=1e-6, equal_nan=True))
+    return a == b or a != a and b != b
+
+
+# Objects
+
+def gather_objects():
+    talk, rank, n = start()
+    import datetime
+    from pathlib import Path
+    mine = [rank, None, 'é', b'\0'*rank, {1, 2}, Path('x'), datetime.date(2020, 1, 1), 10**50, (), {'a': [rank]}]
+    return talk.all_gather_list(mine) == [[r, None, 'é', b'\0'*r, {1, 2}, Path('x'), datetime.date(2020, 1, 1), 10**50, (), {'a': [r]}] for r in range(n)]
+
+
+def test_gather_objects(world): assert world(gather_objects) == [True]*world.size
+
+
+def gather_sizes():
+    "All sizes around what fits in a frame, the same in all workers and different ones"
+    talk, rank, n = start()
+    bad = []
+    for size in [0, 1, *range(600, 1030), 2048, 10**5]:
+        for mine in (lambda r: size, lambda r: size+r, lambda r: size if r == n-1 else 0, lambda r: max(0, size-r*7)):
+            if talk.all_gather_list(bytes([rank])*mine(rank)) != [bytes([r])*mine(r) for r in range(n)]: bad.append(size)
+    return bad
+
+
+def test_gather_sizes(world): assert world(gather_sizes) == [[]]*world.size
+
+
+def large(size):
+    talk, rank, n = start()
+    a = talk.all_gather_list(torch.full((size//4,), rank, dtype=torch.int32).numpy())
+    b = talk.all_gather_list('x'*size if rank == 0 else rank)
+    c = talk.broadcast_object('y'*size if rank == n-1 else None, src=n-1)
+    d = talk.scatter([str(r)*(size//(r+1)) for r in range(n)] if rank == 0 else None)
+    e = talk.all_gather_tensors(torch.full((size//8+rank,), rank, dtype=torch.float64))
+    f = talk.all_reduce(torch.ones(size//4))
+    return ([len(o) for o in a] == [size//4]*n and [int(o[0]) for o in a] == list(range(n)) and [int(o[-1]) for o in a] == list(range(n)) and
+            len(b[0]) == size and b[1:] == list(range(1, n)) and c == 'y'*size and d == str(rank)*(size//(rank+1)) and
+            [tuple(o.shape) for o in e] == [(size//8+r,) for r in range(n)] and all(bool((o == r).all()) for r, o in enumerate(e)) and bool((f == n).all()))
+
+
+def test_large(world): assert world(large, 20_000_000) == [True]*world.size
+
+
+def frame_limit():
+    "One collective while it fits, two beyond: the sizes at which a pickle of its own becomes a second collective"
+    import torch.distributed as dist
+    talk, rank, n = start()
+    seen, calls = [], []
+    for nm in ('all_gather', 'all_gather_into_tensor', 'broadcast', 'all_reduce'):
+        def counted(*a, _f=getattr(dist, nm), _nm=nm, **k):
+            calls.append(_nm)
+            return _f(*a, **k)
+        seen.append((nm, getattr(dist, nm)))
+        setattr(dist, nm, counted)
+    res = []
+    try:
+        for size in range(1, 1100):
+            calls.clear()
+            talk.all_gather_list(b'x'*size)
+            res.append(len(calls))
+        calls.clear(); talk.agree(True); talk.all_reduce(torch.ones(10)); talk.all_reduce_dict(dict(loss=1., n=3)); talk.broadcast_object(1)
+        few = list(calls)
+        calls.clear(); talk.all_reduce(torch.ones(10000))
+        one = list(calls)
+        calls.clear(); talk.all_reduce_dict({i: torch.ones(1000) for i in range(5)})
+        together = list(calls)
+    finally:
+        for nm, f in seen: setattr(dist, nm, f)
+    return res, few, one, together
+
+
+def test_number_of_collectives(world2):
+    for res, few, one, together in world2(frame_limit):
+        assert set(res) == {1, 2} and res == sorted(res) and 400 < res.index(2) < 1024
+        assert few == ['all_gather_into_tensor']*4 and one == ['all_gather_into_tensor', 'all_reduce']
+        assert together.count('all_reduce') == 1 and len(together) <= 3
+
+
+def max_sizes():
+    talk, rank, n = start()
+    mine, size = b'x'*(2000 if rank == 0 else 10), len(pickle.dumps(b'x'*2000, 5))
+    return [error(lambda: talk.all_gather_list(mine, max_size=s)) for s in (size, size-1, 20)] + [error(lambda: talk.all_gather_list('é'*2000, max_size=100)), talk.all_gather_list(rank)], size
+
+
+def test_max_size(world3):
+    for (fits, less, small, both, after), size in world3(max_sizes):
+        assert fits[0] == 'no error' and [len(o) for o in fits[1]] == [2000, 10, 10]
+        assert less == ('ValueError', f'all_gather_list: rank 0 has {size} bytes, which is more than max_size={size-1}: pass a larger max_size, or leave it out for any size')
+        assert small[0] == 'ValueError' and 'rank 0 has' in small[1] and 'ranks 1, 2 have' in small[1]
+        assert both[0] == 'ValueError' and 'ranks 0, 1, 2 have' in both[1]
+        assert after == [0, 1, 2]
+
+
+def tensors_in_objects():
+    talk, rank, n = start()
+    from fastai.torch_core import TensorImage
+    big = torch.arange(10**6)
+    w = torch.nn.Parameter(torch.full((2,), float(rank)))
+    shared = torch.ones(2)
+    o = dict(slice=big[rank:rank+3], param=w, grad=(w*2), sub=TensorImage(torch.ones(2, 2)), half=torch.ones(2).bfloat16(), conj=torch.tensor([1+2j]).conj(),
+             empty=torch.empty(0, 3), twice=[shared, shared], sparse=torch.eye(3).to_sparse())
+    size = len(talk._pickled(o['slice']))
+    res = talk.all_gather_list(o)
+    last = res[-1]
+    last['slice'][0] = -1  # can be written, and is nobody else's
+    return (size < 200, bool((big == torch.arange(10**6)).all()), [r['param'].tolist() for r in res], type(last['param']).__name__, last['param'].requires_grad,
+            type(last['sub']).__name__, str(last['half'].dtype), last['conj'].tolist(), tuple(last['empty'].shape), last['twice'][0] is last['twice'][1],
+            last['sparse'].to_dense().tolist() == torch.eye(3).tolist(), res[0]['slice'][1:].tolist())
+
+
+def test_tensors_in_objects(world2):
+    for res in world2(tensors_in_objects):
+        assert res == (True, True, [[0., 0.], [1., 1.]], 'Parameter', True, 'TensorImage', 'torch.bfloat16', [1-2j], (0, 3), True, True, [1, 2])
+
+
+class Trap:
+    "Can be pickled, but not made again"
+    def __reduce__(self): return (operator.truediv, (1, 0))
+
+
+def bad_pickles():
+    talk, rank, n = start()
+    res = [error(lambda: talk.all_gather_list((lambda: 0) if rank == 1 else 'fine')),
+           error(lambda: talk.all_gather_list(lambda: 0)),
+           error(lambda: talk.broadcast_object((lambda: 0) if rank == 0 else None)),
+           error(lambda: talk.scatter([1, lambda: 0, 2] if rank == 0 else None))]
+    trap = Trap() if rank == 1 else 'x'*3000
+    res.append(error(lambda: talk.all_gather_list(trap)))
+    return rank, res, talk.all_gather_list(rank)
+
+
+def test_bad_pickles(world3):
+    for rank, (one, every, broadcast, scatter, trap), after in world3(bad_pickles):
+        assert after == [0, 1, 2]
+        assert {o[0] for o in (one, every, broadcast, scatter)} == {'PicklingError'}
+        assert ('rank 1: function cannot be pickled' in one[1]) and ('rank 1 failed in all_gather_list (' in one[1]) == (rank != 1)
+        assert f'rank {rank}: function cannot be pickled' in every[1]
+        assert 'rank 0: ' in broadcast[1] and 'rank 0: ' in scatter[1]
+        assert trap[0] == 'UnpicklingError' and f'rank {rank} cannot unpickle what rank 1 has sent by all_gather_list: division by zero' in trap[1]
+
+
+def broadcasts():
+    talk, rank, n = start()
+    res = []
+    for size in (1, 900, 1100, 50000):
+        for src in range(n):
+            mine = (rank, 'x'*size)
+            res.append(talk.broadcast_object(mine, src=src) == (src, 'x'*size))
+        res.append(talk.broadcast_object(mine if rank == 0 else None) == (0, 'x'*size))
+        for src in range(n):
+            objects = [(src, r, 'x'*(size+r)) for r in range(n)]
+            res.append(talk.scatter(objects if rank == src else None, src=src) == (src, rank, 'x'*(size+rank)))
+        res.append(talk.scatter(tuple(range(n)) if rank == 0 else None) == rank)
+    return res
+
+
+def test_broadcast_and_scatter(world):
+    for res in world(broadcasts): assert all(res)
+
+
+def wrong_src():
+    talk, rank, n = start()
+    res = [error(lambda: talk.broadcast_object(1, src=s)) for s in (n, -1, 'x')] + [error(lambda: talk.scatter([1]*n, src=n))]
+    res += [error(lambda: talk.scatter(o if rank == 0 else None)) for o in (None, [1]*(n+1), [1]*(n-1), 5)]
+    res += [error(lambda: talk.broadcast_object(1, src=rank))]
+    return res, talk.agree(True)
+
+
+def test_wrong_src(world):
+    n = world.size
+    for res, after in world(wrong_src):
+        assert [o[0] for o in res[:7]] == ['ValueError']*7 and res[7][0] == 'TypeError' and after
+        assert f'src={n} is not in this group: its global ranks are {list(range(n))}' in res[0][1]
+        for o, w in zip(res[4:7], ('None', n+1, n-1)): assert f'one object for each of the {n} workers of the group, not {w}' in o[1]
+        assert res[8][0] == ('no error' if n == 1 else 'OutOfStep')
+
+
+# Tensors
+
+def reference(ts, op):
+    if op == 'mean': return reduce(torch.add, ts)/len(ts)
+    return reduce({'sum': torch.add, 'max': torch.maximum, 'min': torch.minimum}[op], ts)
+
+
+def reduce_tensors():
+    talk, rank, n = start()
+    bad = []
+    dtypes = 'float16 bfloat16 float32 float64 int8 uint8 int16 int32 int64 bool complex64 complex128 uint16'.split()
+    for dtype in [getattr(torch, o) for o in dtypes]:
+        for shape in ((), (1,), (0,), (2, 0, 3), (3, 5), (400,), (100, 40)):
+            for op in ('sum', 'mean', 'max', 'min'):
+                if op == 'sum' and dtype == torch.bool or op == 'mean' and not (dtype.is_floating_point or dtype.is_complex) or op in ('max', 'min') and dtype.is_complex: continue
+                if dtype == torch.uint16 and op == 'sum': continue  # torch itself cannot add them
+                every = [(torch.rand(shape, generator=torch.Generator().manual_seed(r))*40).to(dtype) for r in range(n)]
+                for way in ('plain', 'strided', 'transposed'):
+                    t = every[rank].clone()
+                    if way == 'strided': t = torch.stack([t, t], -1)[..., 0]
+                    if way == 'transposed': t = t.mT.contiguous().mT if t.ndim > 1 else t
+                    res = talk.all_reduce(t, op=op)
+                    want = reference(every, op).to(dtype)
+                    if res is not t or t.dtype != dtype or not torch.allclose(t.to(torch.complex128), want.to(torch.complex128), rtol=2e-2 if dtype.itemsize == 2 else 1e-6):
+                        bad.append((str(dtype), shape, op, way))
+    return bad
+
+
+def test_all_reduce(world): assert world(reduce_tensors) == [[]]*world.size
+
+
+def reduce_specials():
+    talk, rank, n = start()
+    from fastai.torch_core import TensorImage
+    res = []
+    for size in (3, 3000):
+        t = torch.zeros(size)
+        t[rank] = math.nan
+        for op in ('max', 'min'): res.append(talk.all_reduce(t.clone(), op=op).isnan().sum().item() == n)
+        res.append(talk.all_reduce(torch.full((size,), 60000.).half(), op='mean').tolist() == [60000.]*size)
+        w = torch.nn.Parameter(torch.full((size,), float(rank)))
+        res.append(talk.all_reduce(w) is w and w.tolist() == [sum(range(n))]*size and w.requires_grad)
+        im = TensorImage(torch.full((size,), float(rank)))
+        res.append(talk.all_reduce(im, op='max') is im and im[0].item() == n-1)
+        c = torch.full((size,), 1+2j).conj()
+        res.append(talk.all_reduce(c).tolist() == [n*(1-2j)]*size)
+        every = talk.all_gather_list(talk.all_reduce(torch.rand(size)).numpy().tobytes())
+        res.append(len(set(every)) == 1)
+    return res
+
+
+def test_all_reduce_of_special_values(world3):
+    for res in world3(reduce_specials): assert all(res)
+
+
+def reduce_differing():
+    talk, rank, n = start()
+    E = error
+    res = [E(lambda: talk.all_reduce(torch.ones(2 if rank else 3, 500))), E(lambda: talk.all_reduce(torch.ones(2, dtype=torch.float64 if rank else torch.float32))),
+           E(lambda: talk.all_reduce(torch.ones(2) if rank else torch.ones(2000))),
+           E(lambda: talk.all_reduce(torch.ones(2).int(), op='mean')), E(lambda: talk.all_reduce(torch.ones(2).bool())),
+           E(lambda: talk.all_reduce(torch.ones(2), op='avg')), E(lambda: talk.all_reduce([1])), E(lambda: talk.all_reduce(torch.eye(2).to_sparse())),
+           E(lambda: talk.all_reduce(torch.ones(2, dtype=torch.complex64), op='max')), E(lambda: talk.all_reduce(torch.ones(2, device='meta')))]
+    one = E(lambda: talk.all_reduce(torch.ones(2) if rank else 'no tensor'))
+    for size in 2, 2000:
+        alone = E(lambda: talk.all_reduce(torch.ones(size, device='cpu' if rank else 'meta')))
+        assert alone[0] == 'TypeError' and 'rank 0: tensor is Tensor of layout torch.strided on meta' in alone[1], alone
+    return rank, res, one, talk.all_reduce(torch.ones(2000))[0].item()
+
+
+def test_all_reduce_errors(world3):
+    for rank, res, one, after in world3(reduce_differing):
+        assert after == 3.
+        assert res[0] == ('ValueError', 'all_reduce: tensors differ: rank 0 has torch.float32 of shape (3, 500), ranks 1, 2 have torch.float32 of shape (2, 500); '
+                          'make them alike, or take all_gather_tensors')
+        assert res[1][0] == 'ValueError' and 'ranks 1, 2 have torch.float64' in res[1][1] and res[2][0] == 'ValueError'
+        assert [o[0] for o in res[3:9]] == ['TypeError', 'TypeError', 'ValueError', 'TypeError', 'TypeError', 'TypeError'] and res[9][0] != 'no error'
+        assert '.float()' in res[3][1] and '.int()' in res[4][1] and "'sum', 'mean', 'max', 'min'" in res[5][1]
+        assert one[0] == 'TypeError' and "rank 0: tensor is str: it must be" in one[1] and ('rank 0 failed in all_reduce(op=' in one[1]) == (rank != 0)
+
+
+def gather_tensors():
+    talk, rank, n = start()
+    every = [torch.full((), 3), torch.rand(3, 500, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).T, torch.ones(0, 4).bool()]
+    bad = []
+    for shift in range(3):
+        mine = lambda r: every[(r+shift) % 3]
+        res = talk.all_gather_tensors(mine(rank))
+        for r, o in enumerate(res):
+            if o.dtype != mine(r).dtype or o.shape != mine(r).shape or not torch.equal(o, mine(r)): bad.append((shift, r))
+            if o.numel(): o.zero_()  # a copy
+    bad += [i for i, o in enumerate(every[:2]) if not o.any()]
+    odd = talk.all_gather_tensors(torch.ones(1001+rank, dtype=torch.int8 if rank else torch.complex128))
+    return bad, [len(o) for o in odd], error(lambda: talk.all_gather_tensors([1] if rank == n-1 else torch.ones(2)))
+
+
+def test_all_gather_tensors(world):
+    for bad, sizes, e in world(gather_tensors):
+        assert not bad and sizes == [1001+r for r in range(world.size)]
+        assert e[0] == 'TypeError' and f"rank {world.size-1}: t is list" in e[1]
+
+
+# Dicts
+
+def leaf(rnd, op):
+    "A function that makes, for a rank, a leaf of one kind"
+    kinds = ['int', 'float', 'bool', 'huge', 'np_float', 'np_int', 'array', 'tensor', 'tensor', 'large', 'large', 'int_array']
+    if op in ('sum', 'mean'): kinds += ['complex', 'complex_tensor']
+    kind, seed = rnd.choice(kinds), rnd.random()
+    shape = rnd.choice([(), (3,), (2, 0), (2, 2)]) if kind != 'large' else rnd.choice([(200,), (30, 41)])
+    floats = [torch.float16, torch.float32, torch.float64, torch.bfloat16]
+    dtype = rnd.choice(floats + ([] if op == 'mean' else [torch.int8, torch.int16, torch.int64]) + ([torch.bool] if op in ('max', 'min') else []))
+    np_dtype = rnd.choice([np.float32, np.float64, np.int32, np.uint8, np.bool_] if op != 'mean' else [np.float32, np.float64])
+
+    def make(rank):
+        r = random.Random(f'{seed}/{rank}')
+        i, t = r.randint(-9, 9), torch.tensor([r.randint(0, 9) for _ in range(math.prod(shape))]).reshape(shape)
+        return dict(int=i, float=i/8, bool=i > 0, huge=10**40+i, np_float=np.float32(i), np_int=np.int64(i), complex=complex(i, 1), complex_tensor=t*(1+1j),
+                    array=t.numpy().astype(np_dtype), int_array=t.numpy(), tensor=t.to(dtype), large=t.to(dtype))[kind]
+    return make
+
+
+def tree(rnd, op, depth=0):
+    "A function that makes, for a rank, a nest of leaves; dicts have their keys in another order in each rank"
+    kind = rnd.choice(['leaf', 'dict', 'list', 'tuple', 'L', 'ordered', 'default', 'point']) if depth else 'dict'
+    if kind == 'leaf' or depth > 3: return leaf(rnd, op)
+    kids = [tree(rnd, op, depth+1) for _ in range(2 if kind == 'point' else rnd.randint(0, 4) if depth else rnd.randint(1, 6))]
+    keys = rnd.sample(['a', 'b', "it's", 1, (2, 'x'), None, 2.5], len(kids)) if len(kids) < 8 else []
+
+    def make(rank):
+        made = [k(rank) for k in kids]
+        if kind in ('dict', 'ordered', 'default'):
+            pairs = list(zip(keys, made))
+            random.Random(rank).shuffle(pairs)
+            return dict(pairs) if kind == 'dict' else OrderedDict(pairs) if kind == 'ordered' else defaultdict(list, pairs)
+        return Point(*made) if kind == 'point' else {'list': list, 'tuple': tuple, 'L': L}[kind](made)
+    return make
+
+
+def expected(every, rank, op):
+    "What `all_reduce_dict` should give in `rank`, out of what all ranks have"
+    mine, n = every[rank], len(every)
+    if isinstance(mine, dict):
+        res = type(mine)(mine.default_factory) if isinstance(mine, defaultdict) else type(mine)()
+        for k in mine: res[k] = expected([o[k] for o in every], rank, op)
+        return res
+    if isinstance(mine, (list, tuple, L)):
+        vals = [expected([o[i] for o in every], rank, op) for i in range(len(mine))]
+        return type(mine)(*vals) if isinstance(mine, Point) else type(mine)(vals)
+    if isinstance(mine, torch.Tensor):
+        wide = [o.float() if o.dtype in (torch.float16, torch.bfloat16) else o for o in every]
+        return reference(wide, op).to(mine.dtype)
+    if isinstance(mine, (np.ndarray, np.generic)):
+        a = np.stack(every)
+        res = {'sum': lambda: a.sum(0, dtype=np.int64 if a.dtype.kind == 'b' else a.dtype), 'mean': lambda: a.mean(0), 'max': lambda: a.max(0), 'min': lambda: a.min(0)}[op]()
+        return res[()] if isinstance(mine, np.generic) else np.asarray(res)
+    return sum(every) if op == 'sum' else sum(every)/n if op == 'mean' else max(every) if op == 'max' else min(every)
+
+
+def reduce_trees(seeds):
+    talk, rank, n = start()
+    import copy
+    bad = []
+    for seed in seeds:
+        for op in ('sum', 'mean', 'max', 'min'):
+            make = tree(random.Random(seed), op)
+            every = [make(r) for r in range(n)]
+            mine = copy.deepcopy(every[rank])
+            res = talk.all_reduce_dict(mine, op=op)
+            want = expected(every, rank, op)
+            if not same(res, want): bad.append((seed, op, res, want))
+            if not same(mine, every[rank]): bad.append((seed, op, 'the input was changed'))
+    return bad
+
+
+# of random trees the first 20 have every kind of leaf and of node, two deep, with each operation; what 60 found, they found
+def test_all_reduce_dict(world): assert world(reduce_trees, range(20)) == [[]]*world.size
+
+
+def reduce_device():
+    talk, rank, n = start()
+    from fastai.torch_core import TensorImage
+    import numpy as np
+    d = dict(t=torch.ones(2), big=torch.full((1000,), float(rank), requires_grad=True), a=np.ones(2), n=1, sub=TensorImage(torch.ones(3)), swapped=np.arange(3, dtype='>i4'),
+             steps=torch.arange(2000)[::2], frozen=np.arange(3)[::-1])
+    d['frozen'].flags.writeable = False
+    here, meta = talk.all_reduce_dict(d, 'cpu'), talk.all_reduce_dict(d, device='meta')
+    alone = talk.all_reduce_dict([torch.ones(1000), torch.ones(1000)])
+    rest = [talk.all_reduce_dict(o) for o in ({}, [], 3, torch.tensor(2.), {'a': {}}, -0.5)]
+    order = list(talk.all_reduce_dict(dict(a=1, b=2) if rank else dict(b=2, a=1)))
+    return (here['big'].tolist() == [sum(range(n))]*1000 and here['steps'][1].item() == 2*n, here['big'].requires_grad, type(here['sub']).__name__, here['swapped'].tolist(),
+            {k: str(meta[k].device) for k in ('t', 'big')}, type(meta['a']).__name__, alone[0].untyped_storage().nbytes(), rest, order,
+            error(lambda: talk.all_reduce_dict(d, device='nowhere')), talk.all_reduce_dict([math.nan, 1.] if rank == n-1 else [1., 1.], op='max'),
+            talk.all_reduce_dict([True, 1, 1.5][rank % 3]), here['frozen'].tolist())
+
+
+def test_all_reduce_dict_details(world3):
+    for rank, res in enumerate(world3(reduce_device)):
+        right, grad, sub, swapped, devices, a, storage, rest, order, nowhere, nan, mixed, frozen = res
+        assert right and not grad and sub == 'TensorImage' and swapped == [0, 3, 6] and devices == dict(t='meta', big='meta') and a == 'ndarray' and storage == 4000
+        assert rest == [{}, [], 9, torch.tensor(6.), {'a': {}}, -1.5] and order == (['a', 'b'] if rank else ['b', 'a'])
+        assert nowhere[0] == 'RuntimeError' and math.isnan(nan[0]) and nan[1] == 1. and mixed == 3.5 and frozen == [6, 3, 0]
+
+
+def same_bits():
+    talk, rank, n = start()
+    torch.manual_seed(rank)
+    d = talk.all_reduce_dict(dict(f=0.1+rank, t=torch.rand(3), b=torch.rand(5000)), op='mean')
+    return (d['f'], d['t'].numpy().tobytes(), d['b'].numpy().tobytes())
+
+
+def test_same_bits_in_all_workers(world3): assert len(set(world3(same_bits))) == 1
+
+
+class Named:
+    def __repr__(self): return 'same'
+
+
+def reduce_structures():
+    talk, rank, n = start()
+    E, R = error, lambda a, b: E(lambda: talk.all_reduce_dict(b if rank == 1 else a))
+    res = [R(dict(a=1, b=2), dict(a=1)), R(dict(a=[1, 2]), dict(a=[1])), R(dict(a=[1, 2]), dict(a=(1, 2))), R(dict(a=1), dict(a=[1])),
+           R([torch.ones(2)], [torch.ones(3)]), R([torch.ones(2000)], [torch.ones(2000).double()]), R([torch.ones(2000)], [torch.ones(2)]), R(dict(a=1), {'a': 1, 'x'*3000: 2}),
+           R(3, [3])]
+    leaves = [E(lambda: talk.all_reduce_dict(o)) for o in (dict(a=[1, 'x']), dict(a=dict(b=None)), [np.array(['x'])], [np.array([object()])], [torch.eye(2).to_sparse()], {1, 2})]
+    one = R(dict(a=1), dict(a='x'))
+    ops = [E(lambda: talk.all_reduce_dict([torch.ones(2).int()], op='mean')), E(lambda: talk.all_reduce_dict([1j], op='max')), E(lambda: talk.all_reduce_dict([1], op='avg')),
+           E(lambda: talk.all_reduce_dict({Named(): 1, Named(): 2}))]
+    return rank, res, leaves, one, ops, talk.all_reduce_dict(dict(n=1))
+
+
+def test_all_reduce_dict_errors(world3):
+    for rank, res, leaves, one, ops, after in world3(reduce_structures):
+        assert after == dict(n=3) and [o[0] for o in res] == ['ValueError']*9
+        assert "data['b'] differs: ranks 0, 2 have a number, rank 1 has nothing" in res[0][1] and "data['a'][1] differs" in res[1][1]
+        assert "data['a'] differs: ranks 0, 2 have a container of type list, rank 1 has a container of type tuple" in res[2][1]
+        assert "data[0] differs: ranks 0, 2 have torch.float32 of shape (2,), rank 1 has torch.float32 of shape (3,)" in res[4][1]
+        assert "'xxx" in res[7][1] and 'data differs' in res[8][1]
+        assert [o[0] for o in leaves] == ['TypeError']*6
+        for o, p in zip(leaves, ("data['a'][1] is str 'x'", "data['a']['b'] is NoneType None", 'data[0] is an array of <U1', 'data[0] is an array of object', 'data[0] is Tensor of layout torch.sparse_coo', 'data is set')):
+            assert f'rank {rank}: {p}' in o[1]
+        assert one[0] == 'TypeError' and "rank 1: data['a'] is str 'x'" in one[1] and ('rank 1 failed in' in one[1]) == (rank != 1)
+        assert [o[0] for o in ops] == ['TypeError', 'TypeError', 'ValueError', 'TypeError'] and "two keys are both written data[same]" in ops[3][1]
+
+
+# Decisions
+
+def agrees():
+    talk, rank, n = start()
+    from itertools import product
+    bad = []
+    for votes in product([True, False], repeat=n):
+        got = {how: talk.agree(votes[rank], how) for how in ('any', 'all', 'rank0', 'majority')}
+        if got != dict(any=any(votes), all=all(votes), rank0=votes[0], majority=2*sum(votes) > n) or {type(o) for o in got.values()} != {bool}: bad.append((votes, got))
+    truthy = talk.agree([1] if rank == 0 else ''), talk.agree(torch.tensor(True), 'all'), talk.agree(np.bool_(False))
+    return bad, truthy, error(lambda: talk.agree(True, 'most')), error(lambda: talk.agree(torch.ones(2))), error(lambda: talk.agree(True, 'most' if rank == 0 else 'any'))
+
+
+def test_agree(world):
+    for bad, truthy, how, value, one in world(agrees):
+        assert not bad and truthy == (True, True, False)
+        assert how[0] == 'ValueError' and "'any', 'all', 'rank0', 'majority'" in how[1] and value[0] == 'RuntimeError' and one[0] == 'ValueError'
+
+
+def only():
+    talk, rank, n = start()
+    ran = []
+    @talk.rank0_only
+    def first(x, y=1):
+        "The first"
+        ran.append('first')
+        return x, y
+    @talk.rank_only(n-1)
+    def last(): return 'last'
+    @talk.rank0_only
+    def fails(): raise OSError('disk')
+    @talk.rank_only(n)
+    def beyond(): return 1
+    return first(1, y=2), last(), ran, first.__name__, first.__doc__, error(fails), error(beyond), error(talk.rank_only(-1)(first)), error(talk.rank_only('0')(first))
+
+
+def test_rank_only(world):
+    n = world.size
+    for rank, (first, last, ran, name, doc, fails, beyond, neg, text) in enumerate(world(only)):
+        assert first == (None if rank else (1, 2)) and last == ('last' if rank == n-1 else None) and ran == ([] if rank else ['first']) and (name, doc) == ('first', 'The first')
+        assert fails == (('no error', None) if rank else ('OSError', 'disk'))
+        assert beyond[0] == neg[0] == 'ValueError' and f'rank={n} does not exist in a world of {n}' in beyond[1] and text[0] == 'TypeError'
+
+
+def prints():
+    talk, rank, n = start()
+    class Bad:
+        def __str__(self): raise OSError('no text')
+    f = io.StringIO()
+    talk.print_in_order('I am', rank, file=f, flush=True)
+    talk.print_in_order('a\nb', rank, sep='-', end='.\n', file=f)
+    talk.print_in_order(file=f)
+    talk.print_in_order('x'*5000, file=f)
+    e = error(lambda: talk.print_in_order(Bad() if rank == n-1 else 1, file=f))
+    talk.print_in_order('end', file=f)
+    with contextlib.redirect_stdout(io.StringIO()) as out: talk.print_in_order('out')
+    return f.getvalue(), out.getvalue(), e
+
+
+def test_print_in_order(world):
+    n = world.size
+    (text, out, e), *others = world(prints)
+    assert all(o[:2] == ('', '') for o in others)
+    want = [*(f'[rank {r}] I am {r}' for r in range(n)), *(l for r in range(n) for l in (f'[rank {r}] a', f'[rank {r}] b-{r}.')), *(f'[rank {r}] ' for r in range(n)),
+            *(f"[rank {r}] {'x'*5000}" for r in range(n)), *(f'[rank {r}] end' for r in range(n))]
+    assert text.split('\n') == [*want, ''] and out == ''.join(f'[rank {r}] out\n' for r in range(n)) and 'no text' in e[1]
+
+
+# Out of step
+
+def out_of_step():
+    talk, rank, n = start()
+    calls = dict(all_gather_list=lambda: talk.all_gather_list('x'*3000), all_gather_list_max=lambda: talk.all_gather_list(1, max_size=99), broadcast=lambda: talk.broadcast_object('x'*3000),
+                 scatter=lambda: talk.scatter(['x'*2000]*n), all_reduce=lambda: talk.all_reduce(torch.ones(1000)), all_reduce_max=lambda: talk.all_reduce(torch.ones(1000), op='max'),
+                 all_reduce_dict=lambda: talk.all_reduce_dict([torch.ones(1000)]), all_gather_tensors=lambda: talk.all_gather_tensors(torch.ones(1000)),
+                 agree=lambda: talk.agree(True), agree_all=lambda: talk.agree(True, 'all'), print_in_order=lambda: talk.print_in_order('x'*3000, file=io.StringIO()), node=talk.node_group)
+    res = {}
+    for a in calls:
+        for b in calls:
+            if a == b: continue
+            e = error(calls[a] if rank == 0 else calls[b])
+            after = talk.all_gather_list((a, b)), talk.all_reduce(torch.ones(3000))[0].item()
+            res[a, b] = e, after == ([(a, b)]*n, n)
+    for nm, f in calls.items(): f()  # each in step again
+    return res
+
+
+def test_out_of_step(world2):
+    one, two = world2(out_of_step)
+    assert one == two and len(one) == 12*11
+    for pair, ((kind, text), after) in one.items():
+        assert kind == 'OutOfStep' and after, pair
+        assert text.startswith('rank 0 is at ') and ', rank 1 at ' in text and 'test_collectives.py:' in text and text.endswith('all workers of a group must make the same calls in the same order')
+    text = one['all_gather_list', 'agree'][0][1]
+    assert 'rank 0 is at all_gather_list (' in text and "rank 1 at agree(how='any') (" in text
+
+
+def places():
+    talk, rank, n = start()
+    def branch_a(): return talk.agree(rank == 0)
+    def branch_b(): return talk.agree(rank == 0)
+    different = branch_a() if rank else branch_b()
+    code = 'def f(t, v): return t.agree(v)'
+    env = {}
+    exec(compile(code, 'é/'*300+'long.py', 'exec'), env)
+    long = env['f'](talk, True)
+    e = error(lambda: env['f'](talk, True) if rank == 0 else talk.all_gather_list(1))
+    both = error(lambda: env['f'](talk, 'x') if rank == 0 else talk.all_gather_list(lambda: 0))
+    return different, long, e, both, rank
+
+
+def test_places(world3):
+    for different, long, e, both, rank in world3(places):
+        assert different and long and e[0] == 'OutOfStep' and 'long.py:1 in f), ranks 1, 2 at all_gather_list (' in e[1] and len(e[1].encode()) < 800
+        assert both[0] == 'PicklingError'  # what failed says more than that the others are elsewhere
+
+
+def no_group_yet():
+    import os
+    import fastdist.talk as talk
+    from fastdist.world import teardown_distrib
+    teardown_distrib()  # of an earlier test
+    return error(lambda: talk.all_gather_list(1)), error(lambda: talk.node_group())
+
+
+def test_no_group_yet(world2):
+    for res in world2(no_group_yet):
+        for kind, text in res: assert kind == 'RuntimeError' and 'call setup_distrib() first' in text
+
+
+# Groups
+
+def subgroups():
+    talk, rank, n = start()
+    import torch.distributed as dist
+    g, other = dist.new_group([0, 2]), dist.new_group([1])
+    f = io.StringIO()
+    calls = [lambda g: talk.all_gather_list((rank, 'x'*2000), group=g), lambda g: talk.all_reduce(torch.full((2000,), float(rank)), g, op='mean')[0].item(),
+             lambda g: talk.all_reduce_dict(dict(a=rank, t=torch.full((2000,), float(rank))), group=g)['t'][0].item(), lambda g: [len(o) for o in talk.all_gather_tensors(torch.ones(900*(rank+1)), g)],
+             lambda g: talk.broadcast_object(rank, group=g), lambda g: talk.broadcast_object('x'*2000+str(rank), src=2, group=g)[2000:],
+             lambda g: talk.scatter(['a'*3000, 'b'] if rank == 2 else None, src=2, group=g)[0], lambda g: talk.agree(rank == 2, 'majority', group=g), lambda g: talk.agree(rank == 0, 'rank0', g),
+             lambda g: talk.print_in_order('hi', group=g, file=f)]
+    res = [error(lambda: c(g)) for c in calls]
+    alone = [error(lambda: talk.all_gather_list(rank, group=other)), error(lambda: talk.scatter(['x'*2000], group=other)), error(lambda: talk.all_reduce(torch.ones(2000), other)[0].item())]
+    src = error(lambda: talk.broadcast_object(1, src=1, group=g))
+    step = error(lambda: talk.agree(True, group=g) if rank == 0 else talk.all_gather_list(1, group=g))
+    differ = error(lambda: talk.all_reduce(torch.ones(rank+1), g))
+    large = error(lambda: talk.all_gather_list('x'*99 if rank == 2 else 1, g, max_size=50))
+    return res, alone, src, step, differ, large, f.getvalue(), talk.all_gather_list(rank)
+
+
+def test_subgroups(world3):
+    out = world3(subgroups)
+    for rank, (res, alone, src, step, differ, large, text, after) in enumerate(out):
+        assert after == [0, 1, 2]
+        inside, outside = (res, alone) if rank != 1 else (alone, res)
+        for kind, msg in [*outside, *([src, step, differ, large] if rank == 1 else [])]: assert kind == 'ValueError' and f'rank {rank} is not in this group' in msg
+        assert {o[0] for o in inside} == {'no error'}
+        if rank == 1:
+            assert [o[1] for o in alone] == [[1], 'x'*2000, 1.]
+            continue
+        assert [o[1] for o in res] == [[(0, 'x'*2000), (2, 'x'*2000)], 1., 2., [900, 2700], 0, '2', 'a' if rank == 0 else 'b', False, True, None]
+        assert text == ('' if rank else '[rank 0] hi\n[rank 2] hi\n')
+        assert 'src=1 is not in this group: its global ranks are [0, 2]' in src[1] and src[0] == 'ValueError'
+        assert step[0] == 'OutOfStep' and 'rank 0 is at agree' in step[1] and 'rank 2 at all_gather_list' in step[1]
+        assert 'rank 0 has torch.float32 of shape (1,), rank 2 has torch.float32 of shape (3,)' in differ[1] and 'rank 2 has' in large[1]
+
+
+def nodes(ranks):
+    "`ranks`: the node of each"
+    from fastdist.world import teardown_distrib
+    teardown_distrib()  # or the group of an earlier test would do
+    talk, rank, n = start()
+    import gc, os
+    import torch.distributed as dist
+    from fastdist.world import init_group
+    old = dict(os.environ)
+    os.environ.update(GROUP_RANK=str(ranks[rank]))
+    try:
+        g = talk.node_group()
+        first = dist.get_process_group_ranks(g), talk.node_group() is g, talk.all_gather_list(rank, group=g)
+        teardown_distrib()  # with `g` still held here
+        init_group()
+        again = talk.node_group()
+        return *first, again is not g, talk.all_gather_list(rank, group=again), dist.get_process_group_ranks(again)
+    finally:
+        os.environ.clear()
+        os.environ.update(old)
+
+
+@pytest.mark.parametrize('ranks', [[0, 0, 0], [0, 1, 0], [1, 0, 0]])
+def test_node_group(world3, ranks):
+    for rank, (members, cached, every, new, again, members2) in enumerate(world3(nodes, ranks)):
+        want = [r for r in range(3) if ranks[r] == ranks[rank]]
+        assert members == every == again == members2 == want and cached and new
+
+
+def test_node_group_of_one_process():
+    import fastdist.talk as talk
+    assert talk.node_group() is None

@@ -1,0 +1,369 @@
+"Which samples go where, with no process group: partition, order, length, balance, state"
+import math
+from itertools import count, islice
+
+import pytest
+from hypothesis import given, settings, strategies as st
+from loaders import *
+from fastdist.data import DistributedDL
+from fastdist.deal import Deal, DealBatches
+
+# Other examples in each run, so that many runs see many; hypothesis shrinks a failure to its smallest. As many as show each planted fault in one run
+N, BS, WORLD = st.integers(0, 10**6), st.integers(1, 5000), st.integers(1, 4096)
+sizes = dict(n=st.integers(1, 60), bs=st.integers(1, 17), size=st.integers(1, 9), drop_last=st.booleans())
+
+
+def some_ranks(size, data): return sorted({0, size-1, data.draw(st.integers(0, size-1))})
+
+
+@settings(max_examples=120)
+@given(n=N, bs=BS, size=WORLD, drop_last=st.booleans(), split=st.booleans(), start=N, data=st.data())
+def test_steps_of_large_worlds(n, bs, size, drop_last, split, start, data):
+    "Without making the batches: all workers make the same steps, whose shares partition the global batch and differ by one sample at most"
+    gbs, start = bs if split else bs*size, min(start, n)
+    deals = [Deal(range(n), bs, r, size, global_bs=gbs, drop_last=drop_last, start=start) for r in some_ranks(size, data)]
+    steps = (n-start)//gbs if drop_last else math.ceil((n-start)/gbs)
+    assert {len(d) for d in deals} == {steps}
+    for k in {0, steps//2, steps-1} if steps else ():
+        lo, hi = start+k*gbs, min(start+(k+1)*gbs, n)
+        assert deals[0].whole(k) == range(lo, hi) and deals[0].done(k+1) == hi
+        for d in deals:
+            c = d.counts(k)
+            mine = range(lo+d.rank, hi, size)
+            assert (c.mine, c.total, c.empty) == (len(mine), hi-lo, hi-lo < size)
+            assert (hi-lo)//size <= c.mine <= -(-(hi-lo)//size)
+            assert d.piece(k) == (mine or range(lo, lo+1))
+
+
+@settings(max_examples=80)
+@given(n=st.integers(0, 600), bs=st.integers(1, 100), size=st.one_of(st.integers(1, 40), st.just(257)), split=st.booleans(), way=st.sampled_from(Deal.ways))
+def test_partition(n, bs, size, split, way):
+    "Over an epoch each sample comes exactly once, but for those that fill up and count for nothing"
+    seen = []
+    for r in range(size):
+        d = Deal(range(n), bs, r, size, way, global_bs=bs if split else None)
+        for k in range(len(d)):
+            assert len(d.piece(k)) > 0
+            seen.extend(d.piece(k)[:d.counts(k).mine])
+    assert sorted(seen) == list(range(n))
+
+
+@settings(max_examples=80)
+@given(lens=st.lists(st.integers(1, 9), max_size=30), size=st.integers(1, 9), split=st.booleans(), way=st.sampled_from(Deal.ways), start=st.integers(0, 30))
+def test_partition_of_made_batches(lens, size, split, way, start):
+    c = count()
+    batches = [list(islice(c, n)) for n in lens]
+    start = 0 if way == 'slices' else min(start, len(lens))
+    deals = [DealBatches(batches, r, size, way, split, start) for r in range(size)]
+    seen = [o for d in deals for k in range(len(d)) for o in d.piece(k)[:d.counts(k).mine]]
+    assert sorted(seen) == sum(batches[start:], [])
+    if way != 'batches':
+        assert len({len(d) for d in deals}) == 1
+        for k in range(len(deals[0])):
+            counts = [d.counts(k) for d in deals]
+            assert {(c.total, c.empty) for c in counts} == {(sum(c.mine for c in counts), 0 in [c.mine for c in counts])}
+
+
+def loader(n, bs, drop_last=False, shuffle=False, seed=3, **kwargs):
+    set_seed(seed)
+    return TfmdDL(list(range(n)), bs=bs, shuffle=shuffle, drop_last=drop_last, num_workers=0, **kwargs)
+
+
+def listed(b): return [*zip(*[o.tolist() for o in b])] if isinstance(b, tuple) else b.tolist()
+def batches(dl): return [listed(b) for b in dl]
+def counted(dl): return [(listed(b), dl.counts) for b in dl]
+def joined(parts): return [[v for vs in zip_longest(*[b[:c.mine] for b, c in step]) for v in vs if v is not None] for step in zip(*parts, strict=True)]
+
+
+@settings(max_examples=60)
+@given(**sizes, shuffle=st.booleans(), split=st.booleans())
+def test_training_steps_are_global_batches(n, bs, size, drop_last, shuffle, split):
+    "Step by step the shares put together are the batches of one process with the global batch size, in its order"
+    one = batches(loader(n, bs if split else bs*size, drop_last, shuffle))
+    dls = [DistributedDL(loader(n, bs, drop_last, shuffle), r, size, split_batches=split) for r in range(size)]
+    lens = [len(dl) for dl in dls]
+    parts = [counted(dl) for dl in dls]
+    assert lens == [len(dl) for dl in dls] == [len(p) for p in parts] == [len(one)]*size
+    assert joined(parts) == one
+
+
+@settings(max_examples=60)
+@given(**sizes, shuffle=st.booleans())
+def test_evaluation_deals_whole_batches(n, bs, size, drop_last, shuffle):
+    one = batches(loader(n, bs, drop_last, shuffle))
+    dls = [DistributedDL(loader(n, bs, drop_last, shuffle), r, size, evaluate=True) for r in range(size)]
+    assert [batches(dl) for dl in dls] == [one[r::size] for r in range(size)]
+    assert [len(dl) for dl in dls] == [len(one[r::size]) for r in range(size)]
+
+
+@settings(max_examples=60)
+@given(**sizes)
+def test_slices(n, bs, size, drop_last):
+    "fastai's documented form: slices of one length, the last filled up from the start"
+    m = math.ceil(n/size)
+    for r in range(size):
+        dl = DistributedDL(loader(n, bs, drop_last), r, size)
+        expected = [i % n for i in range(r*m, (r+1)*m)]
+        expected = [expected[i:i+bs] for i in range(0, m, bs)]
+        if drop_last: expected = [b for b in expected if len(b) == bs]
+        assert batches(dl) == expected and len(dl) == len(expected)
+
+
+class Numbers(IterableDataset):
+    def __init__(self, n): self.n = n
+    def __iter__(self): return iter(range(self.n))
+
+
+@settings(max_examples=50)
+@given(**sizes, split=st.booleans(), evaluate=st.booleans(), torchs=st.booleans())
+def test_streams_of_unknown_length(n, bs, size, drop_last, split, evaluate, torchs):
+    "All workers stop together, and together they have had all of the stream"
+    def make(bs): return TorchDL(Numbers(n), batch_size=bs, drop_last=drop_last) if torchs else FastaiDL(Numbers(n), bs=bs, drop_last=drop_last)
+    one = batches(make(bs if split or evaluate else bs*size))
+    parts = [counted(DistributedDL(make(bs), r, size, split_batches=split, evaluate=evaluate)) for r in range(size)]
+    if evaluate: assert [[b for b, _ in p] for p in parts] == [one[r::size] for r in range(size)]
+    else: assert joined(parts) == one
+
+
+@settings(max_examples=50)
+@given(**sizes, shuffle=st.booleans(), split=st.booleans())
+def test_torch_loaders(n, bs, size, drop_last, shuffle, split):
+    def make(bs):
+        set_seed(5)
+        return TorchDL(list(range(n)), batch_size=bs, shuffle=shuffle, drop_last=drop_last)
+    one = batches(make(bs if split else bs*size))
+    dls = [DistributedDL(make(bs), r, size, split_batches=split) for r in range(size)]
+    parts = []
+    for dl in dls:
+        set_seed(5)
+        parts.append(counted(dl))
+    assert [len(dl) for dl in dls] == [len(p) for p in parts] == [len(one)]*size
+    if not shuffle: assert joined(parts) == one
+    else:  # which samples are left out differs; in a fit even the order is that of one process: test_loaders.py
+        seen = sum(joined(parts), [])
+        assert len(seen) == len(set(seen)) == len(sum(one, [])) and [len(b) for b in joined(parts)] == [len(b) for b in one]
+
+
+@pytest.mark.parametrize('split', [True, False])
+@pytest.mark.parametrize('kind', ['fastai', 'torch', 'stream', 'torch_stream', 'batch_sampler', 'weighted', 'language_model', 'processes', 'torch_processes', 'torch_persistent'])
+def test_goes_on_in_the_middle(kind, split):
+    "In another world the same global batches come, from the very next sample on, and then the same next epoch; the state is one that torch reads without pickle"
+    import io
+    class Shuffled(Numbers):
+        def __iter__(self): return iter(random.sample(range(self.n), self.n))
+    corpus = Corpus(40)
+    def make(size):
+        bs = 6 if split else 12//size
+        return dict(fastai=lambda: loader(50, bs, shuffle=True), torch=lambda: TorchDL(list(range(50)), batch_size=bs, shuffle=True),
+                    stream=lambda: FastaiDL(Shuffled(50), bs=bs, n=50), torch_stream=lambda: TorchDL(Shuffled(50), batch_size=bs),
+                    batch_sampler=lambda: TorchDL(list(range(22)), batch_sampler=Bunches(1)),
+                    language_model=lambda: LMDataLoader(corpus, bs=bs, seq_len=4, shuffle=True),
+                    processes=lambda: TfmdDL(list(range(50)), bs=bs, shuffle=True, num_workers=2), torch_processes=lambda: TorchDL(list(range(50)), batch_size=bs, shuffle=True, num_workers=2),
+                    torch_persistent=lambda: TorchDL(list(range(50)), batch_size=bs, shuffle=True, num_workers=2, persistent_workers=True),
+                    weighted=lambda: WeightedDL(list(range(50)), bs=bs, wgts=np.arange(50.), shuffle=True, num_workers=0))[kind]()
+    def world(size, state=None):
+        dls, at = [], rng_state()
+        for r in range(size):
+            set_rng_state(at)
+            dls.append(DistributedDL(make(size), r, size, split_batches=split))
+            if state: dls[-1].load_state_dict(state)
+        return dls
+    def epoch(dls):
+        "The workers one after the other, from one state of the random numbers"
+        at, parts = rng_state(), []
+        for dl in dls:
+            set_rng_state(at)
+            parts.append(counted(dl))
+        return joined(parts)
+    from fastdist.rng import rng_state, set_rng_state
+    set_seed(8)
+    first = world(2)
+    epoch(first)
+    at, whole = rng_state(), []
+    for dl in first:
+        set_rng_state(at)
+        it = iter(dl)
+        whole.append([(listed(next(it)), dl.counts) for _ in range(2)])
+        state = dl.state_dict()
+        whole[-1] += [(listed(b), dl.counts) for b in it]
+    then = epoch(first)
+    whole = joined(whole)
+    f = io.BytesIO()
+    torch.save(state, f)
+    state = torch.load(io.BytesIO(f.getvalue()), weights_only=True)
+    for size in (2, 3, 1) if split or kind != 'batch_sampler' else (2,):
+        set_seed(99)  # what was drawn in between has no part in it
+        later = world(size, state)
+        if not kind.endswith('stream'): assert [len(o) for o in later] == [len(whole)-2]*size
+        assert state['epoch'] == 1 and epoch(later) == whole[2:]
+        assert epoch(later) == then
+        assert {o.state_dict()['epoch'] for o in later} == {3}
+
+
+def test_state_that_does_not_fit():
+    dl = DistributedDL(loader(50, 6), 0, 2, split_batches=True)
+    for b in dl: break
+    state = dl.state_dict()
+    with pytest.raises(ValueError, match='it had 50 samples or batches, this one has 40'): DistributedDL(loader(40, 6), 0, 2, split_batches=True).load_state_dict(state)
+    with pytest.raises(ValueError, match='dealt out steps, this one deals out slices'): DistributedDL(loader(50, 6), 0, 2).load_state_dict(state)
+    with pytest.raises(ValueError, match='it had 1 random number generators of its own, this one has 2'):
+        own = TorchDL(list(range(50)), batch_size=6, sampler=Hops(50), generator=torch.Generator())
+        DistributedDL(own, 0, 2, split_batches=True).load_state_dict(state)
+    with pytest.raises(ValueError, match='epoch, global_bs'): dl.load_state_dict(dict(offset=3))
+    dl = DistributedDL(loader(50, 6), 0, 2)
+    next(iter(dl))
+    with pytest.raises(ValueError, match='slices for 2 workers, not 3'): DistributedDL(loader(50, 6), 0, 3).load_state_dict(dl.state_dict())
+    dl = DistributedDL(FastaiDL(Numbers(50), bs=6, num_workers=2), 0, 2, split_batches=True)
+    for b in dl: break
+    with pytest.raises(ValueError, match='use num_workers=0'): dl.load_state_dict(dl.state_dict())
+
+
+def test_balance_of_sorted_texts():
+    "At each step all workers have texts of about one length; contiguous slices of the order would not"
+    g = np.random.RandomState(0)
+    lens = (g.lognormal(5.2, .7, 8000).astype(int)+1).clip(1, 2000)  # as long as film reviews are
+    class Lengths:
+        def __len__(self): return len(lens)
+        def __getitem__(self, i): return TensorText(torch.zeros(lens[i], dtype=torch.long)), 0
+    def padded_to(size, shuffle, **kwargs):
+        res = []
+        for r in range(size):
+            set_seed(1)
+            dl = DistributedDL(SortedDL(Lengths(), res=list(lens), bs=16, shuffle=shuffle, num_workers=0, create_item=lambda i: int(lens[i])), r, size, **kwargs)
+            res.append([len(b)*max(b) for b in dl])
+        return np.array(res)
+    for shuffle in (True, False):
+        padded, slices = padded_to(8, shuffle, split_batches=False), padded_to(8, shuffle)
+        print('padded tokens of each worker', padded.sum(1), 'with slices', slices.sum(1))
+        waits = lambda p: p.max(0).sum()/p.mean(0).sum()  # a step takes as long as the longest part of it
+        assert waits(padded) < 1.1 and waits(padded) < waits(slices) and np.median(padded.max(0)/padded.min(0)) < 1.05
+
+
+def test_loaders_with_an_order_of_their_own():
+    "Weighted, partial, and a `get_idxs` given as an argument"
+    def make(cls, **kwargs):
+        set_seed(5)
+        return cls(dataset=list(range(20)), bs=4, num_workers=0, **kwargs)
+    for cls, kw in (WeightedDL, dict(wgts=np.arange(20.), shuffle=True)), (PartialDL, dict(partial_n=9)), (TfmdDL, dict(get_idxs=lambda: [3, 1, 4, 1, 5, 9])):
+        one = batches(make(cls, **kw))
+        parts = []
+        for r in range(3):
+            dl = DistributedDL(make(cls, **kw), r, 3, split_batches=True)
+            set_seed(5); make(cls, **kw)
+            parts.append(counted(dl))
+            assert isinstance(dl, cls) and len(dl) == len(one)
+        assert joined(parts) == one
+
+
+def test_skipped_items_move_no_others():
+    from fastai.data.load import SkipItemException
+    class Skips(list):
+        def __getitem__(self, i):
+            if i == 5: raise SkipItemException
+            return super().__getitem__(i)
+    parts = [batches(DistributedDL(TfmdDL(Skips(range(12)), bs=6, num_workers=0), r, 2, split_batches=True)) for r in range(2)]
+    assert parts == [[[0, 2, 4], [6, 8, 10]], [[1, 3], [7, 9, 11]]]
+
+
+def test_loading_an_item_twice_is_not_needed():
+    "A worker reads its own samples and no others"
+    read = []
+    class Noted(list):
+        def __getitem__(self, i):
+            read.append(i)
+            return super().__getitem__(i)
+    for make in lambda: TfmdDL(Noted(range(21)), bs=5, num_workers=0), lambda: TorchDL(Noted(range(21)), batch_size=5):
+        read.clear()
+        list(DistributedDL(make(), 1, 3, split_batches=False))
+        assert sorted(read) == list(range(1, 21, 3))
+
+
+def test_pickles():
+    "For loader processes that are not forked"
+    import pickle
+    from fastai.data.load import DataLoader
+    dl = DistributedDL(DataLoader(list(range(10)), bs=3), 1, 2, split_batches=True)
+    dl.get_idxs()
+    twin = pickle.loads(pickle.dumps(dl))
+    assert isinstance(twin, DistributedDL) and isinstance(twin, DataLoader) and batches(twin) == batches(dl)
+
+
+class Refused(TfmdDL):
+    def __iter__(self): return iter([])
+
+class RefusedTorch(TorchDL):
+    def __iter__(self): return iter([])
+
+
+@pytest.mark.parametrize('make,why', [
+    (lambda: Refused([1]), 'has its own `__iter__`'),
+    (lambda: TfmdDL([1], sample=lambda: []), 'has its own `sample`'),
+    (lambda: RefusedTorch([1]), 'has its own `__iter__`'),
+    (lambda: TorchDL([1], sampler=torch.utils.data.DistributedSampler([1], 2, 0)), 'split already, by its DistributedSampler'),
+    (lambda: TorchDL([1], in_order=False, num_workers=2), 'in_order=False'),
+    (lambda: TorchDL(torch.utils.data.datapipes.iter.IterableWrapper([1])), 'datapipe'),
+    (lambda: [1, 2], 'has none, so it cannot be split'),
+    (lambda: 3, 'has none, so it cannot be split')])
+def test_says_what_it_cannot_split(make, why):
+    with pytest.raises(TypeError, match=why) as e: DistributedDL(make(), 0, 2)
+    assert str(e.value).startswith('rank 0: ')
+
+
+def test_streams_in_processes_are_not_dealt_out_for_evaluation():
+    for dl in FastaiDL(Numbers(5), bs=2, num_workers=2), TorchDL(Numbers(5), batch_size=2, num_workers=2):
+        with pytest.raises(TypeError, match='use num_workers=0'): DistributedDL(dl, 0, 2, evaluate=True)
+
+
+def test_a_collate_function_that_has_no_rows():
+    dl = DistributedDL(TorchDL(list(range(6)), batch_size=3, collate_fn=lambda b: (torch.tensor(b), torch.tensor(b).sum())), 0, 2, split_batches=True)
+    with pytest.raises(TypeError, match='without 3 rows: Tensor of shape'): list(dl)
+
+
+@pytest.mark.parametrize('size', [1, 2, 3, 7])
+@pytest.mark.parametrize('how', [dict(split_batches=True), dict(split_batches=False), dict(split_batches=True, evaluate=True), dict(split_batches=False, evaluate=True), {}],
+                         ids=['split', 'own', 'evaluate', 'evaluate_own', 'slices'])
+def test_streams_of_text_go_on_from_batch_to_batch(how, size):
+    "In each row of a worker's batches, from the first to the last; and together they are those of one process"
+    corpus = Corpus(60)
+    def make(k=1):
+        set_seed(3)
+        return LMDataLoader(corpus, bs=5*k, seq_len=4, shuffle=True)
+    k = size if how.get('split_batches') is False and 'evaluate' not in how else 1
+    one = [(x.tolist(), y.tolist()) for x, y in make(k)]
+    parts = []
+    for r in range(size):
+        dl = DistributedDL(make(), r, size, **how)
+        set_seed(3); make()
+        it = [(x, y, dl.counts) for x, y in dl]
+        assert len(it) == len(dl) and all(len(x) == len(it[0][0]) for x, _, _ in it)
+        for i, ((_, y, _), (x, _, _)) in enumerate(zip(it, it[1:])):
+            if how or r*len(it)+i+1 != len(one): assert torch.equal(y[:, -1], x[:, 0])  # slices begin again where they are filled up
+        parts.append(it)
+    if how:
+        for i, (x, y) in enumerate(one):
+            for j, (row, targ) in enumerate(zip(x, y)):
+                px, py, c = parts[j % size][i]
+                assert px[j//size].tolist() == row and py[j//size].tolist() == targ and c.total == len(x)
+    else: assert [x.tolist() for p in parts for x, _, _ in p][:len(one)] == [x for x, _ in one]
+
+
+def test_short_texts_and_places():
+    with pytest.raises(ValueError, match='too short for 500 streams'): DistributedDL(LMDataLoader(Corpus(3), bs=5, seq_len=4), 0, 100, split_batches=False)
+    for o in TorchDL([1, 2]), dl(ds=[1, 2]), MixedDL(*[dl(ds=[(1, 2)]*2) for _ in range(2)]):
+        for b in DistributedDL(o, 0, 2, device='meta', split_batches=True): assert all(t.device.type == 'meta' for t in (b if isinstance(b, tuple) else [b]))
+
+
+@pytest.mark.parametrize('num_workers', [0, 2])
+def test_side_by_side(num_workers):
+    "Also where loaders are attributes, are read in processes, and one is PyTorch's"
+    class Both:
+        def __init__(self): self.a, self.b = TfmdDL(list(range(11)), bs=4, num_workers=num_workers), TorchDL(list(range(20, 31)), batch_size=4, num_workers=num_workers)
+        def __len__(self): return len(self.a)
+        def __iter__(self): return zip(self.a, self.b)
+    parts = []
+    for r in range(3):
+        two = DistributedDL(Both(), r, 3, split_batches=True)
+        parts.append([(a.tolist(), b.tolist(), two.counts) for a, b in two])
+        assert len(two) == 3
+    assert joined([[(a, c) for a, _, c in p] for p in parts]) == batches(Both().a)
+    assert all([x+20 for x in a] == b for p in parts for a, b, _ in p)

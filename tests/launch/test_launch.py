@@ -1,0 +1,150 @@
+"P6: one script in every way of starting it; what `fastdist launch` adds to Accelerate's launcher"
+import os, signal, subprocess, sys, textwrap
+from pathlib import Path
+
+import psutil, pytest
+from harness import launched
+from launches import CASES, run
+
+LAUNCH = [str(Path(sys.executable).with_name('fastdist')), 'launch']  # as a user types it
+WEIGHTS = []  # of the first case, which is one process
+
+
+# each way of starting is tried once with processes that import all by themselves
+COLD = [('python', 1, 'script'), *((way, 2, 'script') for way in ('fastdist launch', 'accelerate launch', 'torchrun')), ('launch_in_notebook', 2, 'notebook')]
+
+
+@pytest.mark.parametrize('way,n,kind', [pytest.param(*o, marks=[pytest.mark.cold] if o in COLD else []) for o in CASES], ids=lambda o: str(o).replace(' ', '_'))
+def test_one_training(way, n, kind, tmp_path):
+    "As many workers as were asked for, and the weights of one process"
+    WEIGHTS or WEIGHTS.append(run('python', 1, 'script', tmp_path)['weights'])
+    found = run(way, n, kind, tmp_path)
+    print(f'| {way} | {kind} | {n} | {found["seconds"]:.1f} s to the first step |')
+    assert found['n'] == n
+    assert found['weights'] == pytest.approx(WEIGHTS[0], abs=1e-6) and abs(found['weights'][0]-0.5) > 0.1
+
+
+def script(folder, text, name='s.py'):
+    (folder/name).write_text(textwrap.dedent(text))
+    return name
+
+
+SAYS = '''
+    import os, sys, time
+    rank = int(os.environ.get('RANK', 0))
+    print(f'out of {rank}', flush=True)
+    print(f'err of {rank}', file=sys.stderr, flush=True)
+    '''
+
+
+@pytest.mark.parametrize('n', [1, 3])
+def test_logs(tmp_path, n):
+    "Rank 0 is on the screen, in the stream that it wrote to; all are in files, which a second run does not overwrite"
+    for i in range(2):
+        res = launched([*LAUNCH, '-n', str(n), '--log-dir', 'logs', script(tmp_path, SAYS)], 60, cwd=tmp_path)
+        assert res.returncode == 0 and res.stdout == 'out of 0\n', res
+        assert 'err of 0' in res.stderr and 'err of 1' not in res.stderr and 'logs in logs' in res.stderr
+    names = [f'rank{r}{again}.{o}.log' for r in range(n) for again in ('', '.1') for o in ('stdout', 'stderr')]
+    assert sorted(o.name for o in (tmp_path/'logs').iterdir()) == sorted(names)
+    for r in range(n):
+        for again in ('', '.1'):
+            assert (tmp_path/'logs'/f'rank{r}{again}.stdout.log').read_text() == f'out of {r}\n'
+            assert f'err of {r}\n' in (tmp_path/'logs'/f'rank{r}{again}.stderr.log').read_text()
+
+
+def test_logs_of_all_on_the_screen(tmp_path):
+    res = launched([*LAUNCH, '-n', '3', '--tee', '3', script(tmp_path, SAYS)], 60, cwd=tmp_path)
+    assert all(f'out of {r}' in res.stdout and f'err of {r}' in res.stderr for r in range(3)), res
+
+
+def test_progress_comes_as_it_is_written(tmp_path):
+    "A progress bar has no end of line until it is done"
+    file = script(tmp_path, "import sys, time; print('half\\r', end='', flush=True); sys.stdin.readline()")
+    env = {**os.environ, 'PYTHONUNBUFFERED': '1'}
+    p = subprocess.Popen([*LAUNCH, '-n', '2', file], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=tmp_path, env=env)
+    assert p.stdout.read(5) == b'half\r'
+    p.communicate(b'\n\n', timeout=60)
+
+
+def test_failure_before_the_workers_have_met(tmp_path):
+    "The traceback of a worker that is not on the screen comes last, once"
+    res = launched([*LAUNCH, '-n', '3', script(tmp_path, SAYS + "if rank == 2: raise ValueError('no disk')\n    time.sleep(100)\n    ")], 60, cwd=tmp_path)
+    lines = res.stderr.splitlines()
+    assert res.returncode == 1 and res.left == {}
+    assert res.stderr.count('ValueError: no disk') == 1 and lines[-2] == 'ValueError: no disk' and lines[-1].startswith('fastdist: worker 2 failed with exit status 1 first')
+    assert 'err of 1' not in res.stderr and 'Traceback (most recent call last):' in res.stderr
+
+
+def test_exit_status(tmp_path):
+    for n in ('1', '2'): assert launched([*LAUNCH, '-n', n, script(tmp_path, 'raise SystemExit(7)')], 60, cwd=tmp_path).returncode == 7
+
+
+def test_restarts(tmp_path):
+    "All workers start again, and meet again"
+    file = script(tmp_path, '''
+        import os, sys
+        from fastdist.world import *
+        setup_distrib(timeout=60)
+        count = os.environ['TORCHELASTIC_RESTART_COUNT']
+        if count == '0' and get_rank() == 1: os.kill(os.getpid(), 9)
+        print('in restart', count, all_gather_list(get_rank()), flush=True)
+        ''')
+    res = launched([*LAUNCH, '-n', '3', '--max-restarts', '2', '--log-dir', 'logs', file], 120, cwd=tmp_path)
+    assert res.returncode == 0 and 'in restart 1 [0, 1, 2]' in res.stdout, res
+    assert 'all are started again (restart 1 of 2); logs in logs' in res.stderr
+    assert 'in restart 1' in (tmp_path/'logs'/'rank2.1.stdout.log').read_text()
+
+
+@pytest.mark.parametrize('n', [1, 2])
+@pytest.mark.parametrize('sig,code', [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_stopped(tmp_path, sig, code, n):
+    file = script(tmp_path, SAYS + 'time.sleep(1000)\n    ')
+    p = subprocess.Popen([*LAUNCH, '-n', str(n), file], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
+    assert p.stdout.readline() == 'out of 0\n'
+    workers = psutil.Process(p.pid).children()
+    p.send_signal(sig)
+    _, err = p.communicate(timeout=60)
+    assert p.returncode == code and not any(o.is_running() for o in workers), err
+    if n > 1: assert f'stopped by {sig.name}' in err.splitlines()[-1], err
+
+
+def test_module_of_this_folder(tmp_path):
+    (tmp_path/'own').mkdir()
+    script(tmp_path/'own', "import sys; print(__name__, __package__, sys.argv[1:], flush=True)", 'train.py')
+    for n in '12':
+        res = launched([*LAUNCH, '-n', n, '-m', 'own.train', '-n', '7'], 60, cwd=tmp_path)
+        assert res.stdout == "__main__ own ['-n', '7']\n", res
+
+
+def test_dry_run_is_what_would_be_run(tmp_path):
+    "Its output can be pasted into a shell"
+    res = launched([*LAUNCH, '-n', '2', '--dry-run', '--log-dir', 'logs', script(tmp_path, SAYS), 'with space'], 60, cwd=tmp_path)
+    assert res.returncode == 0 and res.stdout.count('\n') == 1 and res.stdout.endswith("s.py 'with space'\n") and not (tmp_path/'logs').exists()
+    bin = os.path.dirname(sys.executable)
+    res = launched(['sh', '-c', res.stdout], 60, env={'PATH': f'{bin}:{os.environ["PATH"]}'}, cwd=tmp_path)
+    assert res.returncode == 0 and res.stdout == 'out of 0\n', res
+
+
+def test_config_file(tmp_path):
+    "What `accelerate config` has written is meant"
+    (tmp_path/'c.yaml').write_text('compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_CPU\nnum_processes: 2\nnum_machines: 1\nmachine_rank: 0\nmixed_precision: bf16\nuse_cpu: true\n')
+    file = script(tmp_path, "import os; print(os.environ['WORLD_SIZE'], os.environ['ACCELERATE_MIXED_PRECISION'], flush=True)")
+    res = launched([*LAUNCH, '--config_file', 'c.yaml', file], 60, cwd=tmp_path)
+    assert res.stdout == '2 bf16\n', res
+
+
+@pytest.mark.parametrize('args,says', [
+    (['no_such.py'], "there is no file 'no_such.py'"), (['-m', 'no_such_module.train'], "there is no module 'no_such_module.train'"),
+    (['-n', 'two', 's.py'], "argument -n: invalid int value: 'two'"), (['-n', '0', 's.py'], '-n 0: at least 1 worker'), ([], ''),
+    (['--nnodes', '2', 's.py'], 'Add --rdzv-endpoint HOST:29500'), (['--config_file', 'none.yaml', 's.py'], '--config_file none.yaml: there is no such file'),
+    (['-n', '2', '--use_deepspeed', '--use_fsdp', 's.py'], 'You can only use one of')])
+def test_wrong_arguments(tmp_path, args, says):
+    script(tmp_path, '')
+    res = launched([*LAUNCH, *args], 60, cwd=tmp_path)
+    if not args: assert res.returncode == 0 and 'usage: fastdist launch' in res.stdout and '--dry-run' in res.stdout
+    else: assert res.returncode not in (0, None) and says in res.stderr.splitlines()[-1] and 'Traceback' not in res.stderr, res.stderr
+
+
+def test_unknown_command(tmp_path):
+    res = launched([sys.executable, '-m', 'fastdist', 'lunch'], 60, cwd=tmp_path)
+    assert res.returncode == 1 and "no command 'lunch'" in res.stderr and 'launch' in res.stderr.splitlines()[-3] + res.stderr

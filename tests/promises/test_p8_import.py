@@ -1,0 +1,40 @@
+"`from fastdist.all import *` in place of `from fastai.distributed import *`, and beside it, in either order"
+import inspect, subprocess, sys
+
+import pytest
+
+CHECK = '''
+import fastai.distributed as theirs, fastdist.all as ours
+names = 'ParallelTrainer setup_distrib teardown_distrib DistributedDL DistributedTrainer rank0_first'.split()
+for o in names: assert globals()[o] is getattr(ours, o) is getattr(theirs, o) and globals()[o].__module__.startswith('fastdist'), o
+for o in 'to_parallel detach_parallel parallel_ctx to_distributed detach_distributed distrib_ctx'.split():
+    assert getattr(Learner, o).__module__.startswith('fastdist'), o
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+assert DataParallel.reset.__module__ == DistributedDataParallel.reset.__module__ == 'fastdist.strategy'
+import torch, threading
+assert not torch.cuda.is_initialized() and not torch.distributed.is_initialized() and threading.active_count() == 1
+import psutil
+me = psutil.Process()
+assert not me.children() and not me.net_connections(), (me.children(), me.net_connections())
+'''
+
+
+@pytest.mark.cold
+@pytest.mark.parametrize('first,second', [('fastdist.all', 'fastai.distributed'), ('fastai.distributed', 'fastdist.all'), ('fastdist.all', 'fastdist.all'),
+                                          ('fastdist.parallel', 'fastdist.all')])
+def test_either_order(first, second):
+    code = f'from fastai.basics import *\nfrom {first} import *\nfrom {second} import *\n{CHECK}'
+    subprocess.run([sys.executable, '-W', 'ignore', '-c', code], check=True, timeout=120)
+
+
+def test_help_shows_accelerates_arguments():
+    import pydoc
+    from accelerate import Accelerator
+    from fastai.basics import Learner
+    import fastdist.all
+    text = pydoc.render_doc(Learner.distrib_ctx)
+    for o in inspect.signature(Accelerator.__init__).parameters:
+        if o == 'self': continue
+        assert (f'{o}=' in text) == (o not in ('mixed_precision', 'log_with', 'step_scheduler_with_optimizer')), o
+    assert 'sync_bn=True, in_notebook=False' in text
+    for f in (Learner.to_distributed, fastdist.all.DistributedTrainer): assert 'split_batches' in inspect.signature(f).parameters

@@ -1,0 +1,20 @@
+"The core tier: each of its lines is a test that there is, each promise has some, and each planted fault has one that finds it"
+import re
+
+from conftest import TESTS, core
+from harness import ROOT
+
+
+def test_lines():
+    for line in core():
+        file, _, name = line.partition('::')
+        assert re.search(rf'^def {name.partition("[")[0]}\(', (TESTS/file).read_text(), re.M), line
+    assert re.findall(r'(?m)^# (P\d) ', (TESTS/'core.txt').read_text()) == [f'P{i}' for i in range(1, 9)]
+
+
+def test_planted_faults(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT/'tools')
+    from planted_faults import FAULTS
+    for fault in FAULTS:
+        names = [o.removeprefix('tests/') for o in fault.tests]
+        assert any(n == c or n.startswith(f'{c}[') for n in names for c in core()), fault.name

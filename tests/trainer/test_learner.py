@@ -1,0 +1,427 @@
+"fit, lr_find, predict, save, ...: what a Learner does, on many workers as on one"
+import pytest
+from learners import *
+from fastai.learner import load_learner
+
+SPLIT = dict(split_batches=True)
+
+
+@pytest.fixture(params=[2, 3])
+def world(request, worlds): return worlds(request.param)
+
+
+
+def two_groups(m): return [params(m[:2]), params(m[2:])]
+
+
+def in_ctx(learn, distrib, **ctx):
+    import contextlib
+    if not distrib: return contextlib.nullcontext()
+    import fastdist.all
+    return learn.distrib_ctx(**{**SPLIT, **ctx})
+
+
+def fits(distrib, opt):
+    "One-cycle, frozen and unfrozen with discriminative rates, in one context, then in another, then without one"
+    learn = quiet(learner(n=22, bs=5, bn=True, opt=opt, wd=0.01, splitter=two_groups))
+    with in_ctx(learn, distrib):
+        learn.fit_one_cycle(2, 0.1)
+        learn.freeze()
+        learn.fit(1)
+        learn.unfreeze()
+        learn.fit(1, slice(0.01, 0.1))
+        learn.fine_tune(1)
+    with in_ctx(learn, distrib): learn.fit_flat_cos(1, 0.05)
+    learn.fit(1)
+    return weights(learn), [float(o) for o in learn.recorder.losses], [list(o) for o in learn.recorder.values]
+
+
+@pytest.mark.parametrize('opt', [SGD, Adam, partial(OptimWrapper, opt=torch.optim.AdamW)], ids=['sgd', 'adam', 'wrapped'])
+def test_fits(world, opt):
+    "Layers that were frozen in one fit are averaged in the next; the optimizer's state goes on through all"
+    w, losses, values = fits(False, opt)
+    for w1, losses1, values1 in world(fits, True, opt):
+        assert diff(w, w1) < 1e-6 and diff(losses, losses1) < 1e-6 and diff(values, values1) < 1e-6
+
+
+def one_context_per_way(distrib):
+    "to_distributed, and the callback given to fit"
+    import contextlib
+    learn = quiet(learner(n=22, bs=5))
+    if not distrib:
+        learn.fit(1); learn.fit(1)
+        return weights(learn), 0
+    from fastdist.all import DistributedTrainer
+    dls, cbs = learn.dls, list(learn.cbs)
+    learn.to_distributed(**SPLIT)
+    learn.fit(1)
+    learn.detach_distributed()
+    assert learn.dls is dls and list(learn.cbs) == cbs
+    learn.fit(1, cbs=DistributedTrainer(**SPLIT))
+    assert learn.dls is dls and list(learn.cbs) == cbs
+    return weights(learn), len(learn.dls.train)
+
+
+def test_callback_alone(world2):
+    w, _ = one_context_per_way(False)
+    for w1, n in world2(one_context_per_way, True): assert diff(w, w1) < 2e-7 and n == 5
+
+
+def lr_find(distrib, bs=5, **ctx):
+    import tempfile
+    with tempfile.TemporaryDirectory() as tmp:
+        learn = quiet(learner(n=22, bs=bs, bn=True, opt=Adam, path=tmp))
+        before = weights(learn)
+        with in_ctx(learn, distrib, **ctx):
+            found = learn.lr_find(num_it=30, start_lr=1e-4, show_plot=False)
+            moved = diff(before, weights(learn))
+            learn.fit(1)
+        left = [str(o) for o in (Path(tmp)/'models').iterdir()]
+    return list(found), [float(o) for o in learn.recorder.losses], moved, weights(learn), left
+
+
+def test_lr_find(world):
+    "The same suggestion on all workers, the weights restored on all, and no folder left"
+    found, losses, _, w, _ = lr_find(False)
+    for found1, losses1, moved, w1, left in world(lr_find, True):
+        assert diff(found, found1) < 1e-6 and diff(losses, losses1) < 1e-5 and moved == 0 and diff(w, w1) < 1e-6 and left == []
+
+
+def test_lr_find_with_batches_of_its_own(worlds):
+    "The number of iterations counts steps of all workers"
+    for size in (2, 3):
+        found, losses, _, w, _ = lr_find(False, bs=5*size)
+        for found1, losses1, moved, w1, _ in worlds(size)(lr_find, True, split_batches=False):
+            assert diff(found, found1) < 1e-6 and diff(losses, losses1) < 1e-5 and moved == 0 and diff(w, w1) < 1e-6
+
+
+def save_load(folder):
+    import fastdist.all
+    learn = quiet(learner(n=22, bs=5, opt=Adam, path=folder))
+    with learn.distrib_ctx(**SPLIT):
+        learn.fit(1)
+        for i in range(5): learn.save('a')  # at once read by all
+        saved = weights(learn)
+        learn.fit(1)
+        learn.load('a')
+        assert diff(saved, weights(learn)) == 0
+        learn.export('a.pkl')
+        learn.fit(1)
+    learn.save('b')
+    learn.load('b')
+    return saved, weights(learn)
+
+
+def test_save_load_export(world, tmp_path):
+    "Keys without a prefix; the exported learner has nothing of fastdist in it, and loads where there is none"
+    import pickletools
+    saved, last = world(save_load, tmp_path)[0]
+    learn = learner(n=22, bs=5, opt=Adam, path=tmp_path)
+    learn.load('a')
+    assert diff(saved, weights(learn)) == 0
+    learn.load('b')
+    assert diff(last, weights(learn)) == 0
+    exported = load_learner(tmp_path/'a.pkl')
+    assert diff(saved, weights(exported)) == 0
+    assert sorted(o.name for o in exported.cbs) == ['cast_to_tensor', 'recorder', 'train_eval'] and not hasattr(exported, 'distributed_trainer')
+    import zipfile
+    with zipfile.ZipFile(tmp_path/'a.pkl') as z: data = z.read([o for o in z.namelist() if o.endswith('data.pkl')][0])
+    names = [arg.split(' ')[0].split('.')[0] for _, arg, _ in pickletools.genops(data) if isinstance(arg, str)]
+    assert 'fastai' in names and 'fastdist' not in names and 'accelerate' not in names
+
+
+class Unwritable:
+    def __reduce__(self): raise OSError('disk full')
+
+
+def save_fails(folder):
+    "The last file, where the next one cannot be written to its end"
+    import fastdist.all
+    learn = quiet(learner(n=22, bs=5, path=folder))
+    with learn.distrib_ctx(**SPLIT):
+        learn.fit(1)
+        learn.save('a')
+        saved = weights(learn)
+        learn.fit(1)
+    learn.model._register_state_dict_hook(lambda m, state, *_: state.__setitem__('odd', Unwritable()))
+    try: learn.save('a')
+    except OSError as e: text = str(e)
+    else: text = None
+    return text, saved
+
+
+def test_save_that_fails_leaves_the_last_file(world, tmp_path):
+    every = world(save_fails, tmp_path)
+    assert every[0][0] == 'disk full' and sorted(o.name for o in (tmp_path/'models').iterdir()) == ['a.pth']
+    learn = learner(n=22, bs=5, path=tmp_path)
+    learn.load('a')
+    for _, saved in every: assert diff(saved, weights(learn)) == 0
+
+
+def paths_differ():
+    import tempfile
+    import fastdist.all
+    with tempfile.TemporaryDirectory() as tmp:
+        learn = quiet(learner(n=9, bs=4, path=tmp))
+        with learn.distrib_ctx():
+            learn.save('x')
+            try: learn.load('x')
+            except RuntimeError as e: return str(e)
+
+
+def test_saved_under_paths_that_differ(world2):
+    "No wait for what will not come"
+    res = world2(paths_differ, timeout=30)
+    assert res[0] is None and 'save under the same path in all ranks' in res[1]
+
+
+def graph():
+    import matplotlib; matplotlib.use('agg')
+    import fastdist.all
+    from fastai.callback.progress import ShowGraphCallback
+    learn = learner(n=22, bs=5, cbs=ShowGraphCallback())
+    cbs = list(learn.cbs)
+    with learn.distrib_ctx(**SPLIT): learn.fit(2)
+    return list(learn.cbs) == cbs
+
+
+def test_show_graph(world2): assert world2(graph) == [True, True]
+
+
+def alone():
+    "Under a launcher, outside of a context and on one rank alone, with a process group alive"
+    from fastdist.all import get_rank, setup_distrib
+    learn = quiet(learner(n=9, bs=4, metrics=[accuracy, F1Score(average='macro')]))
+    res = [list(learn.validate())]                      # before there is a group
+    setup_distrib()
+    if get_rank() == 0: res.append(list(learn.validate()))
+    with learn.distrib_ctx(**SPLIT):
+        learn.fit(1)
+        if get_rank() == 0:                             # inside too, for what is no collective
+            item = learn.dls.valid_ds[0][:1]
+            learn.predict(item)
+            learn.dls.one_batch(), learn.dls.valid.one_batch()
+            learn.summary()
+            learn.get_preds(dl=[learn.dls.valid.one_batch()])
+    if get_rank() == 0:
+        res.append(list(learn.validate()))
+        learn.get_preds()
+        learn.fit(1)
+        learn.save('alone'); learn.load('alone')
+        learn.lr_find(num_it=6, show_plot=False)
+    return res
+
+
+def test_outside_of_a_context(world):
+    "fastai by itself gathers there, and fails or hangs"
+    res = world(alone, timeout=60)
+    assert len(res[0]) == 3
+    learn = quiet(learner(n=9, bs=4, metrics=[accuracy, F1Score(average='macro')]))
+    assert diff(res[0][0], list(learn.validate())) < 1e-6
+    for r in res: assert diff(r[0], res[0][0]) < 1e-6
+
+
+class Attr(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.knob = mlp(), 7
+    def forward(self, x): return self.body(x)
+
+
+def users_model(distrib):
+    "In a fit, whoever looks at learn.model finds the user's model"
+    learn = quiet(learner(n=9, bs=4, model=Attr))
+    model, seen = learn.model, []
+    class Look(Callback):
+        def look(self): seen.append(self.learn.model is model and self.learn.model.knob == 7 and isinstance(self.learn.model, Attr))
+    for e in 'before_fit before_epoch before_train before_batch after_pred after_loss before_backward after_backward before_step after_step after_batch after_train before_validate after_validate after_epoch after_fit'.split():
+        setattr(Look, e, Look.look)
+    hooked = []
+    hook = model.body[0].register_forward_hook(lambda m, i, o: hooked.append(learn.model is model))
+    with in_ctx(learn, distrib): learn.fit(1, cbs=Look())
+    hook.remove()
+    return all(seen), len(seen), all(hooked), len(hooked)
+
+
+def test_learn_model_is_the_users(world3):
+    for ok, n, ok2, n2 in world3(users_model, True): assert ok and n > 20 and ok2 and n2 > 3
+
+
+class Reaches(Attr):
+    "A model with two parts that take turns, as in a GAN"
+    def __init__(self):
+        super().__init__()
+        self.other, self.turn = nn.Linear(4, 3).double(), False
+    def forward(self, x): return (self.other if self.turn else self.body)(x)
+
+
+class Turns(Callback):
+    def before_batch(self):
+        if not self.training: return
+        m = self.learn.model
+        m.turn = not m.turn
+        m.body.requires_grad_(not m.turn); m.other.requires_grad_(m.turn)
+
+
+def turns(distrib):
+    torch.manual_seed(4)
+    learn = quiet(learner(n=22, bs=5, model=Reaches, cbs=Turns()))
+    with in_ctx(learn, distrib): learn.fit(2)
+    return weights(learn)
+
+
+def test_layers_frozen_from_batch_to_batch(world):
+    w = turns(False)
+    for w1 in world(turns, True): assert diff(w, w1) < 2e-7
+
+
+def cancels(distrib):
+    "All workers skip the same backward, step or batch, the first ones too"
+    from fastai.callback.core import CancelBackwardException, CancelBatchException, CancelStepException  # not a copy, sent by value
+    class Cancel(Callback):
+        def before_backward(self):
+            if self.train_iter == 0: raise CancelBackwardException
+        def before_step(self):
+            if self.train_iter == 2: raise CancelStepException
+        def after_pred(self):
+            if self.train_iter == 4 and self.training: raise CancelBatchException
+    learn = quiet(learner(n=22, bs=5, bn=True, cbs=Cancel()))
+    with in_ctx(learn, distrib): learn.fit(2)
+    return weights(learn)
+
+
+def test_cancelled_by_all(world):
+    w = cancels(False)
+    for w1 in world(cancels, True): assert diff(w, w1) < 2e-7
+
+
+def shown():
+    "What one worker prints"
+    import contextlib, io
+    import fastdist.all
+    learn = learner(n=9, bs=4, metrics=accuracy)
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        with learn.distrib_ctx(**SPLIT): learn.fit(2)
+    return out.getvalue(), [o.name for o in learn.cbs], hasattr(learn, 'progress'), [list(o) for o in learn.recorder.values]
+
+
+def test_one_table(world3):
+    res = world3(shown)
+    assert res[0][0].count('valid_loss') == 1 and [o[0] for o in res[1:]] == ['', '']
+    for o in res: assert o[1:] == res[0][1:]
+
+
+def set_by_a_seed(rank_too):
+    import fastdist.all
+    from fastdist.all import get_rank
+    learn = quiet(learner(n=22, bs=5))
+    set_seed(42 + (get_rank() if rank_too else 0))
+    drawn = []
+    class Draw(Callback):
+        def before_batch(self): drawn.append((random.random(), np.random.rand(), torch.rand(1).item()))
+    with learn.distrib_ctx(**SPLIT):
+        learn.fit(1, cbs=Draw())
+        learn.fit(1, cbs=Draw())
+    return drawn, (random.random(), np.random.rand(), torch.rand(1).item())
+
+
+def test_augmentations_differ_and_splits_do_not(world3):
+    "Workers draw from streams of their own in a fit, the same again after the same seed; afterwards the script's stream goes on in all alike"
+    res, again = world3(set_by_a_seed, False), world3(set_by_a_seed, False)
+    drawn = [d for ds, _ in res for d in ds]
+    assert len(set(drawn)) == len(drawn)
+    assert res[0][1] == res[1][1] == res[2][1]
+    assert [o[0] for o in again] == [o[0] for o in res]
+
+
+def collectives(n_val):
+    "Collectives of each training step, and of an epoch's validation, by name; and those of predictions"
+    import collections
+    import torch.distributed as dist
+    import fastdist.all
+    counts, res = collections.Counter(), []
+    class Keeps(Metric): # of an unknown kind
+        def reset(self): self.n = 0
+        def accumulate(self, learn): self.n += len(learn.y)
+        @property
+        def value(self): return self.n
+    learn = quiet(learner(n=40, bs=5, n_val=n_val, val_bs=2, metrics=[accuracy, worst, F1Score(average='macro'), Keeps()]))
+    class Step(Callback):
+        order = -1000
+        def before_batch(self):
+            if self.training: counts.clear()
+        def before_validate(self): counts.clear()
+    class StepEnd(Callback):
+        order = 2000
+        def after_batch(self): res.append(('step' if self.training else 'batch', dict(counts)))
+        def after_validate(self): res.append(('validate', dict(counts)))
+    # of the process group itself: all of torch.distributed's functions end there, but for DDP's own, which are called from C++
+    PG, real, was = dist.ProcessGroup, {}, {}
+    for nm in ('allreduce', 'broadcast', 'allgather', 'all_gather_single', '_allgather_base', 'barrier', 'reduce', 'gather', 'scatter', 'send', 'recv'):
+        if not hasattr(PG, nm): continue
+        def counted(self, *args, _nm=nm, **kwargs):
+            counts[_nm] += 1
+            return real[_nm](self, *args, **kwargs)
+        real[nm], was[nm] = getattr(PG, nm), vars(PG)[nm]
+        setattr(PG, nm, counted)
+    blocking, all_reduce = [0], dist.all_reduce
+    def seen(*args, **kwargs):
+        blocking[0] += not kwargs.get('async_op')
+        return all_reduce(*args, **kwargs)
+    try:
+        with learn.distrib_ctx(split_batches=True):
+            learn.fit(1) # makes DDP
+            dist.all_reduce = seen
+            learn.fit(1, cbs=[Step(), StepEnd()])
+            fit = blocking[0]
+            counts.clear()
+            learn.get_preds()
+            res.append(('preds', dict(counts)))
+    finally:
+        dist.all_reduce = all_reduce
+        for nm, f in was.items(): setattr(PG, nm, f)
+    return res, fit
+
+
+def worst(pred, targ): return pred.max().abs().sqrt()
+
+
+def test_collectives_counted(world2):
+    "P4. In a step one, beside DDP's own, and nobody waits for it; in validation a number that does not depend on that of the batches"
+    fits, few, many = (world2(collectives, n) for n in (20, 200, 600))
+    assert [few[0][0][-2:], few[1][0][-2:]] == [many[0][0][-2:], many[1][0][-2:]], (few, many)
+    for a, b in zip(fits[0][0][-2:], few[0][0][-2:]): assert all(n <= b[1][k] for k, n in a[1].items())  # what is small travels along
+    for res, blocking in many:
+        by = lambda k: [c for o, c in res if o == k]
+        assert len(by('step')) == 8 and all(c == {'allreduce': 1} for c in by('step')[1:]), by('step')
+        assert blocking == 1 # at the end of a fit: was Ctrl-C pressed?
+        assert all(c == by('batch')[0] for c in by('batch')) and sum(by('batch')[0].values()) == 0, by('batch')
+        assert 0 < sum(by('validate')[0].values()) <= 16 and 0 < sum(by('preds')[0].values()) <= 32, (by('validate'), by('preds'))
+
+
+class Noise:
+    "Noise in, a small picture out"
+    def __init__(self, n):
+        g = torch.Generator().manual_seed(1)
+        self.z, self.x = torch.randn(n, 100, generator=g), torch.randn(n, 3, 16, 16, generator=g).clamp(-1, 1)
+    def __len__(self): return len(self.z)
+    def __getitem__(self, i): return self.z[i], self.x[i]
+
+
+def gan(distrib):
+    from fastai.vision.gan import FixedGANSwitcher, GANLearner, basic_critic, basic_generator
+    set_seed(0)
+    dls = DataLoaders(TfmdDL(Noise(24), bs=6, shuffle=True, num_workers=0), TfmdDL(Noise(6), bs=6, num_workers=0))
+    generator, critic = basic_generator(16, 3, in_sz=100, n_features=8, n_extra_layers=0), basic_critic(16, 3, n_features=8, n_extra_layers=0, act_cls=partial(nn.LeakyReLU))
+    learn = quiet(GANLearner.wgan(dls, generator, critic, opt_func=SGD, lr=1e-3, switch_eval=False, switcher=FixedGANSwitcher(n_crit=1, n_gen=1)))
+    before = weights(learn)
+    with in_ctx(learn, distrib): learn.fit(2)
+    return weights(learn), diff(before, weights(learn))
+
+
+def test_gan(world2):
+    "fastai's own, whose callbacks reach into learn.model and freeze one half of it at a time"
+    w, moved = gan(False)
+    assert moved > 1e-4
+    for w1, _ in world2(gan, True): assert diff(w, w1) < 2e-6

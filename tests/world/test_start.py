@@ -1,0 +1,220 @@
+"Every way in which users start workers"
+import json, os, socket, sys, textwrap
+from functools import partial
+
+import pytest
+from forked import started
+from harness import free_port, launched
+
+PYTHON = sys.executable
+LAUNCHERS = dict(
+    fastdist=[PYTHON, '-m', 'fastdist', 'launch', '-n', '2', '--tee', '3'],
+    torchrun=[PYTHON, '-m', 'torch.distributed.run', '--standalone', '--nproc-per-node', '2'],
+    accelerate=[PYTHON, '-m', 'accelerate.commands.launch', '--multi_gpu', '--num_processes', '2', '--main_process_port', '0', '--mixed_precision', 'no',
+                '--dynamo_backend', 'no', '--num_machines', '1'],
+    python=[PYTHON])
+SCRIPT = r'''
+    import json, os, torch, torch.distributed as dist
+    from fastdist.world import *
+    print(infer_init_method(), flush=True)
+    setup_distrib(timeout=60); setup_distrib()
+    text = json.dumps([get_rank(), get_world_size(), get_local_rank(), get_local_world_size(), get_node_rank(), str(get_device()), get_backend(), get_launcher(),
+                       all_reduce(torch.tensor(get_rank()+1.)).item()])
+    os.write(1, f'said {text}\n'.encode()) # at once: workers share the line
+    '''
+
+
+def said(text): return sorted(json.loads(line.partition('said')[2]) for line in text.splitlines() if 'said [' in line)
+
+
+@pytest.mark.parametrize('how', list(LAUNCHERS))
+def test_launchers(tmp_path, how):
+    (tmp_path/'s.py').write_text(textwrap.dedent(SCRIPT))
+    res = launched([*LAUNCHERS[how], tmp_path/'s.py'], 120, env={'ACCELERATE_USE_CPU': 'true'}, cwd=tmp_path)
+    assert res.returncode == 0 and res.left == {}, res.stderr
+    who = dict(fastdist='accelerate', python='none').get(how, how)
+    if how == 'python': assert said(res.stdout) == [[0, 1, 0, 1, 0, 'cpu', 'gloo', 'none', 1.]]
+    else: assert said(res.stdout) == [[r, 2, r, 2, 0, 'cpu', 'gloo', who, 3.] for r in range(2)]
+    assert ('one device' if how == 'python' else f'{who} has set RANK=') in res.stdout
+    assert 'Warning' not in res.stderr.replace('FutureWarning: `torch.jit.script`', ''), res.stderr  # a warning-free exit
+
+
+def me(**kwargs):
+    import torch
+    from fastdist.world import (all_gather_list, distributed_init, get_launcher, get_local_rank, get_local_world_size, get_node_rank, get_rank, get_world_size, infer_init_method,
+                                teardown_distrib)
+    reason = str(infer_init_method(**{k: v for k, v in kwargs.items() if k not in ('timeout', 'backend')}))
+    rank = distributed_init(**kwargs)
+    assert rank == distributed_init(**kwargs)
+    res = [rank, get_world_size(), get_local_rank(), get_local_world_size(), get_node_rank(), get_launcher(), all_gather_list(get_rank())]
+    teardown_distrib(); teardown_distrib()
+    return res, reason
+
+
+def by_hand(url, rank, world_size, again=False, timeout=60):
+    res = me(init_method=url, rank=rank, world_size=world_size, timeout=timeout)
+    if again: assert me(init_method=url, rank=rank, world_size=world_size, timeout=timeout) == res
+    left = [k for k in os.environ if k in ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'MASTER_PORT', 'FASTDIST_LAUNCHER')]
+    return res, left
+
+
+def each(n, fn, *args, envs=None, timeout=90):
+    "`fn(rank, *args)` in n processes"
+    return started(lambda: fn(int(os.environ['I']), *args), [{'I': str(i), **(envs[i] if envs else {})} for i in range(n)], timeout=timeout)
+
+
+@pytest.mark.parametrize('n', [2, 3])
+@pytest.mark.parametrize('again', [False, True])
+def test_tcp(n, again):
+    url = f'tcp://127.0.0.1:{free_port()}'
+    for r, o in enumerate(each(n, lambda r: by_hand(url, r, n, again))):
+        assert o == (([r, n, r, n, 0, 'none', list(range(n))], f'init_method={url!r} was given, for rank {r} of {n}'), [])
+
+
+def test_tcp_in_the_url():
+    url = f'tcp://127.0.0.1:{free_port()}'
+    res = each(2, lambda r: me(init_method=f'{url}?rank={r}&world_size=2'))
+    assert [o[0][:2] for o in res] == [[0, 2], [1, 2]]
+
+
+@pytest.mark.parametrize('left', ['nothing', 'of an earlier run', 'of a run that was killed', 'rubbish'])
+def test_file(tmp_path, left):
+    "A file that an earlier run has left does not hang the next, nor does another of torch's"
+    import torch.distributed as dist
+    path = tmp_path/'meet'
+    url = f'file://{path}'
+    if left == 'of an earlier run': path.write_text(json.dumps(dict(addresses=['127.0.0.1'], port=free_port(), nonce='x')))
+    if left == 'of a run that was killed':
+        store = dist.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)  # its port is another's now
+        path.write_text(json.dumps(dict(addresses=['127.0.0.1'], port=store.port, nonce='x')))
+    if left == 'rubbish': path.write_bytes(b'\0\xff{')
+    for _ in range(2):
+        for r, o in enumerate(each(3, lambda r: by_hand(url, r, 3))): assert o[0][0] == [r, 3, r, 3, 0, 'none', [0, 1, 2]] and o[1] == [], o
+        assert not list(tmp_path.iterdir())
+
+
+def test_env_without_local_rank():
+    "What plain torch.distributed needs is enough"
+    port = str(free_port())
+    res = each(3, lambda r: me(), envs=[dict(RANK=str(r), WORLD_SIZE='3', MASTER_ADDR='127.0.0.1', MASTER_PORT=port) for r in range(3)])
+    for r, (o, reason) in enumerate(res): assert o == [r, 3, r, 3, 0, 'environment', [0, 1, 2]] and 'has set RANK=' in reason
+
+
+def slurm(n, per_node=None, **more):
+    per_node = per_node or n
+    return [dict(SLURM_JOB_ID='4711', SLURM_PROCID=str(r), SLURM_LOCALID=str(r % per_node), SLURM_NTASKS=str(n), SLURM_JOB_NODELIST='localhost', **more) for r in range(n)]
+
+
+@pytest.mark.parametrize('kind', ['named', 'real', 'one per node', 'port', 'address', 'argument'])
+def test_slurm(kind):
+    "srun's environment; real Slurm is tried in test_hosts"
+    real = dict(SLURM_STEP_ID=str(os.getpid() % 1000), SLURM_STEP_NUM_TASKS='4', SLURM_STEP_NODELIST='localhost', SLURM_TASKS_PER_NODE='3,1', SLURM_STEP_TASKS_PER_NODE='3,1')
+    envs = slurm(4, 2, SLURM_NTASKS_PER_NODE='2')
+    want = [(r % 2, 2, r // 2) for r in range(4)]
+    kwargs, port = {}, str(free_port())
+    if kind == 'real':
+        for i, e in enumerate(envs): e.update(real, SLURM_NODEID=str(i//3), SLURM_LOCALID=str(i % 3))
+        want = [(r % 3, 3 if r < 3 else 1, r//3) for r in range(4)]
+    if kind == 'one per node':
+        envs = slurm(2, 1, SLURM_NTASKS_PER_NODE='1')
+        want = [(0, 1, 0), (0, 1, 1)]
+    if kind in ('port', 'address'): envs = [dict(e, MASTER_PORT=port) for e in envs]
+    if kind == 'address': envs = [dict(e, MASTER_ADDR='127.0.0.1', SLURM_JOB_NODELIST='far[1-2]') for e in envs]
+    if kind == 'argument': envs = [dict(e, SLURM_JOB_ID='4712') for e in envs]
+    res = started(lambda: me(), envs)
+    for r, (o, reason) in enumerate(res):
+        assert o == [r, len(envs), *want[r], 'slurm', list(range(len(envs)))], (o, reason)
+        assert f'task {r} of {len(envs)}' in reason and (kind not in ('port', 'address') or port in reason)
+
+
+def test_slurm_without_srun():
+    for env in dict(SLURM_JOB_ID='1', SLURM_NTASKS='4'), dict(SLURM_JOB_ID='1', SLURM_NTASKS='4', SLURM_PROCID='0', SLURM_LOCALID='0', ENVIRONMENT='BATCH'):
+        name, text, _ = started(lambda: me(), [env])[0]
+        assert name == 'ValueError' and 'SLURM_NTASKS=4' in text and 'srun python' in text
+
+
+def test_fewer_than_were_asked_for(tmp_path):
+    "Accelerate starts one worker where it was asked for two, and says nothing"
+    (tmp_path/'s.py').write_text(textwrap.dedent(SCRIPT))
+    cmd = [PYTHON, '-m', 'accelerate.commands.launch', '--cpu', '--num_processes', '2', '--num_machines', '1', '--mixed_precision', 'no', '--dynamo_backend', 'no']
+    res = launched([*cmd, tmp_path/'s.py'], 120, cwd=tmp_path)
+    assert res.returncode != 0 and 'type `fastdist launch -n N s.py`' in res.stderr, res.stderr[-2000:]
+    assert launched([*cmd[:5], '1', *cmd[6:], tmp_path/'s.py'], 120, cwd=tmp_path).returncode == 0
+
+
+def test_one_does_not_come():
+    url = f'tcp://127.0.0.1:{free_port()}'
+    (name, text, _), (name1, text1, _) = each(2, lambda r: by_hand(url, r, 3, timeout=6))
+    assert name == 'TimeoutError' and 'rank 0 waited 6 s for 3 workers, and ranks [2] have not come' in text
+    assert 'rank 1 waited' in text1 and ('ranks [2] have not come' in text1 if name1 == 'TimeoutError' else 'rank 0' in text1)  # rank 0 may have gone first
+
+
+def test_nobody_is_there(tmp_path):
+    name, text, _ = started(lambda: by_hand(f'tcp://127.0.0.1:{free_port()}', 1, 2, timeout=2), [{}])[0]
+    assert name == 'ConnectionError' and 'rank 1 found nobody at 127.0.0.1:' in text
+    name, text, _ = started(lambda: by_hand(f'file://{tmp_path}/x', 1, 2, timeout=2), [{}])[0]
+    assert name == 'TimeoutError' and 'rank 1 waited 2 s for rank 0 to write' in text
+
+
+def test_a_port_that_is_taken():
+    with socket.create_server(('0.0.0.0', 0)) as s:
+        url = f'tcp://127.0.0.1:{s.getsockname()[1]}'
+        name, text, _ = started(partial(by_hand, url, 0, 2, timeout=2), [{}])[0]
+    assert name == 'ConnectionError' and 'could not open port' in text
+
+
+def test_the_same_rank_twice():
+    url = f'tcp://127.0.0.1:{free_port()}'
+    res = started(lambda: by_hand(url, int(os.environ['R']), 2, timeout=5), [dict(R=r) for r in '011'])
+    assert 'two workers say that they are rank 1 of 2' in str(res)
+
+
+MAIN = r'''
+    import os, torch, torch.distributed as dist
+    from fastdist.world import *
+
+    def main(x, y=0):
+        os.write(1, f'said {[get_rank(), get_world_size(), get_local_rank(), x+y, all_reduce(torch.tensor(get_rank()+1)).item()]}\n'.encode())
+
+    if __name__ == '__main__': call_main(main, 1, N, y=2)
+    '''
+
+
+@pytest.mark.parametrize('n', [None, 1, 3])
+def test_call_main(tmp_path, n):
+    (tmp_path/'s.py').write_text(textwrap.dedent(MAIN).replace(' N,', f' n={n},' if n else ''))
+    res = launched([PYTHON, tmp_path/'s.py'], 120, cwd=tmp_path)
+    assert res.returncode == 0 and res.left == {}, res.stderr
+    n = n or 1
+    assert said(res.stdout) == [[r, n, r, 3, n*(n+1)//2] for r in range(n)]
+
+
+def downloads(rank, folder, per_node):
+    import time
+    from pathlib import Path
+    import torch.distributed as dist
+    from fastdist.world import rank0_first, rank0_read, get_world_size
+    calls = []
+    def get(name):
+        calls.append((Path(folder)/name).exists())
+        time.sleep(0.3)
+        (Path(folder)/name).write_text('x')
+        return rank
+    res = [rank0_first(get, 'a'), rank0_first(get, 'b', per_node=per_node), rank0_read(get, 'c'), get_world_size(), calls, dist.is_initialized()]
+    def fail(): raise ValueError('no disk')
+    for f in rank0_first, rank0_read:
+        try: f(fail)
+        except Exception as e: res.append((type(e).__name__, type(e.__cause__).__name__, 'no disk' in str(e)))
+    return res
+
+
+@pytest.mark.parametrize('per_node', [False, True])
+def test_rank0_first_without_a_group(tmp_path, per_node):
+    "It makes none: the workers wait through the store"
+    envs = [dict(e, SLURM_JOB_ID=str(10+per_node)) for e in slurm(4, 2, SLURM_NTASKS_PER_NODE='2')]
+    res = started(lambda: downloads(int(os.environ['SLURM_PROCID']), tmp_path, per_node), envs)
+    for r, o in enumerate(res):
+        err = ('ValueError', 'NoneType', True) if r == 0 else ('RemoteError', 'ValueError', True)
+        first = r == 0, r % 2 == 0 if per_node else r == 0
+        assert o[:4] == [r, r, 0, 4] and o[5:] == [False, err, err], o
+        assert o[4][0] == (r > 0) and len(o[4]) == 2 + (r == 0) and (first[1] or o[4][1]), o

@@ -1,0 +1,305 @@
+"""Which test finds which fault? Plants each of these faults, one by one, in a copy of the tree, and runs the tests that have to find it.
+
+    python tools/planted_faults.py [NAME ...] [--list] [--core] [--tests FOLDER] [--no-control] [--limit SECONDS]
+
+One row for each fault: its name, the test that found it, seconds. The exit status is 1 where a fault was not found, or cannot
+be planted any more: then give it the text that the code has now."""
+import argparse, os, re, secrets, shutil, signal, subprocess, sys, tempfile, time
+from collections import namedtuple
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+KEEP_OUT = '.git', '.venv*', 'venv*', '__pycache__', '.pytest_cache', '.hypothesis', '*.egg-info', 'build', 'dist', '_proc', '_docs'
+MARK = 'FASTDIST_PLANTED'  # every process of a trial carries it, and so do its children, whatever session they move to
+
+# `old` stands in exactly one place of fastdist/, whichever module that is
+Fault = namedtuple('Fault', 'name promise breaks old new tests')
+FAULTS = [Fault(*o) for o in [
+    # P1: the numbers of one process
+    ('share-cut', 'P1', "shares of a batch are cut to one length: the samples left over are trained by nobody",
+     'self.order[lo+self.rank:hi:self.world_size] or', 'self.order[lo+self.rank:hi-(hi-lo)%self.world_size:self.world_size] or',
+     ['tests/data/test_data.py::test_partition']),
+    ('padding-counted', 'P1', "samples that only fill up the last slice count, so they count twice",
+     'def real(r): return max(0, min(hi, n-r*self.size)-lo)', 'def real(r): return hi-lo',
+     ['tests/data/test_data.py::test_partition']),
+    ('evaluated-by-all-counted', 'P1', "a set of one batch, which all workers evaluate, is counted once for each of them",
+     'isinstance(self.learn.dl, DistributedDL) and self.learn.dl.world_size > 1', 'isinstance(self.learn.dl, DistributedDL)',
+     ['tests/promises/test_p1_exact.py::test_predictions_in_order[2]']),
+    ('share-of-another-rank', 'P1', "ranks are taken in reverse where a stream is shared out",
+     'mine = whole[rank::world_size]', 'mine = whole[world_size-1-rank::world_size]',
+     ['tests/data/test_data.py::test_streams_of_unknown_length']),
+    ('resume-repeats-a-batch', 'P3', "a loader that goes on in the middle of an epoch begins one step too early",
+     'offset=self._plan.done(self._steps)', 'offset=self._plan.done(max(self._steps-1, 0))',
+     ['tests/data/test_data.py::test_goes_on_in_the_middle[fastai-True]']),
+    ('order-not-shared', 'P1', "the loader's own generator is not set to rank 0's: workers that nobody seeded shuffle differently",
+     '        _set_all(gens, vals)\n', '',
+     ['tests/data/test_loaders.py::test_workers_that_were_not_seeded_share_an_order[fastai]']),
+    ('same-augmentations', 'P1', "dropout and augmentations of a fit are the same in all workers",
+     'set_seed(seed_of(self.rank, self.shared[0]', 'set_seed(seed_of(0, self.shared[0]',
+     ['tests/data/test_loaders.py::test_a_fit_draws_the_same_after_the_same_seed']),
+    ('shares-weigh-alike', 'P1', "gradients of unequal shares of a batch get equal weights",
+     'else s.n*world/all_n', 'else 1.',
+     ['tests/promises/test_p1_exact.py::test_weights_awkward_sizes[2-7-3]']),
+    ('unfrozen-not-synced', 'P1', "gradients of parameters that are unfrozen within a fit are not averaged",
+     'if self.ddp is None or frozen!=self.frozen', 'if self.ddp is None',
+     ['tests/trainer/test_learner.py::test_layers_frozen_from_batch_to_batch[2]']),
+    ('accumulation-by-batches', 'P1', "an accumulated gradient is divided by the number of batches, not of samples",
+     'p.grad.mul_(self.first/self.total)', 'p.grad.mul_(1/self.n)',
+     ['tests/callbacks/test_accumulate.py::test_steps_are_a_large_batch[2-13-6-5-plain]']),
+    ('local-batch-norm', 'P1', "batch norm takes its statistics from the worker's own share",
+     'dist.all_gather(list(every.unbind()), mine)\n        means', 'every.copy_(mine)\n        means',
+     ['tests/promises/test_p1_exact.py::test_weights_split[2-sgd-bn]']),
+    ('mean-of-means', 'P1', "a metric is the mean of the workers' means, however many samples each had",
+     'add_up([p[0][i][0] for p in parts]),sum(p[0][i][1] for p in parts)',
+     'add_up([p[0][i][0]/max(p[0][i][1], 1) for p in parts]),len(parts)',
+     ['tests/promises/test_p1_exact.py::test_validation_any_size[2-False]']),
+    ('predictions-by-rank', 'P1', "predictions come worker after worker, not in the order of the data set",
+     'return [p[i] for i in range(max(map(len, parts))) for p in parts if i < len(p)]', 'return [o for p in parts for o in p]',
+     ['tests/metrics/test_preds.py::test_options[2-13-3]']),
+    ('divergence-unseen', 'P1', "DivergenceCheck is content when one worker agrees with rank 0, as rank 0 itself does",
+     'if (every==every[0]).all(): return', 'if (every==every[0]).all(1).any(): return',
+     ['tests/callbacks/test_divergence.py::test_found[2-flipped]']),
+    # P2: never a silent hang
+    ('watchdog-never-fires', 'P2', "the watchdog goes by the outermost scope's limit, which has none",
+     'limit = next((s.limit for s in reversed(self.scopes) if s.limit is not None), None)\n    if limit',
+     'limit = self.scopes[0].limit\n    if limit',
+     ['tests/fault/test_faults.py::test_the_one_that_is_late_ends_too']),
+    ('error-kept-to-itself', 'P2', "a worker that fails does not tell the others what it was",
+     '    self._tell(s, Failure.of(e))\n', '',
+     ['tests/fault/test_faults.py::test_reaches_all[collective]']),
+    ('wrong-worker-blamed', 'P2', "the launcher blames the worker that ended first, not the one that failed first",
+     'if cause: rank,failure = int(cause[1]),failures', 'if cause: failure = failures',
+     ['tests/promises/test_p2_no_hang.py::test_ends_at_once[leaves_last]']),
+    ('exit-status-lost', 'P2', "fastdist launch ends with 0 whatever its workers end with",
+     'with patch_environment(**o.env): return _run(', 'with patch_environment(**o.env): _run(',
+     ['tests/launch/test_launch.py::test_exit_status']),
+    ('process-left', 'P2', "fastdist check leaves its workers running when it is interrupted",
+     '    finally: _stop(proc)\n', '    finally: proc.poll()\n',
+     ['tests/launch/test_check.py::test_ctrl_c']),
+    ('file-left', 'P5', "fastdist check leaves its trial file in the user's folder",
+     'if file is not None: file.unlink(missing_ok=True)', 'pass',
+     ['tests/launch/test_check.py::test_good[3-args1]']),
+    ('cancel-of-one-alone', 'P2', "a Cancel exception counts only where all workers raise it; the others go on by themselves",
+     'dist.all_reduce(t, dist.ReduceOp.MAX)\n        return t.item()', 'dist.all_reduce(t, dist.ReduceOp.MIN)\n        return t.item()',
+     ['tests/fault/test_decisions.py::test_cancelled_by_some_of_two[outside-subset0]']),
+    # P3: nothing lost
+    ('own-shard-saved', 'P3', "learn.save writes rank 0's shard of the parameters as if it were the whole",
+     'o = o.full_tensor() if isinstance(o, DTensor) else o\n', 'o = o.to_local() if isinstance(o, DTensor) else o\n',
+     ['tests/strategy/test_strategies.py::test_save_load_export_predict[fsdp]']),
+    ('saved-in-place', 'P3', "learn.save writes over the last checkpoint, which is lost if the process is killed meanwhile",
+     '_fastai_save(tmp, model, opt, with_opt, **kwargs)', '_fastai_save(Path(file), model, opt, with_opt, **kwargs)',
+     ['tests/trainer/test_learner.py::test_save_that_fails_leaves_the_last_file[2]']),
+    # P4: no tax
+    ('waits-in-each-step', 'P4', "whether Ctrl-C was pressed is asked by a collective of its own in each step, which all wait for",
+     'if s.loss[2].item(): raise', 'if self.decisions.agree(int(s.loss[2].item() > 0)): raise',
+     ['tests/trainer/test_learner.py::test_collectives_counted']),
+    ('collective-in-each-validation-batch', 'P4', "the loss of each validation batch is added up over the workers at once",
+     'if self.sharded and len(self.yb): self.totals',
+     'if self.sharded and len(self.yb): dist.all_reduce(self.learn.loss.detach().clone()); self.totals',
+     ['tests/trainer/test_learner.py::test_collectives_counted']),
+    # P5: leaves no trace
+    ('callbacks-left', 'P5', "callbacks that a context adds stay on the learner",
+     'self.undo.callback(self.learn.remove_cb, cb)', 'self.undo.callback(noop)',
+     ['tests/promises/test_p5_no_trace.py::test_after_the_end']),
+    ('not-undone-after-an-error', 'P5', "a context that an exception ends is not undone",
+     '    finally:\n        self.detach_distributed()\n',
+     '    except Exception: raise\n    else: self.detach_distributed()\n    finally:\n',
+     ['tests/promises/test_p5_no_trace.py::test_after_an_error_in_the_forward']),
+    ('random-stream-left', 'P5', "after an error in a fit the worker's own random numbers go on in the script",
+     'self.undo.callback(self.random.exit)', 'pass',
+     ['tests/promises/test_p5_no_trace.py::test_after_an_error_at_any_event[True]']),
+    ('logger-left', 'P5', "after a context workers other than rank 0 log nothing any more",
+     "self.undo.callback(setattr, learn, 'logger', logger)", 'pass',
+     ['tests/promises/test_p5_no_trace.py::test_after_the_end']),
+    ('optimizer-state-lost', 'P5', "the optimizer's state is dropped when zero1 ends, in place of being put together",
+     'else: self._each_state(lambda p,o: self._whole(p, o, group))', 'else: self.opt.clear_state()',
+     ['tests/strategy/test_strategies.py::test_optimizer_before_and_after[zero1]']),
+    ('compression-left', 'P5', "the wrapper of one fit, with GradientCompression's hook on it, serves in the next as well",
+     '    self.strategy.end_fit()\n    self.strategy.adopt(self.learn.opt)', '    self.strategy.adopt(self.learn.opt)',
+     ['tests/callbacks/test_fewer_bytes.py::test_only_in_its_fit_and_for_steps']),
+    # P6: one script
+    ('tasks-of-the-job', 'P6', "under Slurm the number of tasks on this node is taken from the job, not from the step",
+     'n_local = counts[node] if', 'n_local = per_node or counts[node] if',
+     ['tests/world/test_start.py::test_slurm[real]']),
+    ('rank-in-the-url-unread', 'P6', "the rank and the size that tcp://host:port?rank=..&world_size=.. says are not read",
+     'int(query[k]) if k in query else None', 'None',
+     ['tests/world/test_start.py::test_tcp_in_the_url']),
+    ('launcher-over-url', 'P6', "workers of a launcher meet where it says, though an init_method was given",
+     '    if init_method is not None:\n        url', "    if init_method is not None and e.launcher=='none':\n        url",
+     ['tests/launch/test_config.py::test_two_machines']),
+    ('rank0-not-first', 'P6', "rank0_first calls the function in all workers at once",
+     '    _follow(key)\n    return func(*args, **kwargs)', '    return func(*args, **kwargs)',
+     ['tests/world/test_start.py::test_rank0_first_without_a_group[False]']),
+    ('own-object-first', 'P6', "all_gather_list begins with the worker's own object, not with rank 0's",
+     'return [self.load(p, i) for i,p in enumerate(self.parts())]',
+     'return (lambda o: o[self.me:]+o[:self.me])([self.load(p, i) for i,p in enumerate(self.parts())])',
+     ['tests/world/test_start.py::test_tcp[False-2]']),
+    ('nodes-of-neighbours', 'P6', "node_group takes ranks that follow each other for those of one node",
+     '[[r for r,o in enumerate(nodes) if', '[[r for r,o in enumerate(sorted(nodes)) if',
+     ['tests/comm/test_collectives.py::test_node_group[ranks1]']),
+    ('prints-cut', 'P6', "ends of lines that workers print do not come into the notebook",
+     "if kind=='stream': getattr", "if kind=='stream' and args[1].strip(): getattr",
+     ['tests/launch/test_launch_notebook.py::test_script']),
+    ('interface-unchecked', 'P6', "fastdist check says ready although the network interface does not exist",
+     '+m.node_findings(env, backend)+m.gpu_findings', '+m.gpu_findings',
+     ['tests/launch/test_check.py::test_wrong_interface']),
+    # P7: no silent argument
+    ('argument-swallowed', 'P7', "device_placement is taken, and does nothing",
+     "if 'device_placement' in given:", "if 'device_placement' in kwargs and None:",
+     ['tests/promises/test_p7_arguments.py::test_no_argument_of_accelerates_is_swallowed']),
+    ('error-without-value', 'P7', "errors of arguments do not say which value is not accepted",
+     '{arg}={_short(value)} is not accepted', '{arg} is not accepted',
+     ['tests/promises/test_p7_arguments.py::test_still_refused']),
+    ('config-key-ignored', 'P7', "split_batches in a config for fastdist train has no effect",
+     'sync_bn=c.sync_bn, split_batches=c.split_batches,', 'sync_bn=c.sync_bn,',
+     ['tests/launch/test_config.py::test_number_of_workers_changes_nothing']),
+    ('learning-rate-ignored', 'P7', "learning_rate in a config for fastdist train has no effect",
+     'lr = _speed(),() if c.learning_rate is None else (c.learning_rate,)', 'lr = _speed(),()',
+     ['tests/launch/test_config.py::test_learning_rate']),
+    ('scaler-option-skipped', 'P7', "what GradScalerKwargs says is overruled by the callback's defaults",
+     '{**owner.kwargs, **asked}', '{**asked, **owner.kwargs}',
+     ['tests/callbacks/test_precision.py::test_scaler', 'tests/callbacks/test_precision.py::test_scaler_that_is_off_trains_as_without']),
+    # P8: clean import
+    ('import-order', 'P8', "fastai.distributed, imported after fastdist, takes fastdist's methods away",
+     'import fastai.distributed # before', 'pass # before',
+     ['tests/promises/test_p8_import.py::test_either_order[fastdist.parallel-fastdist.all]']),
+    ('torch-in-the-command-line', 'P8', "fastdist train imports torch before it has read the config: seconds, to say that a key is wrong",
+     'from .source import Source, nearest, toml\n', 'from .source import Source, nearest, toml\nimport torch\n',
+     ['tests/launch/test_config.py::test_wrong_config_at_once']),
+    ('thread-at-import', 'P8', "an import starts a thread",
+     'on_start.append(monitor)\n', 'on_start.append(monitor)\nthreading.Thread(target=time.sleep, args=(1e6,), daemon=True).start()\n',
+     ['tests/promises/test_p8_import.py::test_either_order[fastdist.all-fastdist.all]']),
+    ('port-at-import', 'P8', "an import opens a port: the store of a process alone is a TCPStore, and made at once",
+     'groups=0, alone=None,', "groups=0, alone=dist.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False),",
+     ['tests/promises/test_p8_import.py::test_either_order[fastdist.all-fastdist.all]']),
+]]
+
+
+def copy(tests=None):
+    "The tree in a new folder, with `tests` in the place of its own tests"
+    to = Path(tempfile.mkdtemp(prefix='planted'))/'tree'  # not in the checkout: what is imported must be the copy
+    shutil.copytree(ROOT, to, ignore=shutil.ignore_patterns(*KEEP_OUT))
+    if tests:
+        shutil.rmtree(to/'tests')
+        shutil.copytree(tests, to/'tests', ignore=shutil.ignore_patterns(*KEEP_OUT))
+    return to
+
+
+def plant(fault, root):
+    "Put the fault into the tree at `root`; a `ValueError` says why it cannot be"
+    found = {f: f.read_text(encoding='utf-8').count(fault.old) for f in sorted((root/'fastdist').rglob('*.py'))}
+    found = {f: n for f, n in found.items() if n}
+    if sum(found.values()) != 1:
+        at = ', '.join(f'{n} in {f.relative_to(root)}' for f, n in found.items()) or 'none'
+        raise ValueError(f'{fault.name} cannot be planted: {fault.old!r} has to stand in one place of fastdist/, and there are: {at}')
+    file, = found
+    file.write_text(file.read_text(encoding='utf-8').replace(fault.old, fault.new), encoding='utf-8')
+    compile(file.read_text(encoding='utf-8'), str(file), 'exec')  # a fault that no Python can be is found by everything
+
+
+def marked(mark):
+    "The living processes of a trial"
+    found = []
+    for p in Path('/proc').iterdir():
+        if not p.name.isdigit(): continue
+        try:
+            if (p/'stat').read_text().rpartition(')')[2].split()[0] in 'ZX': continue
+            if f'{MARK}={mark}'.encode() in (p/'environ').read_bytes().split(b'\0'): found.append(int(p.name))
+        except OSError: pass  # it ended while we looked, or is not ours to read
+    return found
+
+
+def end(mark, session):
+    "Kill what a trial has left"
+    for _ in range(50):  # again, until nothing is found: a process may have been starting another
+        found = marked(mark)
+        for kill, pid in [(os.killpg, session), *((os.kill, o) for o in found)]:
+            try: kill(pid, signal.SIGKILL)
+            except ProcessLookupError: pass
+        if not found: return
+        time.sleep(0.1)
+
+
+def run(args, root, limit):
+    "Run Python in the tree at `root`, within `limit` seconds: (exit status or `None`, what it printed)"
+    mark = secrets.token_hex(8)
+    env = {k: v for k, v in os.environ.items() if not k.startswith(('PYTEST_', 'COV_'))}
+    env.update({MARK: mark, 'PYTHONPATH': str(root), 'PYTHONUNBUFFERED': '1', 'COLUMNS': '300', 'TMPDIR': str(root.parent)})
+    with open(root.parent/'output', 'w+', errors='replace') as out:
+        proc = subprocess.Popen([sys.executable, *args], cwd=root, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
+                                start_new_session=True)
+        try: status = proc.wait(limit)
+        except subprocess.TimeoutExpired: status = None
+        finally:
+            end(mark, proc.pid)
+            proc.wait()
+        out.seek(0)
+        return status, out.read()
+
+
+def verdict(status, text):
+    "(was the fault found?, the node id of the test that did it, or why it is not known)"
+    failed = re.search(r'^(?:FAILED|ERROR) (\S+?\.py(?:::\w+(?:\[.*?\](?= - |\s*$))?)?)', text, re.M)
+    if failed: return True, failed[1]
+    begun = re.findall(r'^(tests/\S+\.py::\w+(?:\[.*?\])?) *(?!.*(?:PASSED|SKIPPED|XFAIL))', text, re.M)
+    # pytest-timeout ends the process without a summary; the last test that had begun is the one that hung
+    if (status is None or '+ Timeout +' in text) and begun: return True, f'{begun[-1]} (hangs)'
+    if status == 0: return False, ''
+    return None, f'pytest ended with {status}: ' + ' / '.join(text.strip().splitlines()[-3:])
+
+
+def trial(fault, a, tests):
+    "Plant `fault`, or nothing, in a copy and run the tests there: (found, by what, seconds)"
+    root, begin = copy(a.tests), time.monotonic()
+    try:
+        if fault: plant(fault, root)
+        status, text = run(['-c', 'import os; os.chdir("/"); import fastdist; print(fastdist.__file__)'], root, 60)
+        if text.strip() != str(root/'fastdist'/'__init__.py'): raise ValueError(f'not the copy in {root} is imported, but {text.strip()}')
+        select = ['-m', 'core', 'tests'] if a.core else ['-n', '0', *tests] if len(tests) < 4 else tests
+        # -v, and not -q: the test that hung is the last that it names
+        status, text = run(['-m', 'pytest', '-x', '-v', '-p', 'no:cacheprovider', '--tb=short', *select], root, a.limit)
+        found, by = verdict(status, text)
+        if found is not False and a.keep: Path(a.keep).joinpath(f'{fault.name if fault else "control"}.txt').write_text(text)
+        return found, by, time.monotonic()-begin
+    finally: shutil.rmtree(root.parent, ignore_errors=True)
+
+
+def main():
+    "Plant and report; the exit status"
+    p = argparse.ArgumentParser(usage=__doc__.partition('\n\n')[2].partition('\n\n')[0].strip(), description=__doc__.partition('\n')[0])
+    add = p.add_argument
+    add('names', nargs='*', metavar='NAME', help='faults; by default all')
+    add('--list', action='store_true', help='show the faults, and end')
+    add('--core', action='store_true', help='run all tests marked core, rather than those that the fault names')
+    add('--tests', metavar='FOLDER', help="tests in the place of the tree's own")
+    add('--no-control', action='store_true', help='do not run the tests without a fault first')
+    add('--limit', type=float, default=420, metavar='SECONDS', help='for one fault (default: 420)')
+    add('--keep', metavar='FOLDER', help='where to write what pytest printed')
+    a = p.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # by way of what ends a trial and removes its copy
+    unknown = set(a.names)-{o.name for o in FAULTS}
+    if unknown: p.error(f"no such fault: {', '.join(sorted(unknown))}; --list shows those that there are")
+    faults = [o for o in FAULTS if not a.names or o.name in a.names]
+    if a.list:
+        for o in faults: print(f'{o.name:36} {o.promise}  {o.breaks}')
+        return 0
+    if a.keep: Path(a.keep).mkdir(parents=True, exist_ok=True)
+    begin = time.monotonic()
+    if not a.no_control:
+        tests = list(dict.fromkeys(t for o in faults for t in o.tests))
+        found, by, secs = trial(None, argparse.Namespace(**{**vars(a), 'limit': a.limit*10}), tests)
+        print(f'{"no fault":36} {"all pass" if found is False else by}  {secs:.0f} s', flush=True)
+        if found is not False: return 1
+    missed = []
+    for o in faults:
+        try: found, by, secs = trial(o, a, o.tests)
+        except (ValueError, SyntaxError) as e: found, by, secs = None, str(e), 0
+        if not found: missed.append(o.name)
+        shown = by if found else 'NOT FOUND' if found is False else f'ERROR: {by}'
+        print(f'{o.name:36} {shown}  {secs:.0f} s', flush=True)
+    not_found = f"; not: {', '.join(missed)}" if missed else ''
+    print(f'{len(faults)-len(missed)} of {len(faults)} faults found, in {time.monotonic()-begin:.0f} s{not_found}')
+    return 1 if missed else 0
+
+
+if __name__ == '__main__': sys.exit(main())
