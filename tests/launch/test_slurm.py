@@ -39,6 +39,7 @@ def follow(slurm, folder, *args, then='', logs='logs', env=None):
 def write(folder, text, name='train.py'): (folder/name).write_text(textwrap.dedent(text))
 
 
+@pytest.mark.cold
 def test_digits(slurm, tmp_path):
     job = follow(slurm, tmp_path, '--nodes', 2, '--workers', 2, '--time', 10, ROOT/'examples'/'digits.py')
     assert (job.state, job.exit) == ('COMPLETED', '0:0') and not job.left, job.log

@@ -57,6 +57,7 @@ def places(names):
 
 
 # tasks that follow each other on a host, as many or more on the first: in test_torchrun, test_slurm and test_check
+@pytest.mark.cold
 def test_srun(slurm, script):
     assert said(slurm.run(['srun', '-N2', '-n3', '-m', 'cyclic', *script('setup_distrib()' + PLACE)], CPU, TIMEOUT)) == places(['n1', 'n2', 'n1'])
 
