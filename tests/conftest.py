@@ -2,7 +2,7 @@
 import os
 from pathlib import Path
 
-import hypothesis, pytest
+import fastai.basics, hypothesis, pytest
 
 os.environ.setdefault('OMP_NUM_THREADS', '1')  # one core for each of xdist's processes
 import warm
@@ -10,6 +10,8 @@ from harness import Worlds
 from hosts import Slurm, why_no_slurm
 
 TESTS = Path(__file__).parent
+# fastai's loaders have as many processes as there are cores, which took half of the suite's time: here they have those that a test gives them
+fastai.basics.defaults.cpus = 0
 warm.install(all_kinds=True)
 hypothesis.settings.register_profile('suite', deadline=None, database=None)  # no time of one example counts, and no file of an earlier run
 hypothesis.settings.load_profile('suite')

@@ -233,6 +233,16 @@ def _import(names):
             except ImportError: pass  # whoever needs it will say so
 
 
+def _use_huge_pages():
+    "Put memory into pages of 2 MB where Linux can (6.1 and newer): a fork copies a third of the page table then, and takes a third of the time"
+    advise, collapse = 14, 25  # MADV_HUGEPAGE, MADV_COLLAPSE
+    with open('/proc/self/maps') as f: areas = [o.split() for o in f]
+    for where, access, _, _, file, *_ in areas:
+        begin, end = (int(o, 16) for o in where.split('-'))
+        if access != 'rw-p' or file != '0' or end - begin < 1 << 21: continue
+        for advice in (advise, collapse): _libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end-begin), advice)  # what cannot be, stays
+
+
 def _main():
     "The first seed: `python warm.py KIND FD`"
     global _FIRST_PATH, _FIRST_FILTERS
@@ -252,6 +262,7 @@ def _main():
     assert len(threads) == 1, f'the imports have started threads, which a fork loses: {threads}'
     gc.collect()
     gc.freeze()
+    _use_huge_pages()
     _settle()
     _send(sock, 'ready')
     req, fds = _serve(sock)

@@ -17,6 +17,8 @@ def main(folder):
     try: import fastdist.all
     except Exception: traceback.print_exc()  # into the log: a test that needs it fails by itself, and shows this
 
+    fastai.basics.defaults.cpus = 0  # as in conftest.py: a loader has processes where a test says so
+
     conn = Client(str(folder/'line'), 'AF_UNIX', authkey=bytes.fromhex(os.environ['FASTDIST_TEST_KEY']))
     conn.send((int(rank), os.getpid()))
     calls = queue.SimpleQueue()
