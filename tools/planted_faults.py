@@ -162,7 +162,7 @@ FAULTS = [Fault(*o) for o in [
     # P8: clean import
     ('import-order', 'P8', "fastai.distributed, imported after fastdist, takes fastdist's methods away",
      'import fastai.distributed # before', 'pass # before',
-     ['tests/promises/test_p8_import.py::test_either_order[fastdist.parallel-fastdist.all]']),
+     ['tests/promises/test_p8_import.py::test_either_order[fastdist.callbacks.data_parallel-fastdist.all]']),
     ('torch-in-the-command-line', 'P8', "fastdist train imports torch before it has read the config: seconds, to say that a key is wrong",
      'from .source import Source, nearest, toml\n', 'from .source import Source, nearest, toml\nimport torch\n',
      ['tests/launch/test_config.py::test_wrong_config_at_once']),

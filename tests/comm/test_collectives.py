@@ -28,9 +28,9 @@ def start():
     "(module, rank, world size), in a process group where there are several workers"
     import os
     from types import SimpleNamespace
-    import fastdist.reduce, fastdist.talk
-    from fastdist.ranks import get_rank, get_world_size
-    talk = SimpleNamespace(**vars(fastdist.talk), **{k: v for k, v in vars(fastdist.reduce).items() if k not in vars(fastdist.talk)})
+    import fastdist.comm.reduce, fastdist.comm.objects
+    from fastdist.world.ranks import get_rank, get_world_size
+    talk = SimpleNamespace(**vars(fastdist.comm.objects), **{k: v for k, v in vars(fastdist.comm.reduce).items() if k not in vars(fastdist.comm.objects)})
     if int(os.environ.get('WORLD_SIZE', 1)) > 1:
         from fastdist.world import init_group
         init_group()
@@ -594,7 +594,7 @@ def test_places(world3):
 
 def no_group_yet():
     import os
-    import fastdist.talk as talk
+    import fastdist.comm.objects as talk
     from fastdist.world import teardown_distrib
     teardown_distrib()  # of an earlier test
     return error(lambda: talk.all_gather_list(1)), error(lambda: talk.node_group())
@@ -673,5 +673,5 @@ def test_node_group(world3, ranks):
 
 
 def test_node_group_of_one_process():
-    import fastdist.talk as talk
+    import fastdist.comm.objects as talk
     assert talk.node_group() is None

@@ -5,8 +5,8 @@ from itertools import count, islice
 import pytest
 from hypothesis import given, settings, strategies as st
 from loaders import *
-from fastdist.data import DistributedDL
-from fastdist.deal import Deal, DealBatches
+from fastdist.data.dl import DistributedDL
+from fastdist.data.partition import Deal, DealBatches
 
 # Other examples in each run, so that many runs see many; hypothesis shrinks a failure to its smallest. As many as show each planted fault in one run
 N, BS, WORLD = st.integers(0, 10**6), st.integers(1, 5000), st.integers(1, 4096)
@@ -175,7 +175,7 @@ def test_goes_on_in_the_middle(kind, split):
             set_rng_state(at)
             parts.append(counted(dl))
         return joined(parts)
-    from fastdist.rng import rng_state, set_rng_state
+    from fastdist.data.rng import rng_state, set_rng_state
     set_seed(8)
     first = world(2)
     epoch(first)

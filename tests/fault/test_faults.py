@@ -9,7 +9,7 @@ FASTDIST = [sys.executable, '-m', 'fastdist', 'launch', '-n', '3']
 SCRIPT = '''
     import os, signal, sys, time, torch, torch.distributed as dist
     from fastdist.world import *
-    from fastdist.ranks import from_env
+    from fastdist.world.ranks import from_env
     def fault():
         print('fault at', time.time(), flush=True)
     rank = from_env().rank
@@ -92,7 +92,7 @@ def test_ends_and_says_why(tmp_path, fault):
 def reached(rank, n, how, url):
     "Seconds from an error in rank 1 until the others have raised it, and what they raised"
     import time, torch, torch.distributed as dist
-    from fastdist.failure import monitor
+    from fastdist.fault.supervisor import monitor
     from fastdist.world import RemoteError, distributed_init, fail_together, world_store
     distributed_init(init_method=url, rank=rank, world_size=n)
     at, kv = None, world_store()

@@ -6,7 +6,7 @@ import pytest
 from harness import ROOT, free_port, launched
 from learners import diff
 
-from fastdist.config import check_devices, keys, launch_args, read_config
+from fastdist.launch.train import check_devices, keys, launch_args, read_config
 
 DOCNN = ROOT/'examples'/'docnn'
 TRAIN = [sys.executable, '-m', 'fastdist', 'train']

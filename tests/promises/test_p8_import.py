@@ -10,7 +10,7 @@ for o in names: assert globals()[o] is getattr(ours, o) is getattr(theirs, o) an
 for o in 'to_parallel detach_parallel parallel_ctx to_distributed detach_distributed distrib_ctx'.split():
     assert getattr(Learner, o).__module__.startswith('fastdist'), o
 from torch.nn.parallel import DataParallel, DistributedDataParallel
-assert DataParallel.reset.__module__ == DistributedDataParallel.reset.__module__ == 'fastdist.strategy'
+assert DataParallel.reset.__module__ == DistributedDataParallel.reset.__module__ == 'fastdist.strategy.base'
 import torch, threading
 assert not torch.cuda.is_initialized() and not torch.distributed.is_initialized() and threading.active_count() == 1
 import psutil
@@ -21,7 +21,7 @@ assert not me.children() and not me.net_connections(), (me.children(), me.net_co
 
 @pytest.mark.cold
 @pytest.mark.parametrize('first,second', [('fastdist.all', 'fastai.distributed'), ('fastai.distributed', 'fastdist.all'), ('fastdist.all', 'fastdist.all'),
-                                          ('fastdist.parallel', 'fastdist.all')])
+                                          ('fastdist.callbacks.data_parallel', 'fastdist.all')])
 def test_either_order(first, second):
     code = f'from fastai.basics import *\nfrom {first} import *\nfrom {second} import *\n{CHECK}'
     subprocess.run([sys.executable, '-W', 'ignore', '-c', code], check=True, timeout=120)
