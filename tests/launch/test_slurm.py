@@ -39,7 +39,6 @@ def follow(slurm, folder, *args, then='', logs='logs', env=None):
 def write(folder, text, name='train.py'): (folder/name).write_text(textwrap.dedent(text))
 
 
-@pytest.mark.cold
 def test_digits(slurm, tmp_path):
     job = follow(slurm, tmp_path, '--nodes', 2, '--workers', 2, '--time', 10, ROOT/'examples'/'digits.py')
     assert (job.state, job.exit) == ('COMPLETED', '0:0') and not job.left, job.log
@@ -49,6 +48,7 @@ def test_digits(slurm, tmp_path):
     assert list(tmp_path.glob(f'logs/digits-{job.id}/*')), job.log
 
 
+@pytest.mark.cold
 def test_what_is_hard_to_pass_on(slurm, tmp_path):
     "Spaces and quotes in arguments, folders and options of Slurm's; a module; a set-up; a job that is to have no environment"
     folder = tmp_path/"my 'own' folder"

@@ -57,7 +57,6 @@ def places(names):
 
 
 # tasks that follow each other on a host, as many or more on the first: in test_torchrun, test_slurm and test_check
-@pytest.mark.cold
 def test_srun(slurm, script):
     assert said(slurm.run(['srun', '-N2', '-n3', '-m', 'cyclic', *script('setup_distrib()' + PLACE)], CPU, TIMEOUT)) == places(['n1', 'n2', 'n1'])
 
@@ -67,6 +66,7 @@ def test_srun_heterogeneous(slurm, script):
     assert said(slurm.run(['srun', '-n1', *cmd, ':', '-n2', *cmd], CPU, TIMEOUT)) in (places(['n1', 'n1', 'n1']), places(['n1', 'n2', 'n2']))
 
 
+@pytest.mark.cold
 def test_srun_one_task(slurm, script):
     text = 'setup_distrib()\nsay(rank=get_rank(), world_size=get_world_size(), group=dist.is_initialized())'
     assert said(slurm.run(['srun', '-n1', *script(text)], CPU, TIMEOUT)) == [dict(rank=0, world_size=1, group=False)]
