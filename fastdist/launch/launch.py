@@ -6,7 +6,7 @@
 __all__ = ['slurm_srun', 'slurm_nodes', 'is_here', 'meeting', 'plan', 'first_failure', 'main']
 
 # %% ../../nbs/launch/02_launch.ipynb #0dd7271b
-import os,re,shlex,signal,socket,subprocess,sys
+import os,shlex,signal,socket,subprocess,sys
 from contextlib import contextmanager,nullcontext,suppress
 from importlib.machinery import PathFinder
 from importlib.metadata import entry_points
@@ -170,12 +170,12 @@ def _plan(a, rest, n_gpus, n_cores, conf):
 # %% ../../nbs/launch/02_launch.ipynb #1cb3c516
 def first_failure(failures # `dict` from rank to torch's `ProcessFailure`, as `ChildFailedError` has it
                  ):
-    "(rank, failure) of the worker that failed first: a worker that stopped because of another has said so, and may have ended before it"
+    "(rank, failure) of the worker that failed first: a worker that stopped because of another has it in its error record, and may have ended before it"
+    from fastdist.world.errors import read_record
     rank = min(failures, key=lambda r: failures[r].timestamp)
-    cause = re.search(r'RemoteError: (?:rank \d+ stopped because )?rank (\d+)', str(failures[rank].message))
-    if cause: rank,failure = int(cause[1]),failures.get(int(cause[1]), failures[rank])
-    else: failure = failures[rank]
-    return rank,failure
+    cause = read_record(failures[rank].error_file_data)
+    if cause is None or cause.rank is None: return rank,failures[rank]
+    return cause.rank,failures.get(cause.rank, failures[rank])
 
 # %% ../../nbs/launch/02_launch.ipynb #ce8c4116
 def _tell(rank, failure):

@@ -62,7 +62,7 @@ FAULTS = dict(
         teardown_distrib()
         time.sleep(1000)''', says=['it has left the process group']),
     another_call=dict(fault='all_gather_list(rank)', without="dist.all_reduce = all_reduce", says=['rank 1 at all_gather_list', "ranks 0, 2 are at all_reduce(op='sum')"], who=None),
-    another_collective=dict(fault='dist.broadcast(t, 0)', says=['the workers are at different calls', 'in broadcast', 'in all_reduce'], who=None),
+    another_collective=dict(fault='dist.broadcast(t, 0)', says=['the ranks are at different calls', 'in broadcast', 'in all_reduce'], who=None),
     sleeps=dict(fault='time.sleep(1000)', says=['rank 1 has kept the others waiting', 'in <module>', 'waits in all_reduce']),
     busy=dict(fault='while True: pass', says=['rank 1 has kept the others waiting']))
 
@@ -195,7 +195,7 @@ def test_stopped(who):
             assert procs[r].exitcode is not None, 'it waits on'
             try: said = pickle.loads(lines[r].recv_bytes())[1]
             except EOFError: said = None  # it could not react, and was ended
-            if who == 0: assert said is None or 'the store has not answered' in said or 'has gone' in said
+            if who == 0: assert said is None or 'has not answered' in said or 'has gone' in said
             else: assert f'rank {who} has kept the others waiting' in said and 'stopped' in said
         if who: assert procs[who].exitcode is None or procs[who].exitcode == -signal.SIGKILL
     finally:

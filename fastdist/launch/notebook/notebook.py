@@ -243,12 +243,12 @@ def error(self:Workers):
         text = _tail(f'{self.log_dir}/rank{r}.err.log')
         return _error(f"rank {r} of {self.n} {how}, without a traceback{text and '. The last that it has written is:'}{text}{logs}", r)
     if f.kind=='interrupt': return KeyboardInterrupt(f"Ctrl-C in rank {f.rank}")
-    res = _error(f"rank {f.rank} of {self.n} failed:\n{short_traceback(f.text).rstrip()}{logs}", f.rank, f.host, f.text)
-    res.__cause__ = f.as_error().__cause__
+    res = _error(f"rank {f.rank} of {self.n} failed:\n{short_traceback(f.traceback).rstrip()}{logs}", failure=f)
+    res.__cause__ = f.exception()
     return res
 
-def _error(msg, *args):
-    res = RemoteError(msg, *args)
+def _error(msg, *args, **kwargs):
+    res = RemoteError(msg, *args, **kwargs)
     res._render_traceback_ = lambda: [f'RemoteError: {res.msg}'] # IPython asks for it
     return res
 
