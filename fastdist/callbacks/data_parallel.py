@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 from torch.nn.parallel import DataParallel
 from fastai.basics import *
-from ..strategy.base import Through
+from ..strategy.forward_proxy import ForwardProxy
 
 # %% ../../nbs/callbacks/01_data_parallel.ipynb #838a89b6
 class ParallelTrainer(Callback):
@@ -28,7 +28,7 @@ class ParallelTrainer(Callback):
 
     def before_batch(self):
         "Send the forward that comes next through the wrapper"
-        self.through = Through(self.learn, self.wrapped)
+        self.through = ForwardProxy(self.learn, self.wrapped)
 
     def close(self):
         "Give the model back and drop the wrapper"

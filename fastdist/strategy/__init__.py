@@ -2,6 +2,7 @@
 from ..lazy import lazy_names
 
 __getattr__,__all__ = lazy_names(__name__, {
-    '.base': 'Strategy Replica',
+    '.base': 'Strategy',
+    '.ddp': 'Replica',
     '.zero': 'ShardedSteps ShardedGradients',
     '.fsdp': 'FullyShard'})

@@ -16,7 +16,8 @@ from ..world.errors import refuse
 from ..data.dl import DistributedDL
 from ..fault.supervisor import handler_kept, scope, watchdog_time
 from .evaluation import DistributedTrainer # with its evaluation
-from ..strategy.base import Through, check_trainable
+from ..strategy.base import check_trainable
+from ..strategy.forward_proxy import ForwardProxy
 from ..callbacks.fastai_patches import trainer_of
 from ..comm.objects import agree
 from ..world.process_group import teardown_distrib
@@ -184,7 +185,7 @@ def __getstate__(self:Learner):
     for found in reversed(cb.hidden):
         for i,o in found: cbs.insert(i, o)
     state = {k:v for k,v in state.items() if not any(v is p for p in ours)}
-    model = state['model'].model if isinstance(state['model'], Through) else state['model']
+    model = state['model'].model if isinstance(state['model'], ForwardProxy) else state['model']
     dl = state.get('dl')
     return {**state, 'cbs':L(cbs), 'model':model, 'dls':_plain_dls(self.dls), **({'dl':dl.dl} if isinstance(dl, DistributedDL) else {})}
 

@@ -37,7 +37,7 @@ from ..checkpoint.weights import save_in_this_rank
 from ..strategy.sharding import meet_again
 from ..world.process_group import _here
 from ..model.batchnorm import GlobalBatchNorm, sync_batch_norm
-from ..strategy.base import answers, broadcast_tensors, check_trainable, same_everywhere
+from ..strategy.base import callback_results, broadcast_tensors, check_trainable, same_everywhere
 from ..world.process_group import init_group
 from ..world.ranks import get_rank, get_world_size, use_cpu
 
@@ -58,7 +58,7 @@ class StrategyHooks(Callback):
 
     def before_batch(self):
         "Have the forward of this batch go the strategy's way"
-        if self.training: self.strategy.forward(self.trainer.ends_step() and not any(answers(self.learn, 'steps_alone')))
+        if self.training: self.strategy.forward(self.trainer.ends_step() and not any(callback_results(self.learn, 'steps_alone')))
 
     def after_loss(self):
         "Send the loss on its way"
@@ -71,7 +71,7 @@ class StrategyHooks(Callback):
 
     def before_step(self):
         "Gradients that are each worker's own are no step's"
-        if self.strategy.unsynced and not any(answers(self.learn, 'steps_alone')): raise RuntimeError(f"rank {get_rank()}: a step was made for a batch that GradientAccumulation would not step for, by its n_acc and count: leave both to it")
+        if self.strategy.unsynced and not any(callback_results(self.learn, 'steps_alone')): raise RuntimeError(f"rank {get_rank()}: a step was made for a batch that GradientAccumulation would not step for, by its n_acc and count: leave both to it")
 
     def after_batch(self):
         "Give the model back, where the forward was cancelled, and the metrics their state, where this batch does not count"

@@ -10,7 +10,7 @@ for o in names: assert globals()[o] is getattr(ours, o) is getattr(theirs, o) an
 for o in 'to_parallel detach_parallel parallel_ctx to_distributed detach_distributed distrib_ctx'.split():
     assert getattr(Learner, o).__module__.startswith('fastdist'), o
 from torch.nn.parallel import DataParallel, DistributedDataParallel
-assert DataParallel.reset.__module__ == DistributedDataParallel.reset.__module__ == 'fastdist.strategy.base'
+assert DataParallel.reset.__module__ == DistributedDataParallel.reset.__module__ == 'fastdist.strategy.forward_proxy'
 import torch, threading
 assert not torch.cuda.is_initialized() and not torch.distributed.is_initialized() and threading.active_count() == 1
 import psutil
