@@ -125,10 +125,10 @@ FAULTS = [Fault(*o) for o in [
      'int(query[k]) if k in query else None', 'None',
      ['tests/world/test_start.py::test_tcp_in_the_url']),
     ('launcher-over-url', 'P6', "workers of a launcher meet where it says, though an init_method was given",
-     '    if init_method is not None:\n        url', "    if init_method is not None and e.launcher=='none':\n        url",
+     'if (init_method,rank,world_size)!=(None,None,None): return', "if (init_method,rank,world_size)!=(None,None,None) and e.launcher=='none': return",
      ['tests/launch/test_config.py::test_two_machines']),
     ('rank0-not-first', 'P6', "rank0_first calls the function in all workers at once",
-     '    _follow(key)\n    return func(*args, **kwargs)', '    return func(*args, **kwargs)',
+     '    _follow(store, key)\n    return func(*args, **kwargs)', '    return func(*args, **kwargs)',
      ['tests/world/test_start.py::test_rank0_first_without_a_group[False]']),
     ('own-object-first', 'P6', "all_gather_list begins with the worker's own object, not with rank 0's",
      'return [self.load(p, i) for i,p in enumerate(self.parts())]',
@@ -170,7 +170,7 @@ FAULTS = [Fault(*o) for o in [
      'on_start.append(monitor)\n', 'on_start.append(monitor)\nthreading.Thread(target=time.sleep, args=(1e6,), daemon=True).start()\n',
      ['tests/promises/test_p8_import.py::test_either_order[fastdist.all-fastdist.all]']),
     ('port-at-import', 'P8', "an import opens a port: the store of a process alone is a TCPStore, and made at once",
-     'groups=0, alone=None,', "groups=0, alone=dist.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False),",
+     'start_timeout = 600 #', "_alone = dist.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)\nstart_timeout = 600 #",
      ['tests/promises/test_p8_import.py::test_either_order[fastdist.all-fastdist.all]']),
 ]]
 

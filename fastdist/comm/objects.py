@@ -12,6 +12,7 @@ from functools import wraps
 
 import torch, torch.distributed as dist
 from fastai.basics import *
+from ..world.state import current_world
 from ..world.ranks import check_member, check_rank, get_node_rank, get_rank, get_world_size
 
 # %% ../../nbs/comm/00_objects.ipynb #927f247c
@@ -272,14 +273,11 @@ def print_in_order(*args, # As of `print`
     for r,(text,e) in zip(c.ranks, every): print('\n'.join(f'[rank {r}] {o}' for o in text.split('\n')), end=e, file=file, flush=flush)
 
 # %% ../../nbs/comm/00_objects.ipynb #64c15444
-_nodes = {} # The default group, and in it the group of this node; weakly, as a group that is held outlives its end
+def _new_node_group():
+    nodes = _Call('node_group', None, lambda c: (get_node_rank(), None)).infos
+    group,_ = dist.new_subgroups_by_enumeration([[r for r,o in enumerate(nodes) if o==n] for n in sorted(set(nodes))])
+    return weakref.ref(group) # one that is held outlives its end
 
 def node_group():
     "The process group of the workers of this node, which all workers make together once; `None` in one process"
-    if len(_group_ranks(None))==1: return
-    made,group = _nodes.get('default', lambda: None)(),_nodes.get('node', lambda: None)()
-    if group is not None and made is dist.group.WORLD: return group
-    nodes = _Call('node_group', None, lambda c: (get_node_rank(), None)).infos
-    group,_ = dist.new_subgroups_by_enumeration([[r for r,o in enumerate(nodes) if o==n] for n in sorted(set(nodes))])
-    _nodes.update(default=weakref.ref(dist.group.WORLD), node=weakref.ref(group))
-    return group
+    return current_world().cached('node_group', _new_node_group)() if len(_group_ranks(None)) > 1 else None

@@ -2,8 +2,9 @@
 from ..lazy import lazy_names
 
 __getattr__,__all__ = lazy_names(__name__, {
+    '.state': 'World current_world get_default_group',
     '.ranks': (
-        'check_rank get_backend get_default_group get_device get_launcher get_local_rank get_local_world_size '
+        'check_rank get_backend get_device get_launcher get_local_rank get_local_world_size '
         'get_node_rank get_rank get_world_size is_master use_cpu'),
     '.store': 'KeyValueStore',
     '.rendezvous': 'Start infer_init_method',
