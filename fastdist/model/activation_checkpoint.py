@@ -6,7 +6,7 @@
 __all__ = ['checkpoint_activations']
 
 # %% ../../nbs/model/01_activation_checkpoint.ipynb #fceab0ad
-from contextlib import contextmanager
+from contextlib import contextmanager,nullcontext
 from functools import partial
 from torch.autograd.graph import save_on_cpu
 from torch.nn.modules.batchnorm import _NormBase
@@ -20,26 +20,26 @@ from ..world.ranks import get_rank
 def _buffers(module): return [(m,n,b) for m in module.modules() if m.training for n,b in m._buffers.items() if b is not None]
 
 @contextmanager
-def _first_run(module, was):
-    "Keep in `was` the values of the buffers that the run has changed; running statistics do not matter for it"
+def _first_run(module, old):
+    "Keep in `old` the values of the buffers that the run has changed; running statistics do not matter for it"
     # A clone of each, for the time of the run: that a buffer changes is seen only afterwards
     bs = [(m,n,b,b._version,b.detach().clone()) for m,n,b in _buffers(module) if not isinstance(m, _NormBase)]
     yield
     for m,n,b,v,val in bs:
-        if m._buffers.get(n) is not b or b._version!=v: was[m,n] = val
+        if m._buffers.get(n) is not b or b._version!=v: old[m,n] = val
 
 @contextmanager
-def _second_run(module, was):
+def _second_run(module, old):
     "Lend the layers copies of their buffers, with the values at the first run where these matter"
-    old = [(m,n,b) for m,n,b in _buffers(module) if (m,n) in was or isinstance(m, _NormBase)]
-    for m,n,b in old: m._buffers[n] = was.get((m,n), b).detach().clone()
+    own = [(m,n,b) for m,n,b in _buffers(module) if (m,n) in old or isinstance(m, _NormBase)]
+    for m,n,b in own: m._buffers[n] = old.get((m,n), b).detach().clone()
     try: yield
     finally:
-        for m,n,b in old: m._buffers[n] = b
+        for m,n,b in own: m._buffers[n] = b
 
 def _runs(module):
-    was = {}
-    return _first_run(module, was), _second_run(module, was)
+    old = {}
+    return _first_run(module, old), _second_run(module, old)
 
 # %% ../../nbs/model/01_activation_checkpoint.ipynb #ae345786
 def _recomputed(module, offload):
@@ -51,9 +51,9 @@ def _recomputed(module, offload):
                 args,kwargs = tree_unflatten(flat, spec)
                 return forward(*args, **kwargs)
             # compiled code changes a buffer once, whatever it computes again
-            how = {} if torch.compiler.is_compiling() else dict(context_fn=partial(_runs, module))
-            if not offload: return checkpoint(fn, *flat, use_reentrant=False, **how)
-            with save_on_cpu(pin_memory=any(isinstance(o, Tensor) and o.is_cuda for o in flat)): return checkpoint(fn, *flat, use_reentrant=False, **how)
+            buffers = {} if torch.compiler.is_compiling() else dict(context_fn=partial(_runs, module))
+            pinned = any(isinstance(o, Tensor) and o.is_cuda for o in flat)
+            with save_on_cpu(pin_memory=pinned) if offload else nullcontext(): return checkpoint(fn, *flat, use_reentrant=False, **buffers)
         return run
     return wrap
 
@@ -61,14 +61,15 @@ def _recomputed(module, offload):
 def _blocks(model): return units(model, min_numel=1, layers=False) or units(model, min_numel=1)
 
 def checkpoint_activations(model, # Model whose parts compute their activations again in the backward pass
-                           modules=True, # `True` for a choice by sizes; or a class, its name, module, function of a module, or a list of these
+                           modules=True, # `True` for a choice by sizes; or a class, its name, a module, a function of one, or a list
                            offload_to_cpu=False, # Keep the parts' inputs in the CPU's memory?
                            arg='modules', # What the argument is called that `modules` comes from
                           ):
-    "Compute the activations of parts of `model` again in the backward pass, in place of keeping them; returns a function that undoes it"
+    "Compute activations of parts of `model` again in the backward pass, in place of keeping them; returns a function that undoes it"
     chosen = _blocks(model) if modules is True else select(model, modules, arg)
-    if not chosen: raise ValueError(f"rank {get_rank()}: {arg}={modules}: {type(model).__name__} has no parts whose activations could be computed again, "
-                                    "as it has no nn.Sequential or nn.ModuleList: name the modules")
+    if not chosen: raise ValueError(
+        f"rank {get_rank()}: {arg}={modules}: {type(model).__name__} has no parts whose activations could be computed again, "
+        "as it has no nn.Sequential or nn.ModuleList: name the modules")
     undos = [wrap_forward(m, _recomputed(m, offload_to_cpu)) for m in chosen]
     def undo():
         for f in undos: f()

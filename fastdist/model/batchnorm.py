@@ -6,155 +6,118 @@
 __all__ = ['GlobalBatchNorm', 'sync_batch_norm']
 
 # %% ../../nbs/model/03_batchnorm.ipynb #49e9f7a0
-import copyreg,weakref
+import copyreg
 from functools import lru_cache
 
 import torch.distributed as dist, torch.nn.functional as F
+from torch.distributed._functional_collectives import all_gather_single_autograd
 from torch.nn.modules.batchnorm import _BatchNorm
 from fastai.basics import *
 
 # %% ../../nbs/model/03_batchnorm.ipynb #068e025f
-class _GlobalNorm(torch.autograd.Function):
+def _statistics(centered, # This worker's values about `around`, `(batch, channels, ...)`
+                around, # `(channels,)`
+                counts, # Does this worker's local batch count?
+               ):
+    "Mean, biased variance and count of the global batch, by channel; of `(channels,)`, and a number"
+    dims,c = [d for d in range(centered.dim()) if d!=1],centered.shape[1]
+    n = centered.numel()//c
+    mean,square = (o.sum(dims)/max(n, 1) for o in (centered,centered.square()))
+    mine = torch.cat([mean+around, square-mean.square(), mean.new_full((1,), n if counts else 0)])
+    every = all_gather_single_autograd(mine[None], 0, dist.group.WORLD)
+    means,vars_,ns = every.split([c,c,1], 1)
+    n = ns.sum()
+    mean = (means*ns).sum(0)/n # to the last bit the same in all workers, as `around` is not
+    return mean, ((vars_ + (means-mean)**2)*ns).sum(0)/n, n
+
+def _global_norm(x, weight, bias, eps, counts):
     "Normalize each channel (dimension 1) with the statistics of all workers' samples; returns also mean, biased variance and count"
-    @staticmethod
-    def forward(ctx, x, weight, bias, eps, counts):
-        dims,c = [d for d in range(x.dim()) if d!=1],x.shape[1]
-        n = x.numel()//c if counts else 0 # a worker's batch that only fills up counts for nothing
-        acc = torch.promote_types(x.dtype, torch.float32)
-        xa = x.to(acc)
-        mine = torch.zeros(2*c+1, dtype=acc, device=x.device)
-        if n:
-            var,mean = torch.var_mean(xa, dims, correction=0)
-            mine = torch.cat([mean, var, mean.new_tensor([n])])
-        every = mine.new_empty(dist.get_world_size(), 2*c+1)
-        dist.all_gather(list(every.unbind()), mine)
-        means,vars_,ns = every[:,:c],every[:,c:-1],every[:,-1:]
-        total = ns.sum()
-        mean = (means*ns).sum(0)/total
-        var = ((vars_ + (means-mean)**2)*ns).sum(0)/total
-        shape = [1,c]+[1]*(x.dim()-2)
-        invstd = (var+eps).rsqrt()
-        xhat = (xa-mean.view(shape))*invstd.view(shape)
-        ctx.save_for_backward(xhat, invstd, weight, total)
-        ctx.dims,ctx.shape,ctx.counts,ctx.dtype = dims,shape,counts,x.dtype
-        y = xhat if weight is None else xhat*weight.view(shape) + bias.view(shape)
-        ctx.mark_non_differentiable(mean, var, total)
-        return y.to(x.dtype),mean,var,total
-
-    @staticmethod
-    def backward(ctx, dy, *_):
-        xhat,invstd,weight,total = ctx.saved_tensors
-        dy = dy.to(xhat.dtype)
-        dbias,dweight = dy.sum(ctx.dims),(dy*xhat).sum(ctx.dims)
-        g = dy if weight is None else dy*weight.view(ctx.shape)
-        sums = torch.cat([dbias,dweight]) if weight is None else torch.cat([dbias*weight, dweight*weight])
-        if not ctx.counts: sums.zero_() # its gradient is zero as well, but for inf and nan
-        dist.all_reduce(sums)
-        gmean,gxmean = (sums/total).view(2, *ctx.shape)
-        dx = (g-gmean-xhat*gxmean if ctx.counts else g)*invstd.view(ctx.shape)
-        return dx.to(ctx.dtype), None if weight is None else dweight, None if weight is None else dbias, None, None
-
-# %% ../../nbs/model/03_batchnorm.ipynb #c0b3b938
-@torch.library.custom_op('fastdist::global_norm', mutates_args=())
-def _global_norm(x:Tensor, weight:Tensor|None, bias:Tensor|None, eps:float, counts:bool)->tuple[Tensor,Tensor,Tensor,Tensor,Tensor,Tensor]:
-    ctx = SimpleNamespace(save_for_backward=lambda *ts: setattr(ctx, 'saved', ts), mark_non_differentiable=noop)
-    y,mean,var,total = _GlobalNorm.forward(ctx, x, weight, bias, eps, counts)
-    _check_count(total, x)
-    xhat,invstd,*_ = ctx.saved
-    return (y.clone() if y is xhat else y),mean,var,total,xhat,invstd # an operator gives no tensor twice
-
-@_global_norm.register_fake
-def _(x, weight, bias, eps, counts):
-    dtype,c = torch.promote_types(x.dtype, torch.float32),x.shape[1]
-    mean,var,invstd = (x.new_empty(c, dtype=dtype) for _ in range(3))
-    return torch.empty_like(x),mean,var,x.new_empty((), dtype=dtype),torch.empty_like(x, dtype=dtype),invstd
-
-@torch.library.custom_op('fastdist::global_norm_backward', mutates_args=())
-def _global_norm_backward(dy:Tensor, xhat:Tensor, invstd:Tensor, weight:Tensor|None, total:Tensor, counts:bool)->tuple[Tensor,Tensor,Tensor]:
-    dims,shape = [d for d in range(dy.dim()) if d!=1],[1,dy.shape[1]]+[1]*(dy.dim()-2)
-    ctx = SimpleNamespace(saved_tensors=(xhat,invstd,weight,total), dims=dims, shape=shape, counts=counts, dtype=dy.dtype)
-    dx,dweight,dbias,*_ = _GlobalNorm.backward(ctx, dy)
-    return dx,(invstd.new_empty(0) if dweight is None else dweight),(invstd.new_empty(0) if dbias is None else dbias)
-
-@_global_norm_backward.register_fake
-def _(dy, xhat, invstd, weight, total, counts):
-    dweight,dbias = (invstd.new_empty(0) if weight is None else torch.empty_like(invstd) for _ in range(2))
-    return torch.empty_like(dy),dweight,dbias
-
-def _keep(ctx, inputs, output):
-    _,weight,_,_,ctx.counts = inputs
-    *_,total,xhat,invstd = output
-    ctx.save_for_backward(xhat, invstd, weight, total)
-
-def _norm_backward(ctx, dy, *_):
-    xhat,invstd,weight,total = ctx.saved_tensors
-    dx,dweight,dbias = _global_norm_backward(dy, xhat, invstd, weight, total, ctx.counts)
-    return dx, None if weight is None else dweight, None if weight is None else dbias, None, None
-
-_global_norm.register_autograd(_norm_backward, setup_context=_keep)
-
-def _check_count(n, x):
-    if n.item()==1: raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.size()} in one worker alone")
+    dims,shape = [d for d in range(x.dim()) if d!=1],[1,-1]+[1]*(x.dim()-2)
+    xa = x.to(torch.promote_types(x.dtype, torch.float32))
+    if not counts: xa = xa.masked_fill(torch.ones_like(xa, dtype=torch.bool), 0) # no inf or nan of a batch that only fills up gets to others
+    around = xa.detach().sum(dims)*x.shape[1]/max(x.numel(), 1)
+    centered = xa-around.view(shape)
+    mean,var,n = _statistics(centered, around, counts)
+    scale = (var+eps).rsqrt() if weight is None else (var+eps).rsqrt()*weight
+    shift = (around-mean)*scale if bias is None else bias+(around-mean)*scale
+    y = centered*scale.view(shape) + shift.view(shape)
+    return y.to(x.dtype), mean.detach(), var.detach(), n.detach()
 
 # %% ../../nbs/model/03_batchnorm.ipynb #87723bed
+def _check_count(n, x):
+    "A `ValueError` as torch's, if the global batch has one value of each channel"
+    msg = f"Expected more than 1 value per channel when training, got input size {tuple(x.shape)} in one worker alone"
+    if torch.compiler.is_compiling(): torch._assert(n > 1, msg) # a Python `if` would break compiled code
+    elif n.item()==1: raise ValueError(msg)
+
 class GlobalBatchNorm(_BatchNorm):
     "What a batch norm layer becomes while it trains on many workers: torch's `SyncBatchNorm`, that also runs on the CPU and with empty shares"
     # Of the batch that goes forward: does this worker's share count, and is there a worker whose does not?
     share = SimpleNamespace(counts=True, empty=False)
-
     _check_non_zero_input_channels = nn.SyncBatchNorm._check_non_zero_input_channels
 
     def forward(self, x):
         self._check_input_dim(x)
-        if not self.training or dist.get_world_size()==1: return F.batch_norm(
-            x, self.running_mean, self.running_var, self.weight, self.bias, self.training or self.running_mean is None, self._momentum(), self.eps)
-        if torch.compiler.is_compiling():
-            y,mean,var,n,*_ = _global_norm(x, self.weight, self.bias, self.eps, self.share.counts)
-            self._update(mean, var, n)
-            return y
-        if x.device.type!='cpu' and not self.share.empty:
-            self.process_group = dist.group.WORLD
-            try: return nn.SyncBatchNorm.forward(self, x) # torch's kernels; not a base class, as DistributedDataParallel refuses that on the CPU
-            finally: del self.process_group
-        y,mean,var,n = _GlobalNorm.apply(x, self.weight, self.bias, self.eps, self.share.counts)
-        _check_count(n, x)
+        if not self.training or dist.get_world_size()==1: return self._norm_alone(x)
+        if not (x.device.type=='cpu' or self.share.empty or torch.compiler.is_compiling()): return self._norm_by_kernels(x)
+        y,mean,var,n = _global_norm(x, self.weight, self.bias, self.eps, self.share.counts)
+        if self.share.empty: _check_count(n, x) # else each worker has one at least
         self._update(mean, var, n)
         return y
-
-    def _momentum(self, number=float):
-        "Count a batch in training; the weight that its statistics get"
-        if not (self.training and self.track_running_stats): return 0. if self.momentum is None else self.momentum
-        if self.num_batches_tracked is not None: self.num_batches_tracked.add_(1)
-        return 1/number(self.num_batches_tracked) if self.momentum is None else self.momentum
-
-    @torch.no_grad()
-    def _update(self, mean, var, n):
-        if not self.track_running_stats or self.running_mean is None: return
-        m = self._momentum(lambda n: n.to(self.running_mean.dtype)) # a Python number would break compiled code
-        self.running_mean.lerp_(mean.to(self.running_mean.dtype), m)
-        self.running_var.lerp_((var*n/(n-1)).to(self.running_var.dtype), m)
 
     def __reduce_ex__(self, proto):
         # A copy or a pickle is of the layer as its user knows it
         return copyreg._reconstructor, (self.plain_cls, object, None), self.__getstate__()
 
-# %% ../../nbs/model/03_batchnorm.ipynb #222d5b37
-_synced = weakref.WeakKeyDictionary() # By layer: its own class, and how many learners have it changed
+# %% ../../nbs/model/03_batchnorm.ipynb #87723bef
+@patch
+def _norm_alone(self:GlobalBatchNorm, x):
+    "As torch's layer does it: in evaluation, and in a world of one"
+    use_batch = self.training or self.running_mean is None
+    return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, use_batch, self._momentum(), self.eps)
 
-def sync_batch_norm(model):
+@patch
+def _norm_by_kernels(self:GlobalBatchNorm, x):
+    "With the kernels of torch's `SyncBatchNorm`; not a base class, as DistributedDataParallel refuses that on the CPU"
+    self.process_group = dist.group.WORLD
+    try: return nn.SyncBatchNorm.forward(self, x)
+    finally: del self.process_group
+
+@patch
+def _momentum(self:GlobalBatchNorm, number=float):
+    "Count a batch in training; the weight that its statistics get"
+    if not (self.training and self.track_running_stats): return 0. if self.momentum is None else self.momentum
+    if self.num_batches_tracked is not None: self.num_batches_tracked.add_(1)
+    return 1/number(self.num_batches_tracked) if self.momentum is None else self.momentum
+
+# %% ../../nbs/model/03_batchnorm.ipynb #87723bf1
+@patch
+def _update(self:GlobalBatchNorm, mean, var, n):
+    "Running statistics; `var` is biased, of `n` values"
+    if not self.track_running_stats or self.running_mean is None: return
+    m = self._momentum(lambda n: n.to(self.running_mean.dtype)) # a Python number would break compiled code
+    with torch.no_grad():
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), m)
+        self.running_var.lerp_((var*n/(n-1)).to(self.running_var.dtype), m)
+
+# %% ../../nbs/model/03_batchnorm.ipynb #222d5b37
+@lru_cache(None)
+def _global_class(cls, # The layer's own
+                  users # How many learners have changed it; none: `cls`
+                 ):
+    if not users: return cls
+    return type(cls.__name__, (cls, GlobalBatchNorm), dict(plain_cls=cls, users=users, __module__=cls.__module__))
+
+def _count_user(m, n):
+    "Count `n` more learners that have changed the layer `m`"
+    cls,users = (m.plain_cls,m.users) if isinstance(m, GlobalBatchNorm) else (type(m),0)
+    m.__class__ = _global_class(cls, users+n)
+
+def sync_batch_norm(model # Any; its `SyncBatchNorm` layers stay as they are
+                   ):
     "Make the batch norm layers of `model` take their statistics from the global batch; returns a function that undoes it"
     done = [m for m in model.modules() if isinstance(m, _BatchNorm) and not isinstance(m, nn.SyncBatchNorm)]
-    for m in done:
-        cls,n = _synced.get(m, (type(m),0))
-        _synced[m] = cls,n+1
-        if n==0: m.__class__ = _global_class(cls)
+    for m in done: _count_user(m, 1)
     def undo():
-        for m in done:
-            cls,n = _synced.pop(m)
-            if n > 1: _synced[m] = cls,n-1
-            else: m.__class__ = cls
-        done.clear()
+        while done: _count_user(done.pop(), -1)
     return undo
-
-@lru_cache(None)
-def _global_class(cls): return type(cls.__name__, (cls, GlobalBatchNorm), dict(plain_cls=cls, __module__=cls.__module__))

@@ -6,8 +6,8 @@
 __all__ = ['compile_regions', 'compile_model']
 
 # %% ../../nbs/model/02_compile.ipynb #09504462
+from contextlib import contextmanager
 from functools import partial
-from types import FunctionType, MethodType
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel, DataParallel
 from fastai.basics import *
@@ -17,8 +17,8 @@ from ..world.ranks import get_rank
 # %% ../../nbs/model/02_compile.ipynb #074482f2
 def _kind(m):
     "Equal for blocks that one compiled code fits"
-    return type(m), tuple((n, type(c), c.extra_repr(), *[(k,t.shape,t.dtype) for k,t in (*c._parameters.items(),*c._buffers.items()) if t is not None])
-                          for n,c in m.named_modules())
+    def tensors(c): return [(k,t.shape,t.dtype) for k,t in (*c._parameters.items(),*c._buffers.items()) if t is not None]
+    return type(m), tuple((n, type(c), c.extra_repr(), *tensors(c)) for n,c in m.named_modules())
 
 def compile_regions(model, # Model, sharded and recomputed already if it is going to be
                     regional=False, # By parts, even if no two are alike?
@@ -31,75 +31,75 @@ def compile_regions(model, # Model, sharded and recomputed already if it is goin
         inner = [m for m in cut if not any(c in cuts for c in m.modules() if c is not m)]
         taken = {c for m in inner for c in m.modules()}
         return inner + [u for u in us if not any(c in taken for c in u.modules())]
-    if regional and not us: raise ValueError(f"rank {get_rank()}: use_regional_compilation=True: {type(model).__name__} has no parts to compile, "
-                                             "as it has no nn.Sequential or nn.ModuleList of blocks: leave it out")
+    if regional and not us: raise ValueError(
+        f"rank {get_rank()}: use_regional_compilation=True: {type(model).__name__} has no parts to compile, "
+        "as it has no nn.Sequential or nn.ModuleList of blocks: leave it out")
     return us if regional or max(Counter(map(_kind, us)).values(), default=0) > 1 else [model]
 
-# %% ../../nbs/model/02_compile.ipynb #a9dd3a75
-_torch = str(Path(torch.__file__).parent)
+# %% ../../nbs/model/02_compile.ipynb #074482f3
+def _counters():
+    from torch._dynamo.utils import counters # here: the import takes seconds
+    return counters
 
 class _Code:
     "Compiles the forward of the modules of one kind"
-    def __init__(self, kwargs, name): self.kwargs,self.name,self.fns,self.works = kwargs,name,{},False
+    def __init__(self, kwargs, # Of `torch.compile`
+                 name, # Of the first of these modules
+                ): self.kwargs,self.name,self.compiled,self.works = kwargs,name,{},False
+
     def __call__(self, f):
         "Compiled `f`, a forward that is bound to its module"
-        fn = f.__func__ if isinstance(f, MethodType) and isinstance(f.__func__, FunctionType) else None
+        fn = getattr(f, '__func__', None)
         if fn is None: return torch.compile(f, **self.kwargs)
-        if fn not in self.fns:
-            # torch treats the functions in its own files in another way, as one
-            file = fn.__code__.co_filename
-            if file.startswith(_torch): file = f'<{fn.__qualname__} of {self.name}>'
-            own = FunctionType(fn.__code__.replace(co_filename=file), fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__)
-            own.__kwdefaults__ = fn.__kwdefaults__
-            self.fns[fn] = own
-        return torch.compile(MethodType(self.fns[fn], f.__self__), **self.kwargs)
-    def first(self, call):
-        "Run `call`, and raise an error if nothing has been compiled, then or before"
-        from torch._dynamo.utils import counters
-        n = counters['stats']['unique_graphs']
-        res = call()
-        self.works = self.works or counters['stats']['unique_graphs']!=n
-        if not self.works:
-            why = [k.split('\n')[0] for k in counters['graph_break']]
-            raise RuntimeError(f"rank {get_rank()}: torch.compile with {self.kwargs} compiled nothing of {self.name}. "
-                               f"{'What it could not trace: '+'; '.join(why[-3:])+'. ' if why else ''}"
-                               "With fullgraph=True it says where; change that code, or train without compiling")
+        if fn not in self.compiled: self.compiled[fn] = torch.compile(fn, isolate_recompiles=True, **self.kwargs)
+        return partial(self.compiled[fn], f.__self__)
+
+    def first(self, f, *args, **kwargs):
+        "Call compiled `f`; a `RuntimeError` if nothing has been compiled, then or before"
+        n = _counters()['stats']['unique_graphs']
+        res = f(*args, **kwargs)
+        self.works = self.works or _counters()['stats']['unique_graphs']!=n
+        if not self.works: raise self._error()
         return res
 
-def _compiled(code):
+    def _error(self):
+        breaks = [k.split('\n')[0] for k in _counters()['graph_break']][-3:]
+        why = f"What it could not trace: {'; '.join(breaks)}. " if breaks else ''
+        return RuntimeError(f"rank {get_rank()}: torch.compile with {self.kwargs} compiled nothing of {self.name}. {why}"
+                            "With fullgraph=True it says where; change that code, or train without compiling")
+
+# %% ../../nbs/model/02_compile.ipynb #074482f4
+@contextmanager
+def _in_order():
+    "Let torch look through compiled codes in their order"
+    set_lru = getattr(torch._C._dynamo.eval_frame, '_set_lru_cache', noop) # which torch's own error tells one to do
+    set_lru(False)
+    try: yield
+    finally: set_lru(True)
+
+def _compiled(code # `_Code`
+             ):
+    "What goes around a forward, as `wrap_forward` takes it, to compile it in its first call"
     def wrap(forward):
         fns = {} # by forward: a module's class may change, and another class has another
         def run(*args, **kwargs):
             f = forward.plain()
             key = getattr(f, '__func__', f)
-            if key in fns: return fns[key](*args, **kwargs)
-            c = code(f)
-            res = code.first(lambda: c(*args, **kwargs))
+            with _in_order():
+                if key in fns: return fns[key](*args, **kwargs)
+                c = code(f)
+                res = code.first(c, *args, **kwargs)
             fns[key] = c
             return res
         return run
     return wrap
 
-# %% ../../nbs/model/02_compile.ipynb #ea489069
-_n_same = [0] # contexts in which what is computed again finds the code of the first time
-
-def _same_code_again():
-    "Where several codes fit, torch takes the one that was used last, which may be another when activations are computed again: let it go by their order"
-    set_lru = getattr(torch._C._dynamo.eval_frame, '_set_lru_cache', noop) # which torch's own error tells one to do
-    _n_same[0] += 1
-    set_lru(False)
-    def undo():
-        _n_same[0] -= 1
-        if not _n_same[0]: set_lru(True)
-    return undo
-
-def compile_model(model, # Model, sharded and recomputed already if it is going to be; or a `DistributedDataParallel`
-                  plugin, # Accelerate's `TorchDynamoPlugin`
-                 ):
-    "Compile `model` in place as `plugin` says; returns a function that undoes it"
-    if isinstance(model, (DistributedDataParallel,DataParallel)): model = model.module
+# %% ../../nbs/model/02_compile.ipynb #074482f5
+def _compile_kwargs(plugin # Accelerate's `TorchDynamoPlugin`
+                   ):
+    "What `torch.compile` gets; `None` where nothing is to be compiled, and a `ValueError` for modes and options without effect"
     backend = plugin.backend.value.lower()
-    if plugin.disable or backend=='no': return noop
+    if plugin.disable or backend=='no': return None
     mode = None if plugin.options and plugin.mode=='default' else plugin.mode # the plugin's default, which torch does not take beside options
     if backend in ('eager','aot_eager') and (plugin.options or mode!='default'):
         arg = f'options={plugin.options}' if plugin.options else f'mode={mode!r}'
@@ -107,10 +107,19 @@ def compile_model(model, # Model, sharded and recomputed already if it is going 
     kwargs = dict(backend=backend, mode=mode, fullgraph=plugin.fullgraph, dynamic=plugin.dynamic)
     if plugin.options: kwargs['options'] = dict(plugin.options)
     torch.compile(noop, **kwargs) # an unknown backend, mode or option is an error now
+    return kwargs
+
+# %% ../../nbs/model/02_compile.ipynb #ea489069
+def compile_model(model, # Model, sharded and recomputed already if it is going to be; or a `DistributedDataParallel`
+                  plugin, # Accelerate's `TorchDynamoPlugin`
+                 ):
+    "Compile `model` in place as `plugin` says; returns a function that undoes it"
+    if isinstance(model, (DistributedDataParallel,DataParallel)): model = model.module
+    kwargs = _compile_kwargs(plugin)
+    if kwargs is None: return noop
     names = {m:n for n,m in model.named_modules()}
-    codes,undos,regions = {},[],compile_regions(model, plugin.use_regional_compilation)
-    if any(map(is_wrapped, regions)): undos.append(_same_code_again())
-    for m in regions:
+    codes,undos = {},[]
+    for m in compile_regions(model, plugin.use_regional_compilation):
         k = _kind(m)
         if k not in codes: codes[k] = _Code(kwargs, f"{names[m] or 'the model'}, a {type(m).__name__}")
         undos.append(wrap_forward(m, _compiled(codes[k]), inner=True))
