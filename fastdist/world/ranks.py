@@ -13,6 +13,7 @@ import os,re,socket,time
 import torch, torch.distributed as dist
 from accelerate import PartialState
 from fastai.basics import *
+from ..env import cpu_switch
 
 # %% ../../nbs/world/00_ranks.ipynb #97ed9ccf
 def env_int(nm, # Name of an environment variable
@@ -178,7 +179,7 @@ def get_node_rank():
 def use_cpu(cpu=False, # Train on the CPU although there are GPUs
            ):
     "True where workers train on the CPU and talk over gloo: no GPU here, or `cpu`, or `ACCELERATE_USE_CPU` in the environment"
-    return cpu or not torch.cuda.is_available() or os.environ.get('ACCELERATE_USE_CPU', '').lower() in ('1','true','yes')
+    return cpu or not torch.cuda.is_available() or cpu_switch()
 
 # %% ../../nbs/world/00_ranks.ipynb #1c888c99
 def get_device():
