@@ -5,7 +5,7 @@ from fastdist.data.dl import DistributedDL
 from fastdist.callbacks.divergence import DivergenceCheck
 from fastdist.callbacks.compression import GradientCompression, LocalSGD
 from fastdist.launch.notebook.fork import check_fork
-from fastdist.launch.notebook.notebook import launch_in_notebook
+from fastdist.launch.notebook.launcher import launch_in_notebook
 from fastdist.callbacks.data_parallel import ParallelTrainer
 from fastdist.trainer.learner import DistributedTrainer
 from fastdist.world import (RemoteError, fail_together, get_rank, get_world_size, is_master, print_in_order, rank0_first, rank0_only, rank0_read,

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch, torch.distributed as dist
+from ..env import cpu_switch
 from .state import current_world, get_default_group
 
 # %% ../../nbs/world/01_ranks.ipynb #97ed9ccf
@@ -179,7 +180,7 @@ def get_node_rank():
 def use_cpu(cpu=False, # Train on the CPU although there are GPUs
            ):
     "True where workers train on the CPU, over gloo: no GPU here, or `cpu`, or `ACCELERATE_USE_CPU` in the environment"
-    return cpu or not torch.cuda.is_available() or os.environ.get('ACCELERATE_USE_CPU', '').lower() in ('1','true','yes')
+    return cpu or not torch.cuda.is_available() or cpu_switch()
 
 # %% ../../nbs/world/01_ranks.ipynb #1c888c99
 def accelerate_state():

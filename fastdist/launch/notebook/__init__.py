@@ -2,5 +2,5 @@
 from ...lazy import lazy_names
 
 __getattr__,__all__ = lazy_names(__name__, {
-    '.notebook': 'launch_in_notebook',
+    '.launcher': 'launch_in_notebook',
     '.fork': 'check_fork'})
