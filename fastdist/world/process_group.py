@@ -109,14 +109,14 @@ if hasattr(os, 'register_at_fork'): os.register_at_fork(before=_before_fork, aft
 # %% ../../nbs/world/05_process_group.ipynb #389af96d
 def _by_accelerate(cpu, args):
     "Make the process group, with `args` of `torch.distributed.init_process_group`"
-    # DistributedDataParallel imports this. Once there is a group, it would keep hold of it, and of threads that can abort the process at exit
+    # DistributedDataParallel imports this. Once there is a group, it would keep hold of it, and of threads that can abort the process later
     import torch._dynamo
     from accelerate import PartialState
     if PartialState._shared_state and PartialState().num_processes==1: # made before the launcher's variables were
         PartialState._reset_state()
     with _threads_kept(): PartialState(cpu=cpu, **args)
 
-# %% ../../nbs/world/05_process_group.ipynb #a59f513f
+# %% ../../nbs/world/05_process_group.ipynb #79b3ddd8
 def _make_group(s, cpu, kwargs):
     "Make the process group that `Start` `s` describes, and its `World`"
     args = {k:v for k,v in kwargs.items() if k not in ('init_method','timeout')}
@@ -176,7 +176,7 @@ def distributed_init(args=None, # An `init_method`, or fairseq's arguments, as `
                      rank=None, # Of this process; by default from the environment
                      world_size=None, # How many workers there are; by default from the environment
                      backend=None, # `gloo` or `nccl`; by default gloo on the CPU and nccl on GPUs
-                     timeout=None, # Seconds, or a `timedelta`, to wait for workers: at the start (by default 600) and in a collective (torch's)
+                     timeout=None, # Seconds, or a `timedelta`, to wait for workers: at the start (default 600), in a collective (torch's)
                     ):
     "Make the process group, whoever started this process; returns its rank. With one process, and at a second call, there is nothing to do"
     s = infer_init_method(args, init_method, rank, world_size)
@@ -187,7 +187,7 @@ def distributed_init(args=None, # An `init_method`, or fairseq's arguments, as `
 
 # %% ../../nbs/world/05_process_group.ipynb #433f7d6f
 def setup_distrib(gpu=None, # Number of the GPU that this process uses; by default its local rank, or the CPU where there is none
-                  timeout=None, # Seconds, or a `timedelta`, to wait for workers: at the start (by default 600) and in a collective (torch's)
+                  timeout=None, # Seconds, or a `timedelta`, to wait for workers: at the start (default 600), in a collective (torch's)
                  ):
     "Make the process group that the launcher asked for (gloo on the CPU, nccl on GPUs); returns `gpu`. A second call does nothing"
     if gpu is not None:

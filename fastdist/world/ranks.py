@@ -79,7 +79,7 @@ def _launched_by():
     return next((who for k,who in marks.items() if k in env), 'environment')
 
 def from_env():
-    """What the launcher says: `rank`, `world_size`, `local_rank`, `local_world_size`, `node_rank` (the last three `None` where it does not),
+    """What the launcher says: `rank`, `world_size`, `local_rank`, `local_world_size`, `node_rank` (`None` where it does not say),
     and who that is, `launcher`"""
     names = 'rank','world_size','local_rank','local_world_size','node_rank'
     if 'WORLD_SIZE' in os.environ or 'RANK' in os.environ:
