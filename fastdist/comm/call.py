@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['trim', 'OutOfStep', 'who_has', 'route', 'group_ranks', 'Call']
 
-# %% ../../nbs/comm/01_call.ipynb #82fd24f4
+# %% ../../nbs/comm/01_call.ipynb #5c0cbd48
 import pickle,sys
 
 import torch, torch.distributed as dist, torch.nn.functional as F
@@ -67,9 +67,43 @@ def group_ranks(group # A process group; `None` for that of all workers
         f"rank {get_rank()}: {get_world_size()} workers were started, but they have no process group yet: call setup_distrib() first")
     return [get_rank()]
 
+# %% ../../nbs/comm/01_call.ipynb #9f4c32d0
+def _frame(name, group, info=None, t=None, error=None):
+    "The frame of a call: what has to be the same in all workers, who calls, what it has to send, and that itself where it is small"
+    device = size = small = None
+    if t is not None:
+        device,size = route(t.device, group).type if dist.is_initialized() else 'cpu', t.numel()*t.element_size()
+        if size < _frame_size: small = as_bytes(t.cpu()).numpy().tobytes()
+    fields = trim(name, 100),_caller(),error,info,device,size
+    frame = pickle.dumps((*fields, small))
+    return frame if len(frame) <= _frame_size else pickle.dumps((*fields, None))
+
+def _exchange(frame, n, group):
+    "The frames of the `n` workers of a group, unpickled"
+    if not dist.is_initialized(): return [pickle.loads(frame)]
+    mine = torch.frombuffer(bytearray(frame.ljust(_frame_size, b'\0')), dtype=torch.uint8).to(route(torch.device('cpu'), group))
+    every = mine.new_empty(n*_frame_size)
+    dist.all_gather_into_tensor(every, mine, group=group)
+    return [pickle.loads(o) for o in every.cpu().view(n, -1).numpy()]
+
+# %% ../../nbs/comm/01_call.ipynb #f6924095
+def _check(ranks, names, callers, errors):
+    "Raise, in all workers alike, what some have failed in; an `OutOfStep` where they are at different calls"
+    at = [f'{n} ({c})' for n,c in zip(names, callers)]
+    failed = {r:(e,a) for r,e,a in zip(ranks, errors, at) if e}
+    if failed:
+        (kind,_),_ = next(iter(failed.values()))
+        texts = [f'{a}: {e[0]}: {e[1]}' for e,a in failed.values()]
+        raise _raised_alike.get(kind, RuntimeError)('; '.join(f'{w} failed in {t}' for w,t in _by_rank(failed, texts)))
+    if len(set(names))==1: return
+    (who,what),*others = _by_rank(ranks, at)
+    first = f"{who} {'are' if who.startswith('ranks') else 'is'} at {what}"
+    differ = ', '.join([first]+[f'{w} at {t}' for w,t in others])
+    raise OutOfStep(f'{differ}: all workers of a group must make the same calls in the same order')
+
 # %% ../../nbs/comm/01_call.ipynb #79cfdc9b
 class Call:
-    "One call that all workers of `group` make, of which each has given its frame; they are lists, in the order of the group"
+    "One call that all workers of `group` make; `names`, `infos`, `sizes` and so on are what their frames say, in the order of the group"
     def __init__(self, name:str, # Of the call, with the arguments that have to be the same in all workers
                  group, # A process group; `None` for that of all workers
                  prepare, # Called with this `Call`; returns `info` and `payload` of this worker
@@ -78,41 +112,11 @@ class Call:
         self.n,self.me,error = len(self.ranks),self.ranks.index(get_rank()),None
         try:
             info,self.payload = prepare(self)
-            frame = self._frame(info, self.payload)
-        except Exception as e: frame,error = self._frame(error=(type(e).__name__, trim(str(e), 400))),e
-        self.names,self.callers,self.errors,self.infos,self.routes,self.sizes,self.small = zip(*self._exchange(frame))
+            frame = _frame(name, group, info, self.payload)
+        except Exception as e: frame,error = _frame(name, group, error=(type(e).__name__, trim(str(e), 400))),e
+        self.names,self.callers,self.errors,self.infos,self.routes,self.sizes,self.small = zip(*_exchange(frame, self.n, group))
         if error: raise error
-        self._check()
-
-    def _frame(self, info=None, t=None, error=None):
-        device = size = small = None
-        if t is not None:
-            device,size = route(t.device, self.group).type if dist.is_initialized() else 'cpu', t.numel()*t.element_size()
-            if size < _frame_size: small = as_bytes(t.cpu()).numpy().tobytes()
-        fields = trim(self.name, 100),_caller(),error,info,device,size
-        frame = pickle.dumps((*fields, small))
-        return frame if len(frame) <= _frame_size else pickle.dumps((*fields, None))
-
-    def _exchange(self, frame):
-        if not dist.is_initialized(): return [pickle.loads(frame)]
-        mine = torch.frombuffer(bytearray(frame.ljust(_frame_size, b'\0')), dtype=torch.uint8).to(route(torch.device('cpu'), self.group))
-        every = mine.new_empty(self.n*_frame_size)
-        dist.all_gather_into_tensor(every, mine, group=self.group)
-        return [pickle.loads(o) for o in every.cpu().view(self.n, -1).numpy()]
-
-@patch
-def _check(self:Call):
-    "Raise, in all workers alike, what some have failed in; an `OutOfStep` where they are at different calls"
-    at = [f'{n} ({c})' for n,c in zip(self.names, self.callers)]
-    failed = {r:(e,a) for r,e,a in zip(self.ranks, self.errors, at) if e}
-    if failed:
-        (kind,_),_ = next(iter(failed.values()))
-        raise _raised_alike.get(kind, RuntimeError)(
-            '; '.join(f'{w} failed in {t}' for w,t in _by_rank(failed, [f'{a}: {e[0]}: {e[1]}' for e,a in failed.values()])))
-    if len(set(self.names))==1: return
-    (who,what),*others = _by_rank(self.ranks, at)
-    first = f"{who} {'are' if who.startswith('ranks') else 'is'} at {what}"
-    raise OutOfStep(', '.join([first]+[f'{w} at {t}' for w,t in others])+': all workers of a group must make the same calls in the same order')
+        _check(self.ranks, self.names, self.callers, self.errors)
 
 # %% ../../nbs/comm/01_call.ipynb #0720d2b6
 @patch
@@ -121,6 +125,7 @@ def device(self:Call):
     routes = {o for o in self.routes if o}
     return route(self.payload.device if len(routes)==1 and self.payload is not None else torch.device('cpu'), self.group)
 
+# %% ../../nbs/comm/01_call.ipynb #6d4b4f64
 def _padded(t, n): return F.pad(t, (0,n-len(t))) if len(t) < n else t
 
 @patch
@@ -146,7 +151,7 @@ def _send(self:Call, mine, sizes, dst):
         if r!=dst and len(b): dist.recv(b, r, group=self.group)
     return bufs
 
-# %% ../../nbs/comm/01_call.ipynb #fc6106dd
+# %% ../../nbs/comm/01_call.ipynb #c65d8e3b
 @patch
 def parts(self:Call, dst:int=None, # Global rank of the worker that receives them; by default all do
          ):

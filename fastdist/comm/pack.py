@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['tensors_in', 'bytes_in', 'as_bytes', 'pack', 'unpack']
 
-# %% ../../nbs/comm/00_pack.ipynb #eccddff9
+# %% ../../nbs/comm/00_pack.ipynb #3cb8271b
 import io,math,pickle
 
 import torch
@@ -31,10 +31,10 @@ def as_bytes(t:Tensor, # Strided tensor
             ):
     "The bytes of `t` on its device, as a flat `uint8` tensor: a view, where `t` is contiguous"
     t = t.resolve_conj().resolve_neg().contiguous().reshape(-1)
-    if t.numel() < 2: t = t.as_strided(t.shape, (1,)) # a single element is contiguous whatever its stride, but can be viewed with a stride of 1 only
+    if t.numel() < 2: t = t.as_strided(t.shape, (1,)) # it is contiguous whatever its stride, but can be viewed with a stride of 1 only
     return t.view(torch.uint8)
 
-# %% ../../nbs/comm/00_pack.ipynb #b29dfc38
+# %% ../../nbs/comm/00_pack.ipynb #1f57f1bb
 _align = 16 # bytes: any dtype can be viewed from there
 
 class _Pickler(pickle.Pickler):
@@ -80,7 +80,7 @@ def pack(o # Anything that can be pickled, with tensors in it
         at += math.ceil(len(part)/_align)*_align
     return p.nbytes,flat
 
-# %% ../../nbs/comm/00_pack.ipynb #8662513b
+# %% ../../nbs/comm/00_pack.ipynb #fe5b6e13
 class _Unpickler(pickle.Unpickler):
     "Tensors become views of the bytes before the pickle"
     def __init__(self, start, flat):

@@ -17,9 +17,9 @@ from ..world.store import wait_until
 from ..world.errors import Failure, RemoteError
 from ..world.process_group import shared_store
 
-# %% ../../nbs/comm/05_rank0.ipynb #8187d855
+# %% ../../nbs/comm/05_rank0.ipynb #1d0def23
 def _put(store, key, o, most=2**22):
-    "Write `o` into the store, in parts of `most` bytes: it closes the connection of one who sends it more than 8 MiB at once. Returns how many"
+    "Write `o` into the store, in parts of `most` bytes, for it closes a connection that sends more than 8 MiB at once; returns how many"
     data = pickle.dumps(o)
     parts = [data[i:i+most] for i in range(0, len(data), most)]
     for i,p in enumerate(parts): store.set(f'{key}/{i}', p)
@@ -76,7 +76,7 @@ def rank0_first(func, # Called in rank 0 first, and when it is done in all other
     _follow(store, key)
     return func(*args, **kwargs)
 
-# %% ../../nbs/comm/05_rank0.ipynb #f75ba523
+# %% ../../nbs/comm/05_rank0.ipynb #9e334926
 def rank0_read(func, # Called in rank 0 alone
                *args, # Passed to `func`
                **kwargs, # Passed to `func`
@@ -119,7 +119,7 @@ def forget_writes(file, # Path of a file that this rank has written itself
     "Wait for rank 0 no longer before `file` is read"
     _seen().pop(_file_key(file), None)
 
-# %% ../../nbs/comm/05_rank0.ipynb #d7682706
+# %% ../../nbs/comm/05_rank0.ipynb #ec4a8377
 def wait_written(file, # Path of a file that rank 0 writes
                  timeout=1800, # In seconds
                 ):
@@ -134,5 +134,6 @@ def wait_written(file, # Path of a file that rank 0 writes
         if others: raise RuntimeError(f"rank {get_rank()}: rank 0 saves, and it has saved other files, but not {file}: "
                                       "save under the same path in all ranks (a temporary folder is another one in each)")
         if time.monotonic()-start > timeout: raise TimeoutError(
-            f"rank {get_rank()} waited {timeout} s for rank 0 to write {file}: it has written it {n} times, this rank saw {seen[key]} saves")
+            f"rank {get_rank()} waited {timeout} s for rank 0 to write {file}: "
+            f"it has written it {n} times, this rank saw {seen[key]} saves")
         time.sleep(0.02)

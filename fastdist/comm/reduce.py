@@ -27,8 +27,10 @@ _reducible = {getattr(torch, o) for o in 'float16 bfloat16 float32 float64 int8 
 def _plain(t): return t.detach().as_subclass(Tensor) # the same memory, without gradients and without a subclass's own ideas
 def _dense(t): return t.resolve_conj().resolve_neg().contiguous() # its memory is what it says
 
+# %% ../../nbs/comm/03_reduce.ipynb #612c49b2
 def _check_op(op):
-    if op not in _reduce_ops: raise ValueError(f"rank {get_rank()}: op={op!r} is not known: take one of {', '.join(map(repr, _reduce_ops))}")
+    if op in _reduce_ops: return
+    raise ValueError(f"rank {get_rank()}: op={op!r} is not known: take one of {', '.join(map(repr, _reduce_ops))}")
 
 def _check_dense(t, what):
     "Has `t`, which is `what` in the message, memory of its own? Wrappers, as DTensor is one, have none"
@@ -123,11 +125,12 @@ def _leaf(o, path, op):
             f"rank {get_rank()}: {path} is complex, and complex numbers have no order: {op=} takes real numbers")
         return o
     elif not isinstance(o, Tensor): raise TypeError(
-        f"rank {get_rank()}: {path} is {type(o).__name__} {trim(repr(o), 80)}, which cannot be reduced: leave it out, or send it with all_gather_list")
+        f"rank {get_rank()}: {path} is {type(o).__name__} {trim(repr(o), 80)}, which cannot be reduced: "
+        "leave it out, or send it with all_gather_list")
     _check_tensor(o, path, op)
     return _plain(o)
 
-# %% ../../nbs/comm/03_reduce.ipynb #f7e73ee0
+# %% ../../nbs/comm/03_reduce.ipynb #6e90afe5
 def _items(o):
     "Keys and values of a container, `None` of anything else"
     return o.items() if isinstance(o, dict) else enumerate(o) if isinstance(o, (list,tuple,L)) else None
@@ -148,7 +151,8 @@ _Large = namedtuple('_Large', 'dtype shape route nan') # what stands for a tenso
 
 def _outline(v, op, group):
     "What stands for leaf `v` in what all workers compare"
-    if not isinstance(v, Tensor) or v.dtype not in _reducible or v.numel()*v.element_size() <= _small or not dist.is_initialized(): return v
+    if not dist.is_initialized() or not isinstance(v, Tensor): return v
+    if v.dtype not in _reducible or v.numel()*v.element_size() <= _small: return v
     return _Large(v.dtype, tuple(v.shape), route(v.device, group).type, _has_nan(v, op))
 
 def _kind(v):
@@ -176,7 +180,7 @@ def _reduce_large(leaves, every, op, group):
         for p,t,o in zip(paths, ts, flat.split([t.numel() for t in ts])): res[p] = (o.clone() if len(ts) > 1 else o).view(t.shape)
     return res
 
-# %% ../../nbs/comm/03_reduce.ipynb #81e90aca
+# %% ../../nbs/comm/03_reduce.ipynb #2102f8e4
 def _as(o, v, device):
     "The reduced `v` as what `o` is: a tensor of its class, an array, a number"
     if isinstance(o, Tensor):
@@ -189,9 +193,9 @@ def _rebuild(o, path, res, device):
     if items is not None:
         new = {k:_rebuild(v, f'{path}[{k!r}]', res, device) for k,v in items}
         if isinstance(o, dict):
-            o = copy(o)
-            for k,v in new.items(): o[k] = v
-            return o
+            res = copy(o)
+            for k,v in new.items(): res[k] = v
+            return res
         return type(o)(*new.values()) if hasattr(o, '_fields') else type(o)(new.values())
     return _as(o, res[path], device)
 

@@ -74,9 +74,9 @@ def _exported(new):
     return undo
 
 def _export(s, on_node, store):
-    "Put into the environment what a launcher would; `on_node`: (local rank, local world size, node rank). Returns a function that undoes it"
-    local,n_local,node = on_node
-    new = dict(RANK=s.rank, WORLD_SIZE=s.world_size, LOCAL_RANK=local, LOCAL_WORLD_SIZE=n_local, GROUP_RANK=node, FASTDIST_LAUNCHER=s.launcher)
+    "Put into the environment what a launcher would, with `on_node`: (local rank, local world size, node rank). Returns what undoes it"
+    new = dict(RANK=s.rank, WORLD_SIZE=s.world_size, FASTDIST_LAUNCHER=s.launcher)
+    new.update(zip(('LOCAL_RANK','LOCAL_WORLD_SIZE','GROUP_RANK'), on_node))
     if s.init_method!='env://':
         u = urlparse(s.init_method if s.init_method.startswith('tcp') else f"tcp://{store.get('address').decode()}")
         new.update(MASTER_ADDR=u.hostname, MASTER_PORT=u.port)
@@ -100,37 +100,55 @@ def _threads_kept():
 
 # %% ../../nbs/world/05_process_group.ipynb #0e81a88d
 def _before_fork():
-    # gloo's thread takes Python's locks for a moment after each collective; a process forked meanwhile hangs in Python itself (seen in 1 of 15 fits
-    # with loader processes on Python 3.10; with the pause in none of 200)
+    # gloo's thread takes Python's locks for a moment after each collective; a process forked meanwhile hangs in Python itself
+    # (seen in 1 of 15 fits with loader processes on Python 3.10; with the pause in none of 200)
     if dist.is_initialized(): time.sleep(0.01)
 
 if hasattr(os, 'register_at_fork'): os.register_at_fork(before=_before_fork, after_in_child=partial(torch.set_num_threads, 1))
 
-# %% ../../nbs/world/05_process_group.ipynb #abbeebc3
-def _make_group(s, cpu, kwargs):
-    "Make the process group that `Start` `s` describes, and its `World`"
-    # DistributedDataParallel imports this. Once there is a group, it would keep hold of it, and with it threads that can abort the process at its exit
+# %% ../../nbs/world/05_process_group.ipynb #389af96d
+def _by_accelerate(cpu, args):
+    "Make the process group, with `args` of `torch.distributed.init_process_group`"
+    # DistributedDataParallel imports this. Once there is a group, it would keep hold of it, and of threads that can abort the process later
     import torch._dynamo
     from accelerate import PartialState
+    if PartialState._shared_state and PartialState().num_processes==1: # made before the launcher's variables were
+        PartialState._reset_state()
+    with _threads_kept(): PartialState(cpu=cpu, **args)
+
+# %% ../../nbs/world/05_process_group.ipynb #79b3ddd8
+def _make_group(s, cpu, kwargs):
+    "Make the process group that `Start` `s` describes, and its `World`"
     args = {k:v for k,v in kwargs.items() if k not in ('init_method','timeout')}
     limit = seconds(kwargs.get('timeout'))
     if limit is not None: args['timeout'] = timedelta(seconds=limit)
     store,world = _join(s, limit),current_world()
     on_node = s.local_rank,s.local_world_size,s.node_rank
     if None in on_node: on_node = ranks_on_hosts(store, s.rank, s.world_size, limit or start_timeout)
-    if not cpu and not (s.launcher=='slurm' and 'CUDA_VISIBLE_DEVICES' in os.environ): _check_gpus(on_node[1]) # Slurm may let each task see its own alone
-    if PartialState._shared_state and PartialState().num_processes==1: PartialState._reset_state() # made before the launcher's variables were
+    alone = s.launcher=='slurm' and 'CUDA_VISIBLE_DEVICES' in os.environ # Slurm may let each task see its own GPU only
+    if not cpu and not alone: _check_gpus(on_node[1])
     reach = partial(reachable, s) if on_node[1]!=s.world_size else nullcontext
     undo = _export(s, on_node, store)
     world.number += 1
     # gloo finds the addresses of an earlier group in the store, and hangs: each group has a part of its own
     args.update(store=dist.PrefixStore(f'group/{world.number}', store), rank=s.rank, world_size=s.world_size)
     try:
-        with _threads_kept(), reach(): PartialState(cpu=cpu, **args)
+        with reach(): _by_accelerate(cpu, args)
     except BaseException:
         undo()
         raise
     enter_world(World(store, world, reach, kwargs)).on_end(undo)
+
+# %% ../../nbs/world/05_process_group.ipynb #d394bd1c
+def _check_same(s, kwargs):
+    "A `ValueError` where the process group that is there has not the rank and size of `Start` `s`, or the arguments `kwargs`"
+    made,rank,size = current_world().options,dist.get_rank(),dist.get_world_size()
+    if s is not None and s.world_size > 1 and (s.rank,s.world_size)!=(rank,size): raise ValueError(
+        f"rank {rank}: this is rank {rank} of a process group of {size} already, and cannot be rank {s.rank} of {s.world_size}: "
+        "call teardown_distrib first")
+    clash = {k:v for k,v in kwargs.items() if made.get(k)!=v}
+    if clash: raise ValueError(f"rank {rank}: the process group exists already, so {clash} cannot take effect; "
+                               "pass it to the first call that needs a group, before `setup_distrib`")
 
 # %% ../../nbs/world/05_process_group.ipynb #1ee89d63
 def init_group(cpu=False, # Train on the CPU although there are GPUs
@@ -145,20 +163,12 @@ def init_group(cpu=False, # Train on the CPU although there are GPUs
     if dist.is_initialized(): return _check_same(start, kwargs)
     if s.world_size==1: return
     if s.spawn > 1: raise ValueError(
-        f"rank {s.rank}: {s.reason}. Here there is one process for {s.spawn} GPUs: type `srun --ntasks-per-node={s.spawn} python {Path(sys.argv[0]).name}`, "
+        f"rank {s.rank}: {s.reason}. Here there is one process for {s.spawn} GPUs: "
+        f"type `srun --ntasks-per-node={s.spawn} python {Path(sys.argv[0]).name}`, "
         "or start training by `call_main`, or give each task one GPU (`--gpus-per-task=1`)")
     _make_group(s, use_cpu(cpu), kwargs)
     atexit.register(teardown_distrib)
     for f in World.begin_hooks: f()
-
-def _check_same(s, kwargs):
-    made,rank,size = current_world().options,dist.get_rank(),dist.get_world_size()
-    if s is not None and s.world_size > 1 and (s.rank,s.world_size)!=(rank,size): raise ValueError(
-        f"rank {rank}: this is rank {rank} of a process group of {size} already, and cannot be rank {s.rank} of {s.world_size}: "
-        "call teardown_distrib first")
-    clash = {k:v for k,v in kwargs.items() if made.get(k)!=v}
-    if clash: raise ValueError(f"rank {rank}: the process group exists already, so {clash} cannot take effect; "
-                               "pass it to the first call that needs a group, before `setup_distrib`")
 
 # %% ../../nbs/world/05_process_group.ipynb #a9aae390
 def distributed_init(args=None, # An `init_method`, or fairseq's arguments, as `infer_init_method` takes them
@@ -166,7 +176,7 @@ def distributed_init(args=None, # An `init_method`, or fairseq's arguments, as `
                      rank=None, # Of this process; by default from the environment
                      world_size=None, # How many workers there are; by default from the environment
                      backend=None, # `gloo` or `nccl`; by default gloo on the CPU and nccl on GPUs
-                     timeout=None, # Seconds, or a `timedelta`, to wait for workers at the start (default: 600 s) and in a collective (default: torch's)
+                     timeout=None, # Seconds, or a `timedelta`, to wait for workers: at the start (default 600), in a collective (torch's)
                     ):
     "Make the process group, whoever started this process; returns its rank. With one process, and at a second call, there is nothing to do"
     s = infer_init_method(args, init_method, rank, world_size)
@@ -177,7 +187,7 @@ def distributed_init(args=None, # An `init_method`, or fairseq's arguments, as `
 
 # %% ../../nbs/world/05_process_group.ipynb #433f7d6f
 def setup_distrib(gpu=None, # Number of the GPU that this process uses; by default its local rank, or the CPU where there is none
-                  timeout=None, # Seconds, or a `timedelta`, to wait for workers at the start (default: 600 s) and in a collective (default: torch's)
+                  timeout=None, # Seconds, or a `timedelta`, to wait for workers: at the start (default 600), in a collective (torch's)
                  ):
     "Make the process group that the launcher asked for (gloo on the CPU, nccl on GPUs); returns `gpu`. A second call does nothing"
     if gpu is not None:
@@ -224,7 +234,7 @@ def call_main(main, # Called in each worker; it can be imported by name (a funct
 def _run_main(main, args, kwargs):
     call_main(main, *args, **kwargs)
 
-# %% ../../nbs/world/05_process_group.ipynb #3daf5d49
+# %% ../../nbs/world/05_process_group.ipynb #aadf5212
 def _launch_config(s):
     "torch's, for the workers of this node: under Slurm one of many, else all of them"
     from torch.distributed.launcher.api import LaunchConfig
@@ -232,7 +242,8 @@ def _launch_config(s):
     where = dict(rdzv_backend='c10d', rdzv_endpoint='localhost:0')
     if many: where = dict(rdzv_backend='static', rdzv_endpoint=f'{u.hostname}:{u.port}', rdzv_configs=dict(rank=s.node_rank))
     nodes = s.world_size//s.spawn if many else 1
-    return LaunchConfig(min_nodes=nodes, max_nodes=nodes, nproc_per_node=s.spawn, run_id='fastdist', start_method='spawn', monitor_interval=0.1, **where)
+    return LaunchConfig(min_nodes=nodes, max_nodes=nodes, nproc_per_node=s.spawn,
+                        run_id='fastdist', start_method='spawn', monitor_interval=0.1, **where)
 
 def _spawn(s, main, args, kwargs):
     "Start the workers of this node"
@@ -240,7 +251,7 @@ def _spawn(s, main, args, kwargs):
     if not use_cpu(): _check_gpus(s.spawn)
     elastic_launch(_launch_config(s), _run_main)(main, args, kwargs)
 
-# %% ../../nbs/world/05_process_group.ipynb #30bfeb2f
+# %% ../../nbs/world/05_process_group.ipynb #42e084e3
 on_start,on_stop = World.begin_hooks,World.end_hooks
 
 class _Here:

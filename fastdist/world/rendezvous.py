@@ -41,7 +41,7 @@ def first_host(nodes, # Slurm's list of nodes, such as `n[01-03,7],m1`
     if shutil.which('scontrol'):
         cmd = ['scontrol','show','hostnames',nodes]
         try: return subprocess.run(cmd, capture_output=True, text=True, timeout=5, check=True).stdout.split()[0]
-        except (subprocess.SubprocessError,IndexError): pass # in a container it may lack Slurm's configuration, which it looks for for a minute
+        except (subprocess.SubprocessError,IndexError): pass # in a container it may look for Slurm's configuration for a minute
     first = re.match(r'(?:[^,\[]|\[[^\]]*\])+', nodes)[0]
     return re.sub(r'\[([^\],-]+)[^\]]*\]', r'\1', first)
 
@@ -62,7 +62,7 @@ def _from_launcher(e):
                                  "`accelerate launch`, `torchrun` or `fastdist launch -n N`, or unset WORLD_SIZE to train in one process")
     return 'env://', f"{e.launcher} has set RANK={e.rank}, WORLD_SIZE={e.world_size} and the rendezvous, {_env_url()}"
 
-# %% ../../nbs/world/03_rendezvous.ipynb #9999bd95
+# %% ../../nbs/world/03_rendezvous.ipynb #3f8fe5d6
 def _from_slurm(e, port):
     "One of the tasks of a step"
     nodes = os.environ.get('SLURM_STEP_NODELIST') or os.environ.get('SLURM_JOB_NODELIST') or os.environ.get('SLURM_NODELIST')
@@ -73,8 +73,9 @@ def _from_slurm(e, port):
         f"rank {e.rank}: with Slurm's --distribution=arbitrary rank 0 may be on any node: set MASTER_ADDR to the name of its node")
     host,given = os.environ.get('MASTER_ADDR') or first_host(nodes), port or env_int('MASTER_PORT')
     why = 'as MASTER_PORT or port says' if given else 'which comes from the number of the job'
-    return f"tcp://{host}:{given or slurm_port()}", (
-        f"Slurm started this as task {e.rank} of {e.world_size}; the rendezvous is at {host}, the first of {nodes}, at port {given or slurm_port()}, {why}")
+    given = given or slurm_port()
+    return f"tcp://{host}:{given}", (f"Slurm started this as task {e.rank} of {e.world_size}; "
+                                     f"the rendezvous is at {host}, the first of {nodes}, at port {given}, {why}")
 
 # %% ../../nbs/world/03_rendezvous.ipynb #ceaaa72a
 def _check_alone():
@@ -109,7 +110,7 @@ def _explicit(url, rank, size, e):
     if u.scheme=='tcp' and not u.port: raise ValueError(f"init_method={url!r} has no port: it is like tcp://host:29500")
     return url.partition('?')[0],rank,size
 
-# %% ../../nbs/world/03_rendezvous.ipynb #99ba2671
+# %% ../../nbs/world/03_rendezvous.ipynb #64c29203
 def _given(init_method, rank, world_size, e):
     "`Start` of a URL, or of a rank and a world size, that the user gave"
     if init_method is None:
@@ -124,6 +125,7 @@ def _given(init_method, rank, world_size, e):
     on_node = (0,1,0) if n==1 else (e.local_rank,e.local_world_size,e.node_rank) if same else (None,None,None)
     return Start(url, r, n, *on_node, e.launcher, reason=f"init_method={url!r} was given, for rank {r} of {n}")
 
+# %% ../../nbs/world/03_rendezvous.ipynb #8df50828
 def _one_of_many(e, port):
     "`Start` of a worker that a launcher, or Slurm, has started with others"
     slurm = e.launcher=='slurm'
@@ -135,6 +137,7 @@ def _one_of_many(e, port):
     return Start(url, e.rank*n, e.world_size*n, None, n, e.rank, 'slurm', n,
                  f"{reason}; it has {n} GPUs: many nodes with many devices, on each of which call_main starts a worker")
 
+# %% ../../nbs/world/03_rendezvous.ipynb #7c03e9b7
 def _alone(e):
     "`Start` of a process that nobody has started with others"
     _check_alone()
@@ -144,7 +147,7 @@ def _alone(e):
     if n > 1: reason = f"{who}, and this machine has {n} GPUs: one node, of which call_main starts {n} workers"
     return Start(launcher=e.launcher, spawn=n, reason=reason)
 
-# %% ../../nbs/world/03_rendezvous.ipynb #964d04b5
+# %% ../../nbs/world/03_rendezvous.ipynb #47066a17
 def _fill(args, port):
     "Fill in fairseq's arguments, as its own `infer_init_method` does, with the ranks as they are in the end; the `Start`"
     get = lambda nm: getattr(args, nm, None)
@@ -158,7 +161,7 @@ def _fill(args, port):
     if s.local_rank is not None: args.device_id = s.local_rank
     return s
 
-def infer_init_method(args=None, # An `init_method`; or fairseq's arguments, filled in as fairseq does, where they have no `distributed_init_method` yet
+def infer_init_method(args=None, # An `init_method`; or fairseq's arguments, which are filled in as fairseq does
                       init_method:str=None, # `tcp://host:port`, `file:///shared/path` or `env://`; by default from the environment
                       rank:int=None, # Of this process; by default from the environment
                       world_size:int=None, # How many workers there are; by default from the environment
@@ -171,7 +174,7 @@ def infer_init_method(args=None, # An `init_method`; or fairseq's arguments, fil
     if (init_method,rank,world_size)!=(None,None,None): return _given(init_method, rank, world_size, e)
     return _one_of_many(e, port) if e.world_size > 1 else _alone(e)
 
-# %% ../../nbs/world/03_rendezvous.ipynb #4cb07c0b
+# %% ../../nbs/world/03_rendezvous.ipynb #2be50260
 def _notice(text): print(f'fastdist: {text}', file=sys.stderr, flush=True)
 
 def _addresses():
@@ -184,7 +187,8 @@ def _addresses():
 # %% ../../nbs/world/03_rendezvous.ipynb #9daec2f9
 def _serve_by_file(path, limit):
     "Rank 0: start a store, and write its address into the file"
-    store,nonce = dist.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=limit)),secrets.token_hex(8)
+    store = dist.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=limit))
+    nonce = secrets.token_hex(8)
     store.set('nonce', nonce)
     new = path.with_name(f'{path.name}.{nonce}')
     new.write_text(json.dumps(dict(addresses=_addresses(), port=store.port, nonce=nonce)))
@@ -202,7 +206,7 @@ def _find_by_file(path, limit):
             if store.check(['nonce']) and store.get('nonce').decode()==o['nonce']: return store
         except (OSError,dist.DistError): pass
 
-# %% ../../nbs/world/03_rendezvous.ipynb #a8c03869
+# %% ../../nbs/world/03_rendezvous.ipynb #5077d5f3
 def _store_by_file(path, rank, limit):
     "torch's store, by a file that all nodes share"
     if rank==0: return _serve_by_file(path, limit)
@@ -225,7 +229,8 @@ def _store_by_tcp(host, port, rank, limit, agent):
     # torch looks too, but where nobody listens it prints pages
     if not serves and not wait_until(partial(_listens, host, port), limit, notice): raise ConnectionError(
         f"rank {rank} found nobody at {host}:{port} within {limit} s: is rank 0 running there, and may others reach that port?")
-    try: return dist.TCPStore(host, port, is_master=serves, wait_for_workers=False, multi_tenant=True, timeout=timedelta(seconds=max(limit, 1)))
+    limit = timedelta(seconds=max(limit, 1))
+    try: return dist.TCPStore(host, port, is_master=serves, wait_for_workers=False, multi_tenant=True, timeout=limit)
     except (dist.DistError,RuntimeError,ValueError) as e: raise ConnectionError(
         f"rank {rank} could not open port {port} ({host}): {str(e).splitlines()[0]}. "
         "If another program uses it, set MASTER_PORT to a free one, or give another port") from e
@@ -233,14 +238,17 @@ def _store_by_tcp(host, port, rank, limit, agent):
 # %% ../../nbs/world/03_rendezvous.ipynb #797a72f1
 def _wait_for_all(store, s, limit):
     "Wait until all workers have come; a `TimeoutError` names those that have not"
-    if store.add(f'came/{s.rank}', 1) > 1: raise ValueError(f"two workers say that they are rank {s.rank} of {s.world_size}: give each a rank of its own")
+    if store.add(f'came/{s.rank}', 1) > 1: raise ValueError(
+        f"two workers say that they are rank {s.rank} of {s.world_size}: give each a rank of its own")
     missing = lambda: [r for r in range(s.world_size) if not store.check([f'came/{r}'])]
-    def notice(): # by the first of those that are there
+    def notice():
         late = missing()
-        if all(r in late for r in range(s.rank)): _notice(f"rank {s.rank} waits for {s.world_size} workers, of which ranks {late} have not come yet")
+        if set(range(s.rank)) - set(late): return # a lower rank says it
+        _notice(f"rank {s.rank} waits for {s.world_size} workers, of which ranks {late} have not come yet")
     try: come = wait_until(lambda: not missing(), limit, notice)
     except dist.DistError as e: raise ConnectionError(
-        f"rank {s.rank} waited for {s.world_size} workers, and rank 0, or the launcher, which held their store, has ended: see what it printed") from e
+        f"rank {s.rank} waited for {s.world_size} workers, and rank 0, or the launcher, which held their store, has ended: "
+        "see what it printed") from e
     if not come: raise TimeoutError(
         f"rank {s.rank} waited {limit} s for {s.world_size} workers, and ranks {missing()} have not come: "
         f"have they failed, or were fewer workers started than world_size={s.world_size}?")

@@ -5,19 +5,19 @@
 # %% auto #0
 __all__ = ['get_default_group', 'World', 'current_world', 'enter_world']
 
-# %% ../../nbs/world/00_state.ipynb #efcb30b3
+# %% ../../nbs/world/00_state.ipynb #e3807807
 import os,weakref
 from contextlib import nullcontext
 
 import torch.distributed as dist
 from fastcore.basics import patch
 
-# %% ../../nbs/world/00_state.ipynb #8e1ce700
+# %% ../../nbs/world/00_state.ipynb #fb982722
 def get_default_group():
     "The process group of all workers, `None` where there is none"
     return dist.group.WORLD if dist.is_initialized() else None
 
-# %% ../../nbs/world/00_state.ipynb #76be17fc
+# %% ../../nbs/world/00_state.ipynb #d2cbb167
 class World:
     "What this process knows of one process group, from its start to its end; without a group, of this process alone"
     begin_hooks,end_hooks = [],[] # Of all worlds; see `on_begin`
@@ -27,8 +27,10 @@ class World:
                  options=None, # Arguments of `torch.distributed.init_process_group` with which the group was made
                 ):
         self.pid,self.reach,self.options,self.cache = os.getpid(),reach,options or {},{}
-        self.number = before.number if before else 0 # of process groups that fastdist has made in this process; the same in all ranks
-        self.rendezvous = before.rendezvous if before and before.pid==self.pid else None # where this process has found the others, which outlives the group
+        # of process groups that fastdist has made in this process; the same in all ranks
+        self.number = before.number if before else 0
+        # where this process has found the others, which outlives the group
+        self.rendezvous = before.rendezvous if before and before.pid==self.pid else None
         self._store,self._ends,self.ended = store,[],False
         group = get_default_group()
         self._group = None if group is None else weakref.ref(group) # one that is held here would outlive its end
@@ -40,18 +42,19 @@ class World:
         if group is None or self._group is None: return group is self._group and self.pid==os.getpid()
         return self._group() is group
 
-# %% ../../nbs/world/00_state.ipynb #46cec047
+# %% ../../nbs/world/00_state.ipynb #f4d6b247
 @patch
 def store(self:World, name:str, # Of the part of the store; the same in all ranks
          ):
-    "torch's store that all ranks share: what they write into the part `name` does not collide with the rest; a `RuntimeError` where there is none"
+    "The part `name` of torch's store that all ranks share: keys in it do not collide with others; a `RuntimeError` where there is none"
     base = self._store
     if base is None and dist.is_initialized(): # somebody else has made the group
         base = dist.PrefixStore('fastdist', dist.distributed_c10d._get_default_store())
-    if base is None: raise RuntimeError("there is no process group yet, so its ranks share no store: call setup_distrib() first, or take world_store()")
+    if base is None: raise RuntimeError(
+        "there is no process group yet, so its ranks share no store: call setup_distrib() first, or take world_store()")
     return dist.PrefixStore(name, base)
 
-# %% ../../nbs/world/00_state.ipynb #cb65b6b4
+# %% ../../nbs/world/00_state.ipynb #d948acad
 @patch
 def cached(self:World, key, # Name, or tuple, under which the result is found again
            make, # Function without arguments; called at the first use
@@ -60,7 +63,7 @@ def cached(self:World, key, # Name, or tuple, under which the result is found ag
     if key not in self.cache: self.cache[key] = make()
     return self.cache[key]
 
-# %% ../../nbs/world/00_state.ipynb #dcc18f12
+# %% ../../nbs/world/00_state.ipynb #5641dfa4
 @patch
 def on_end(self:World, f # Function without arguments
           ):
@@ -70,14 +73,15 @@ def on_end(self:World, f # Function without arguments
 
 @patch
 def end(self:World):
-    "The process group goes: call what waits for that, and forget all; a second call does nothing. Never in a process that was forked from the one that made it"
+    """The process group goes: call what waits for that, and forget all; a second call does nothing.
+    In a process that was forked from the one that made it, forget only"""
     if not self.ended and self._group is not None:
         for f in self.end_hooks: f()
     self.ended = True
     while self._ends and self.pid==os.getpid(): self._ends.pop()()
     self.cache.clear()
 
-# %% ../../nbs/world/00_state.ipynb #486b843f
+# %% ../../nbs/world/00_state.ipynb #14c8dc8f
 @patch(cls_method=True)
 def on_begin(cls:World, f # Function without arguments
             ):
@@ -85,7 +89,7 @@ def on_begin(cls:World, f # Function without arguments
     cls.begin_hooks.append(f)
     return f
 
-# %% ../../nbs/world/00_state.ipynb #3c1ba654
+# %% ../../nbs/world/00_state.ipynb #769b4b32
 _current = World()
 
 def current_world():

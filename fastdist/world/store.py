@@ -56,7 +56,7 @@ class KeyValueStore:
         v = pickle.dumps(value)
         for k in (f'by/{self.rank}/{key}', f'value/{key}'): self.store.set(k, v)
 
-# %% ../../nbs/world/02_store.ipynb #251a5a99
+# %% ../../nbs/world/02_store.ipynb #2d693840
 @patch
 def add(self:KeyValueStore, key, # Name of a number, which begins at 0
         n=1, # To be added, an integer; 0 only looks
@@ -64,7 +64,7 @@ def add(self:KeyValueStore, key, # Name of a number, which begins at 0
     "Add `n` to a number that all workers share; returns the sum"
     return self.store.add(f'number/{key}', n)
 
-# %% ../../nbs/world/02_store.ipynb #2d0cd28b
+# %% ../../nbs/world/02_store.ipynb #f9319f01
 @patch
 def _found(self:KeyValueStore, key, rank):
     keys = [f'value/{key}',f'number/{key}'] if rank is None else [f'by/{rank}/{key}']
