@@ -65,7 +65,7 @@ FAULTS = [Fault(*o) for o in [
      'return next((s for s in self.scopes[:1] if s.limit is not None), None)',
      ['tests/fault/test_faults.py::test_the_one_that_is_late_ends_too']),
     ('error-kept-to-itself', 'P2', "a worker that fails does not tell the others what it was",
-     '    write_record(e, f)\n    self._tell(s, f)\n', '    write_record(e, f)\n',
+     '    write_record(e, f)\n    self._publish_failure(s, f)\n', '    write_record(e, f)\n',
      ['tests/fault/test_faults.py::test_reaches_all[collective]']),
     ('wrong-worker-blamed', 'P2', "the launcher blames the worker that ended first, not the one that failed first",
      'return cause.rank,failures.get(', 'return rank,failures.get(',
@@ -80,7 +80,7 @@ FAULTS = [Fault(*o) for o in [
      'if file is not None: file.unlink(missing_ok=True)', 'pass',
      ['tests/launch/test_check.py::test_good[3-args1]']),
     ('cancel-of-one-alone', 'P2', "a Cancel exception counts only where all workers raise it; the others go on by themselves",
-     'dist.all_reduce(t, dist.ReduceOp.MAX)\n        return t.item()', 'dist.all_reduce(t, dist.ReduceOp.MIN)\n        return t.item()',
+     'dist.all_reduce(t, dist.ReduceOp.MAX)\n    return t.item()', 'dist.all_reduce(t, dist.ReduceOp.MIN)\n    return t.item()',
      ['tests/fault/test_decisions.py::test_cancelled_by_some_of_two[outside-subset0]']),
     # P3: nothing lost
     ('own-shard-saved', 'P3', "learn.save writes rank 0's shard of the parameters as if it were the whole",

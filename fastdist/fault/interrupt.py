@@ -16,7 +16,7 @@ _delicate = {f'fastdist.fault.{o}' for o in ('interrupt','monitor','supervisor')
 
 def is_ending(frame # Where a signal has arrived; `None` where that is not known
              ):
-    "Is a context, or the script, about to end? Signals that arrive in a collective are handled there, and an exception would keep it from ending as it should"
+    "Is a context, or the script, about to end? An exception would keep it from ending as it should"
     if frame is None: return False
     module = frame.f_globals.get('__name__')
     return module in _delicate or frame.f_code.co_name=='__exit__' and module=='contextlib'
@@ -61,6 +61,12 @@ def handler_kept():
 def take(self:Interrupts):
     "Handle Ctrl-C from now on, if it would do what Python does by default"
     if _in_main() and is_default(signal.getsignal(signal.SIGINT)): signal.signal(signal.SIGINT, self.handle)
+
+@patch
+def pop(self:Interrupts):
+    "The `KeyboardInterrupt` that has been kept for the end of a context, if there is one"
+    res,self.pending = self.pending,None
+    return res
 
 @patch
 @contextmanager

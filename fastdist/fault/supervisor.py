@@ -21,10 +21,11 @@ from ..world.store import seconds
 def monitor():
     "This rank's `Monitor`, which lives as long as its process group; `None` where there is one process"
     m = Monitor.running
-    if m is not None and (m.pid!=os.getpid() or m.stop_now.is_set()): m = Monitor.running = None # of the parent, or of a group that has gone
+    if m is not None and (m.pid!=os.getpid() or m.stop_now.is_set()): m = None # of the parent, or of a group that has gone
     if m is None and dist.is_initialized() and get_world_size() > 1:
-        m = Monitor.running = Monitor()
+        m = Monitor()
         m.start()
+    Monitor.running = m
     return m
 
 def _stop_monitor():
@@ -43,7 +44,8 @@ def check_watchdog(t # Seconds, a `timedelta`, or `None`
     "`t` as seconds; a `ValueError` names one that is no time"
     try: secs = seconds(t)
     except ValueError: secs = 0
-    if secs==0: raise ValueError(f"rank {get_rank()}: watchdog={t!r} is not accepted: it is a number of seconds, or a timedelta, or None for no watchdog")
+    if secs==0: raise ValueError(f"rank {get_rank()}: watchdog={t!r} is not accepted: "
+                                 "it is a number of seconds, or a timedelta, or None for no watchdog")
     return secs
 
 # %% ../../nbs/fault/03_supervisor.ipynb #4d04c09d
@@ -63,6 +65,7 @@ def scope(watchdog # Seconds, or `None`
         yield s
         m.leave(s)
         if s.failure is not None and not s.raised: raise s.failure.as_error()
+        if m.interrupts.pending is not None: raise m.interrupts.pop()
     except BaseException as e:
         m.leave(s)
         _fail(m, s, e)
@@ -71,7 +74,7 @@ def scope(watchdog # Seconds, or `None`
 
 # %% ../../nbs/fault/03_supervisor.ipynb #77323d55
 def _fail(m, s, e):
-    "`e` ends the scope: tell the others; or raise the failure of another rank, if it only follows from that"
+    "`e` ends the scope: report it to the others; or raise the failure of another rank, if it only follows from that"
     other = m.cause_of(e, s)
     if other is None and not isinstance(e, RemoteError) and not s.raised:
         m.report(e, s)
@@ -86,11 +89,11 @@ def _close(m, s):
     if not s.broken and s.failure is None: m._try(lambda: m.store.set(f'ack/{s.key}/{m.rank}', 'left'))
     if s in m.scopes: m.scopes.remove(s)
 
-# %% ../../nbs/fault/03_supervisor.ipynb #5a3c2e9d
+# %% ../../nbs/fault/03_supervisor.ipynb #bb15b8f9
 @contextmanager
-def fail_together(watchdog=watchdog_time, # Seconds, or a `timedelta`, that ranks may wait for one that is late; `None` for as long as it takes
+def fail_together(watchdog=watchdog_time, # Seconds, or a `timedelta`, that ranks may wait for one that is late; `None`: no limit
                  ):
-    "A context for a loop of one's own: an exception in one rank ends it in all, as a `RemoteError` in the others, and a rank that is stuck is named. `distrib_ctx` has it built in"
+    "A context for a loop of one's own: an exception in one rank is a `RemoteError` in the others, and a rank that is stuck is named"
     watchdog = check_watchdog(watchdog)
     s = None
     try:

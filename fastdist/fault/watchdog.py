@@ -32,7 +32,8 @@ def frame_text(frame # [file, line, function]
     return f"{frame[0]}:{frame[1]} in {frame[2]}"
 
 # %% ../../nbs/fault/00_watchdog.ipynb #23442061
-_library = re.compile(rf'[/\\](site-packages|dist-packages|lib.python3[.\d]*)[/\\]|^<frozen |^{re.escape(os.path.dirname(fastdist.__file__))}')
+_package = re.escape(os.path.dirname(fastdist.__file__))
+_library = re.compile(rf'[/\\](site-packages|dist-packages|lib.python3[.\d]*)[/\\]|^<frozen |^{_package}')
 _machinery = re.compile(r'[/\\]fastdist[/\\](fault[/\\]\w+|world[/\\]process_group)\.py$') # it ends and starts what the user's code is in
 
 def user_frames(stack # [file, line, function] for each frame
@@ -52,7 +53,8 @@ def sequence_numbers():
     "By name of each process group that this process is in: how many collectives it has begun there"
     if not dist.is_initialized(): return {}
     world = dist.distributed_c10d._world # torch has no other list of groups
-    return {world.pg_names[pg]:pg._get_sequence_number_for_group() for pg in list(world.pg_map) if pg is not dist.GroupMember.NON_GROUP_MEMBER}
+    groups = [o for o in list(world.pg_map) if o is not dist.GroupMember.NON_GROUP_MEMBER]
+    return {world.pg_names[o]:o._get_sequence_number_for_group() for o in groups}
 
 # %% ../../nbs/fault/00_watchdog.ipynb #f1d47e9e
 @dataclass
@@ -65,6 +67,7 @@ class RankState:
     stack:list # [file, line, function] of its innermost frames, and then of the user's that led there
     left:str='' # How it has left the process group, if it has
 
+# %% ../../nbs/fault/00_watchdog.ipynb #3ae09c3f
 @dataclass
 class Beat:
     "The heartbeat of a rank, of numbers and strings"
@@ -104,25 +107,28 @@ class Watch:
                 ):
         ranks = range(world_size)
         self.beats = {}
-        self.heard = dict.fromkeys(ranks, now) # when the last heartbeat arrived
+        self.last_beat = dict.fromkeys(ranks, now) # when the last heartbeat arrived
         self.moved = dict.fromkeys(ranks, now) # when the code of the rank was elsewhere than before
         self.stepped = dict.fromkeys(ranks, now) # when it had begun another collective
 
-    def update(self, beat, # A `Beat`
-               now, # Seconds
-              ):
-        "Take in the heartbeat of a rank"
-        r,old = beat.rank,self.beats.get(beat.rank)
-        if old is not None and old.n==beat.n: return
-        self.beats[r],self.heard[r] = beat,now
-        if old is None or old.seqs!=beat.seqs: self.stepped[r] = self.moved[r] = now
-        elif old.stack!=beat.stack: self.moved[r] = now
+# %% ../../nbs/fault/00_watchdog.ipynb #b8081b87
+@patch
+def update(self:Watch, beat, # A `Beat`
+           now, # Seconds
+          ):
+    "Take in the heartbeat of a rank"
+    r,old = beat.rank,self.beats.get(beat.rank)
+    if old is not None and old.n==beat.n: return
+    self.beats[r],self.last_beat[r] = beat,now
+    if old is None or old.seqs!=beat.seqs: self.stepped[r] = self.moved[r] = now
+    elif old.stack!=beat.stack: self.moved[r] = now
 
-    def forgive(self, seconds # For which this process was stopped itself (Ctrl-Z, a laptop that was closed), and has heard nothing
-               ):
-        "Count these seconds as no delay of the others"
-        for o in (self.heard,self.moved,self.stepped):
-            for r in o: o[r] += seconds
+@patch
+def forgive(self:Watch, seconds # For which this process was stopped itself (Ctrl-Z, a laptop that was closed), and has heard nothing
+           ):
+    "Count these seconds as no delay of the others"
+    for o in (self.last_beat,self.moved,self.stepped):
+        for r in o: o[r] += seconds
 
 # %% ../../nbs/fault/00_watchdog.ipynb #6b5b9000
 @dataclass
@@ -136,8 +142,8 @@ class Stall:
 @patch
 def _silent(self:Watch, now, limit):
     "Ranks without a heartbeat"
-    missing = [r for r,t in self.heard.items() if now-t > limit and not (r in self.beats and self.beats[r].left)]
-    if missing: return Stall(missing, [r for r in self.beats if r not in missing], now-min(self.heard[r] for r in missing), 'silent')
+    missing = [r for r,t in self.last_beat.items() if now-t > limit and not (r in self.beats and self.beats[r].left)]
+    if missing: return Stall(missing, [r for r in self.beats if r not in missing], now-min(self.last_beat[r] for r in missing), 'silent')
 
 # %% ../../nbs/fault/00_watchdog.ipynb #76f1285e
 @patch
@@ -158,7 +164,7 @@ def _apart(self:Watch, now, limit):
     "All ranks wait, and at least one of them in a collective"
     here = [b for b in self.beats.values() if not b.left]
     in_collective = lambda b: any('torch/distributed' in f[0].replace(os.sep, '/') for f in b.stack[:6])
-    if len(here)!=len(self.heard) or len(here)==1 or any(now-self.moved[b.rank] <= limit for b in here): return
+    if len(here)!=len(self.last_beat) or len(here)==1 or any(now-self.moved[b.rank] <= limit for b in here): return
     if any(map(in_collective, here)): return Stall(sorted(self.beats), [], now-max(self.moved.values()), 'apart')
 
 @patch
@@ -170,7 +176,7 @@ def stalled(self:Watch, now, # Seconds
     return self._silent(now, limit) or next(filter(None, (self._behind(o, now, limit) for o in groups)), None) or self._apart(now, limit)
 
 # %% ../../nbs/fault/00_watchdog.ipynb #c8269f3c
-_state_words = dict(silent="says nothing any more: its process is stopped, or swapped out, or its machine is gone. It was last at",
+_state_words = dict(silent="has no heartbeat any more: its process is stopped, or swapped out, or its machine is gone. It was last at",
                     behind="has not begun what the others wait in. It is at", apart="is at")
 
 def _location(beat):
@@ -178,7 +184,7 @@ def _location(beat):
     if beat is None: return "    (there was no heartbeat of it)"
     if beat.left: return f"    {beat.left}"
     lines = [f"    {'called from ' if i else ''}{frame_text(f)}" for i,f in enumerate(beat.frames())]
-    return '\n'.join(lines) or "    (its heartbeat does not say where)"
+    return '\n'.join(lines) or "    (its heartbeat has no stack)"
 
 def _headline(stall):
     if stall.why=='apart': return f"the ranks are at different calls, and have waited for {stall.seconds:.0f} s"
@@ -215,7 +221,7 @@ def failure_at(beat, # Last `Beat` of the rank; `None` if there was none
 @patch
 def failure(self:Watch, stall, # A `Stall`
             text, # The report
-            most=64, # Other ranks of which the failure says what they were doing, at most
+            most=64, # Other ranks whose state the failure has, at most
            ):
     "The `Failure` that a stall is"
     r = stall.missing[0]
