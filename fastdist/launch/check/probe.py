@@ -17,7 +17,7 @@ from fastai.basics import *
 from ...comm.objects import all_gather_list, broadcast_object
 from ...fault.supervisor import fail_together
 from .node import cannot_write, fault, interface_findings, node_findings, note, plural, size, versions
-from .report import Report, Silent
+from .report import Silent
 from ...world import process_group
 from ...world.errors import RemoteError
 from ...world.process_group import init_group, teardown_distrib, world_store
@@ -53,7 +53,7 @@ def version_findings(found # For each worker: its host, and version by name
         res.append(fault(f"{nm} differs between hosts: {which}", "install the same on all of them"))
     return res
 
-# %% ../../../nbs/launch/check/02_probe.ipynb #cad7e171
+# %% ../../../nbs/launch/check/02_probe.ipynb #0cf6718a
 def own_device():
     "What this worker trains on: its name, and the identity of a GPU"
     device = get_device()
@@ -95,7 +95,7 @@ def clock_findings(found, # For each worker: its host, and its time in seconds
     return [note(f"the clock of {last} is {t1-t0:.0f} s ahead of that of {first}",
                  "logs and the times of files will mislead; let the nodes set their clocks by NTP")]
 
-# %% ../../../nbs/launch/check/02_probe.ipynb #084da731
+# %% ../../../nbs/launch/check/02_probe.ipynb #fc5be5a1
 def folder_findings(folder, # Path, the same on all nodes
                     host, # Of rank 0
                     blind, # Hosts that do not see what rank 0 writes there
@@ -118,7 +118,7 @@ def _write_trial(folder):
     file.write_text(file.name)
     return file,(host_name(),None,file.name,shutil.disk_usage(folder).free)
 
-# %% ../../../nbs/launch/check/02_probe.ipynb #bee91fc8
+# %% ../../../nbs/launch/check/02_probe.ipynb #f41697a1
 def shared_folder(folder, # Path, the same on all nodes
                   limit=10, # Seconds to wait until a file is seen: some file systems take a while
                  ):
@@ -139,7 +139,7 @@ def shared_folder(folder, # Path, the same on all nodes
     shared = 'not shared' if blind else 'written by rank 0, seen by all' if len(every) > 1 else 'written by rank 0'
     return f"{folder}: {size(free)} free, {shared}", folder_findings(folder, host, blind, free)
 
-# %% ../../../nbs/launch/check/02_probe.ipynb #bb4982dc
+# %% ../../../nbs/launch/check/02_probe.ipynb #a9a48e3f
 def seconds_of(f, # Function without arguments, which all workers call
                n=20, # Calls
                warm=3, # Calls before, which do not count
@@ -169,7 +169,7 @@ def all_reduce_seconds(nbytes, # Of the tensor
     t = torch.zeros(max(nbytes//4, 1), device=get_device())
     return seconds_of(lambda: dist.all_reduce(t), n)
 
-# %% ../../../nbs/launch/check/02_probe.ipynb #a6655f71
+# %% ../../../nbs/launch/check/02_probe.ipynb #a6169e30
 def pair_seconds(a, # Rank
                  b, # Another rank
                  nbytes=25*10**6, # Of the message
@@ -221,7 +221,7 @@ def tiny_learner(n, # Steps of an epoch
     learn = Learner(dls, model, loss_func=nn.MSELoss(), opt_func=SGD, cbs=StepTimer())
     return learn.remove_cbs([cb for cb in learn.cbs if cb.name=='progress'])
 
-# %% ../../../nbs/launch/check/02_probe.ipynb #103389bf
+# %% ../../../nbs/launch/check/02_probe.ipynb #a3f29391
 def tiny_fit(n=10, # Steps
              watchdog=120, # Seconds that workers may wait for each other
             ):
@@ -283,7 +283,7 @@ def wait_for_all(report, # `Report`, which only one worker prints
         if h!=(looked or every[0][0]): report.find([(kind,f'{h}: {text}') for kind,text in every[ranks[0]][2]])
     return hosts, not any(o[3] for o in every)
 
-# %% ../../../nbs/launch/check/02_probe.ipynb #0734bcd1
+# %% ../../../nbs/launch/check/02_probe.ipynb #125d1393
 def report_all_reduce(report, # `Report`, which only one worker prints
                      ):
     "Measure all-reduces of all workers"
@@ -308,7 +308,7 @@ def report_pairs(report, # `Report`, which only one worker prints
     for (a,b),v in sorted(speeds.items(), key=lambda o: o[1])[:4]: report.row('node to node', f'{a}, {b}: {v/1e9:.3g} GB/s')
     if speeds: report.find(pair_findings(speeds))
 
-# %% ../../../nbs/launch/check/02_probe.ipynb #9ae25c30
+# %% ../../../nbs/launch/check/02_probe.ipynb #57f1739c
 def report_devices(report, # `Report`, which only one worker prints
                    hosts, # Ranks by host
                   ):
@@ -346,14 +346,14 @@ def report_all(report, # `Report`, which only one worker prints
     report.row('training', f"10 steps of a tiny model, {secs*1e3:.1f} ms each{same}")
     report.find(found)
 
-# %% ../../../nbs/launch/check/02_probe.ipynb #cc8e7cde
+# %% ../../../nbs/launch/check/02_probe.ipynb #f2c2d766
 def _report_failure(report, e):
     node = (env_int(o) if 'GROUP_RANK' in os.environ else None for o in ('LOCAL_WORLD_SIZE','GROUP_RANK'))
     report.find([failure(report.at, e, *node)])
     if not isinstance(e, (TimeoutError,ConnectionError,RemoteError)): traceback.print_exc()
     if isinstance(report, Silent): time.sleep(2) # a launcher ends all with the first, which should be the one that prints
 
-# %% ../../../nbs/launch/check/02_probe.ipynb #2fc9a0b3
+# %% ../../../nbs/launch/check/02_probe.ipynb #561529b8
 def worker(report, # `Report`, which only one worker prints
            limit, # Seconds to wait for other workers
            folder, # That should be shared
