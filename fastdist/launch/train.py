@@ -190,7 +190,7 @@ def train(c # What `read_config` returned
     from fastdist.fault.supervisor import fail_together
     from fastdist.world.process_group import teardown_distrib
     from fastdist.world.ranks import get_rank, get_world_size, use_cpu
-    from fastdist.data.dl import n_batches
+    from fastdist.data.loaders import n_batches
     cuda,cpu_env = defaults.use_cuda,os.environ.get('ACCELERATE_USE_CPU')
     if not c.use_cuda_if_available: defaults.use_cuda,os.environ['ACCELERATE_USE_CPU'] = False,'true'
     try:

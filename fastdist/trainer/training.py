@@ -23,7 +23,8 @@ from .args import accelerator_args, check_args, check_launch, not_default
 from ..world.errors import refuse
 from ..strategy.select import make_strategy
 from ..model.compile import compile_model
-from ..data.dl import DistributedDL, same_data
+from ..data.dl import DistributedDL
+from ..data.loaders import same_data
 from ..fault.cancel import Decisions
 from ..fault.supervisor import check_watchdog, monitor, watchdog_time
 from ..callbacks.loggers import hide_loggers, show_loggers
