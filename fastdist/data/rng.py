@@ -5,15 +5,17 @@
 # %% auto #0
 __all__ = ['rng_state', 'set_rng_state', 'same_state', 'seed_of', 'WorkerRandom', 'generators_in', 'shared_order']
 
-# %% ../../nbs/data/00_rng.ipynb #09b9d6d2
-import hashlib,pickle
+# %% ../../nbs/data/00_rng.ipynb #d0d2f190
+import hashlib,pickle,random
 from contextlib import contextmanager
 
-import torch.distributed as dist
-from fastai.basics import *
+import numpy as np
+import torch, torch.distributed as dist
+from fastai.torch_core import set_seed
+from fastcore.all import patch
 from ..world.ranks import get_world_size
 
-# %% ../../nbs/data/00_rng.ipynb #adea4245
+# %% ../../nbs/data/00_rng.ipynb #e374276a
 def rng_state():
     "State of the random number generators of Python, NumPy and torch (CUDA's too, once it is in use)"
     cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
@@ -25,24 +27,25 @@ def set_rng_state(state # What `rng_state` returned
     random.setstate(state[0]); np.random.set_state(state[1]); torch.set_rng_state(state[2])
     if state[3] is not None and torch.cuda.is_initialized(): torch.cuda.set_rng_state(state[3])
 
-# %% ../../nbs/data/00_rng.ipynb #67b9305b
+# %% ../../nbs/data/00_rng.ipynb #7a898e76
 def same_state(a, b # What `rng_state` returned
               ):
     "Are the generators of the CPU in the same state?"
     return a[0]==b[0] and a[1][2:]==b[1][2:] and np.array_equal(a[1][1], b[1][1]) and torch.equal(a[2], b[2])
 
-# %% ../../nbs/data/00_rng.ipynb #a59496ad
+# %% ../../nbs/data/00_rng.ipynb #d4a6d12d
 def seed_of(*parts # What the seed follows from: numbers, texts, bytes
            ):
     "A seed for `set_seed`, of 32 bits"
     return int.from_bytes(hashlib.sha256(pickle.dumps(parts)).digest()[:4], 'little')
 
-# %% ../../nbs/data/00_rng.ipynb #55c51898
+# %% ../../nbs/data/00_rng.ipynb #9713f725
 class WorkerRandom:
     "The stream of random numbers that belongs to one worker, between `enter` and `exit`; it goes on where it stopped when entered again"
     active = None # the one that is entered now
-    def __init__(self, rank=0 # The worker; the stream follows from it and from the shared stream's state
-                ): self.rank,self.own,self.shared,self.left = rank,None,None,None
+    def __init__(self,
+        rank:int=0, # The worker; the stream follows from it and from the shared stream's state
+    ): self.rank,self.own,self.shared,self.left = rank,None,None,None
 
     def enter(self):
         "Set the shared stream aside and draw from this worker's own"
@@ -59,27 +62,32 @@ class WorkerRandom:
         set_rng_state(self.shared)
         WorkerRandom.active = self.shared = None
 
-    def restart(self, seed # The stream follows from this number and from the rank
-               ):
-        "Begin the stream again, if this is the one that is entered"
-        if WorkerRandom.active is self: set_seed(seed_of(seed, self.rank))
+# %% ../../nbs/data/00_rng.ipynb #d8c4ef9d
+@patch
+def restart(self:WorkerRandom,
+            seed:int, # The stream follows from this number and from the rank
+           ):
+    "Begin the stream again, if this is the one that is entered"
+    if WorkerRandom.active is self: set_seed(seed_of(seed, self.rank))
 
-    @classmethod
-    def begin(cls, rank, # The worker
-              seed, # Both streams follow from it
-             ):
-        "The streams of a loader process, which are this worker's own and, where its data set is read, the shared one"
-        cls.active = None # forked from a worker's
-        set_seed(seed)
-        self = cls(rank)
-        self.enter()
-        self.restart(seed)
+@patch
+def restart_if_seeded(self:WorkerRandom):
+    "Begin the stream again when it is entered, if the shared stream is not where `exit` left it: after `set_seed`, numbers are drawn again"
+    if self.left is not None and WorkerRandom.active is None and not same_state(self.left, rng_state()): self.own = None
 
-    def restart_if_seeded(self):
-        "Begin the stream again when it is entered, if the shared stream is not where `exit` left it: after `set_seed`, numbers come again"
-        if self.left is not None and WorkerRandom.active is None and not same_state(self.left, rng_state()): self.own = None
+@patch(cls_method=True)
+def begin(cls:WorkerRandom,
+          rank:int, # The worker
+          seed:int, # Both streams follow from it
+         ):
+    "The streams of a loader process, which are this worker's own and, where its data set is read, the shared one"
+    WorkerRandom.active = None # forked from a worker's
+    set_seed(seed)
+    self = cls(rank)
+    self.enter()
+    self.restart(seed)
 
-# %% ../../nbs/data/00_rng.ipynb #88e84f3e
+# %% ../../nbs/data/00_rng.ipynb #1fdedc6b
 _own_state = {random.Random: (lambda g: g.getstate(), lambda g,s: g.setstate(s)),
               torch.Generator: (lambda g: g.get_state(), lambda g,s: g.set_state(s)),
               np.random.RandomState: (lambda g: g.get_state(), lambda g,s: g.set_state(s)),
@@ -92,37 +100,7 @@ def generators_in(*objs # Loaders, samplers, ...
     "The random number generators among the attributes of `objs`"
     return [v for o in objs for v in getattr(o, '__dict__', {}).values() if _methods(v)]
 
-# %% ../../nbs/data/00_rng.ipynb #d84b8c84
-@contextmanager
-def shared_order(gens=(), # Generators that are agreed on too, from `generators_in`
-                 sync=True, # Take over rank 0's state first? A collective, of some 15 kB
-                 state=None, # State to go on from, as this yielded it before
-                 keep=True, # Does a worker that was seeded otherwise than rank 0 go back to its own stream after?
-                ):
-    "Within, draws come from the shared stream and are the same in all workers; yields the state at the start"
-    active = WorkerRandom.active
-    own,mine = rng_state(), (rng_state() if active is None else active.shared)
-    theirs = (*map(_as_numpy, state[:3]), mine[3]) if state else mine
-    if state: _set_all(gens, state[3])
-    adopt = state is not None or not keep
-    if sync and dist.is_initialized() and get_world_size() > 1:
-        msg = [pickle.dumps((theirs[:3], _get_all(gens)))]
-        dist.broadcast_object_list(msg, src=0)
-        first,vals = pickle.loads(msg[0])
-        _set_all(gens, vals)
-        adopt = adopt or same_state(first, mine)
-        theirs = (*first, mine[3])
-    else: adopt = True
-    at_start = (*theirs[:3], _get_all(gens))
-    set_rng_state(theirs)
-    try: yield at_start
-    finally:
-        after = rng_state() if adopt else mine
-        if active is None: set_rng_state(after)
-        else:
-            active.shared = after
-            set_rng_state(own)
-
+# %% ../../nbs/data/00_rng.ipynb #e91c24cf
 def _get_all(gens): return [_methods(g)[0](g) for g in gens]
 
 def _set_all(gens, states):
@@ -130,3 +108,39 @@ def _set_all(gens, states):
     for g,s in zip(gens, states): _methods(g)[1](g, _as_numpy(s))
 
 def _as_numpy(s): return (s[0], np.array(s[1], dtype=np.uint32), *s[2:]) if isinstance(s, (tuple,list)) and s[0]=='MT19937' else s
+
+def _from_rank0(state, gens):
+    "Rank 0's `state`, which all workers get; its generators' states are set in `gens`"
+    msg = [pickle.dumps((state[:3], _get_all(gens)))]
+    dist.broadcast_object_list(msg, src=0)
+    first,vals = pickle.loads(msg[0])
+    _set_all(gens, vals)
+    return first
+
+# %% ../../nbs/data/00_rng.ipynb #19bc6685
+@contextmanager
+def shared_order(gens=(), # Generators that are agreed on too, from `generators_in`
+                 sync:bool=True, # Take rank 0's state first? A collective, of some 15 kB
+                 state=None, # State to go on from, as this yielded it before
+                 keep:bool=True, # Does a worker that was seeded otherwise than rank 0 go back to its own stream after?
+                ):
+    "Within, draws are made from the shared stream and are the same in all workers; yields the state at the start"
+    active,own = WorkerRandom.active,rng_state()
+    mine = own if active is None else active.shared
+    theirs,moves = mine,state is not None or not keep # does this worker's shared stream move on?
+    if state:
+        theirs = (*map(_as_numpy, state[:3]), mine[3])
+        _set_all(gens, state[3])
+    if sync and dist.is_initialized() and get_world_size() > 1:
+        first = _from_rank0(theirs, gens)
+        theirs,moves = (*first, mine[3]),moves or same_state(first, mine)
+    else: moves = True
+    at_start = (*theirs[:3], _get_all(gens))
+    set_rng_state(theirs)
+    try: yield at_start
+    finally:
+        after = rng_state() if moves else mine
+        if active is None: set_rng_state(after)
+        else:
+            active.shared = after
+            set_rng_state(own)

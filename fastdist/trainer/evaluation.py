@@ -15,7 +15,9 @@ from fastai.callback.core import GatherPredsCallback
 from fastai.data.load import DataLoader as FastaiDataLoader
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader as TorchDataLoader
-from ..data.dl import DistributedDL, loaders_in, n_batches, reads_in_processes, reads_rows
+from ..data.dl import DistributedDL
+from ..data.fastai_dl import reads_rows
+from ..data.loaders import loaders_in, n_batches, reads_in_processes
 from ..metrics.metrics import EpochTotals, GatheredPreds
 from .step import DistributedTrainer # with its training step
 from ..callbacks.fastai_patches import trainer_of
@@ -61,7 +63,7 @@ def validate_together(self:DistributedTrainer):
     if begins: self.decisions.begin()
     try:
         if not self.sharded: yield
-        elif dl.way=='steps':
+        elif dl.mode=='steps':
             self.decisions.cut = None
             yield
         else:
@@ -76,7 +78,7 @@ def before_validate(self:DistributedTrainer):
     "Be ready to gather predictions"
     if self.accelerator is None: return
     self.forwards = 0
-    self.gathered = [GatheredPreds(cb, self.learn.dl.way=='steps', self.preds_to) for cb in self.learn._grab_cbs(GatherPredsCallback)] if self.sharded else []
+    self.gathered = [GatheredPreds(cb, self.learn.dl.mode=='steps', self.preds_to) for cb in self.learn._grab_cbs(GatherPredsCallback)] if self.sharded else []
 
 @patch
 def _number_batch(self:DistributedTrainer):
@@ -84,7 +86,7 @@ def _number_batch(self:DistributedTrainer):
     if not self.sharded: return
     learn,dl = self.learn,self.learn.dl
     for o in self.gathered: o.send(learn.iter)
-    if dl.way=='steps': return
+    if dl.mode=='steps': return
     first,n = learn.iter==0,n_batches(dl.dl)
     learn.iter,learn.n_iter = learn.iter*dl.world_size+dl.rank,n
     pbar = getattr(getattr(learn, 'progress', None), 'pbar', None)
@@ -100,7 +102,7 @@ def after_validate(self:DistributedTrainer):
     "Put metrics and predictions of all workers together"
     if self.strategy is not None: self.strategy.settle()
     if not self.sharded: return
-    dl,rows = self.learn.dl,self.learn.dl.way=='steps'
+    dl,rows = self.learn.dl,self.learn.dl.mode=='steps'
     if not rows and self.decisions.cut is None: self.learn.iter,self.learn.n_iter = n_batches(dl.dl)-1,n_batches(dl.dl)
     for o in self.gathered: o.finish(self.decisions.cut)
     self.totals.combine(rows)

@@ -103,7 +103,7 @@ def after_batch(self:DistributedTrainer):
     "Make `learn.loss` the loss of the global batch, for whoever records it or decides by it"
     if self.accelerator is None: return
     if not self.training:
-        if self.sharded and len(self.yb): self.totals.add_batch(rows=self.learn.dl.way=='steps')
+        if self.sharded and len(self.yb): self.totals.add_batch(rows=self.learn.dl.mode=='steps')
         return
     s = self.step
     self.send_loss() # not yet, where a callback has cancelled the batch after the loss

@@ -307,7 +307,7 @@ def peeked():
     with learn.distrib_ctx(split_batches=True):
         if get_rank() == 0: learn.dls.train.one_batch()
         learn.fit(1)
-        return list(learn.dls.train._whole.items.idxs)
+        return list(learn.dls.train.items.idxs)
 
 
 def test_documents_agree_after_a_look_in_one_rank(world2):
