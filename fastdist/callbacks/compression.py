@@ -66,7 +66,7 @@ class GradientCompression(Callback):
         trainer = _joined(self, ('ddp','zero1'), hook=says, **self.options)
         if trainer is None: return
         if len(self.learn._grab_cbs(GradientCompression)) > 1: raise ValueError(f"rank {get_rank()}: this learner has two GradientCompression callbacks: leave one out")
-        no,handler = DDPCommunicationHookType.NO,trainer.asked.ddp
+        no,handler = DDPCommunicationHookType.NO,trainer.settings.ddp
         theirs = {} if handler is None else {k:str(getattr(v, 'value', v)) for k,v in vars(handler).items() if k in ('comm_hook','comm_wrapper') and v!=no}
         if theirs: raise ValueError(
             f"rank {get_rank()}: GradientCompression(hook={says!r}) and DistributedDataParallelKwargs({', '.join(f'{k}={v!r}' for k,v in theirs.items())}) "
@@ -136,7 +136,7 @@ class LocalSGD(Callback):
         self.trainer = _joined(self, ('ddp',), every=self.every, warmup=self.warmup)
         if self.trainer is None: return
         if len(self.learn._grab_cbs(LocalSGD)) > 1: raise ValueError(f"rank {get_rank()}: this learner has two LocalSGD callbacks: leave one out")
-        handler = self.trainer.asked.ddp
+        handler = self.trainer.settings.ddp
         if handler is not None and handler.static_graph: raise ValueError(
             f"rank {get_rank()}: LocalSGD and DistributedDataParallelKwargs(static_graph=True) do not go together: torch learns the graph from gradients that are sent: leave static_graph out")
 
@@ -172,8 +172,7 @@ class LocalSGD(Callback):
     def fit_failed(self, error):
         "Where no event is called: average if all workers are here, or else say what state they are in"
         step = getattr(self.trainer, 'step', None)
-        told = step is not None and step.loss is not None and step.sent.is_completed() and step.loss[2].item() > 0
-        if isinstance(error, KeyboardInterrupt) and told: return self._end() # they ended with the same batch
+        if isinstance(error, KeyboardInterrupt) and step is not None and step.interrupted: return self._end() # they ended with the same batch
         if self.apart: warn(f"rank {get_rank()}: a {type(error).__name__} has ended this fit {(self.n-self.warmup)%self.every} steps after LocalSGD averaged last: each worker "
                             "has weights and optimizer state of its own. Load a checkpoint, or give all workers rank 0's: fastdist.strategy.base.same_everywhere(model, opt)")
         self.apart,self.trainer = False,None

@@ -265,7 +265,7 @@ def _learner(c):
 def _fit(c, learn):
     "Train; (metrics by name, samples per second of all workers)"
     from fastdist.comm.objects import all_gather_list
-    from fastdist.data.dl import n_batches
+    from fastdist.data.loaders import n_batches
     speed,lr = _speed(),() if c.learning_rate is None else (c.learning_rate,)
     evaluates = n_batches(learn.dls.valid)!=0 # in the context, a worker may have none of the batches
     strategy = {} if c.strategy=='ddp' else dict(strategy=c.strategy) # by default the launcher's

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['accelerator_args', 'not_default', 'check_names', 'check_accumulation', 'check_loading', 'check_handlers',
-           'check_project', 'check_rng_types', 'check_args', 'check_launch']
+           'check_project', 'check_rng_types', 'check_args', 'check_own', 'check_launch', 'check_precision']
 
 # %% ../../nbs/trainer/01_args.ipynb #121616bc
 import dataclasses,difflib,inspect
@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from accelerate.utils import (AutocastKwargs, DataLoaderConfiguration, DDPCommunicationHookType, DistributedDataParallelKwargs, GradientAccumulationPlugin,
                               GradScalerKwargs, InitProcessGroupKwargs, ProjectConfiguration, RNGType)
 from fastai.basics import *
-from fastai.callback.fp16 import MixedPrecision
+from fastai.callback.fp16 import MixedPrecision, NonNativeMixedPrecision
 from .strategy_args import check_dynamo, check_sharding
 from ..world.errors import refuse
 from ..strategy.select import check_ddp
@@ -172,6 +172,16 @@ def check_args(kwargs, # The arguments given
     check_ddp(res.ddp, res.strategy)
     return res
 
+# %% ../../nbs/trainer/01_args.ipynb #ee671eee
+def check_own(own, # `dict` of the arguments of `DistributedTrainer` that are not Accelerate's
+              settings, # What `check_args` returned
+             ):
+    "Raise a `ValueError` for an argument of fastdist's own that is neither True nor False, or that would have no effect"
+    for nm in ('sync_bn','offload_to_cpu'):
+        if not isinstance(own[nm], bool): refuse(nm, own[nm], "it is True or False")
+    if own['offload_to_cpu'] and not (own['activation_checkpointing'] or settings.fsdp.activation_checkpointing):
+        refuse('offload_to_cpu', True, "it is of what activation checkpointing keeps: give activation_checkpointing=True too")
+
 # %% ../../nbs/trainer/01_args.ipynb #fc1fa047
 def check_launch(learn # `Learner` that is to be trained
                 ):
@@ -179,3 +189,10 @@ def check_launch(learn # `Learner` that is to be trained
     precision = os.environ.get('ACCELERATE_MIXED_PRECISION', '').lower()
     if precision not in ('','no') and not learn._grab_cbs(MixedPrecision):
         raise ValueError(f"rank {get_rank()}: the launcher was told mixed_precision={precision}, which has no effect here: {_fastai_owns['mixed_precision']}")
+
+# %% ../../nbs/trainer/01_args.ipynb #cac5f46a
+def check_precision(learn # `Learner` in a fit on many workers
+                   ):
+    "Raise a `ValueError` for the mixed precision of fastai's that trains copies of the parameters"
+    if learn._grab_cbs(NonNativeMixedPrecision): raise ValueError(
+        f"rank {get_rank()}: NonNativeMixedPrecision (to_non_native_fp16) trains copies of the parameters, which is not supported on many workers: use learn.to_fp16()")

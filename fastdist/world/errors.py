@@ -35,21 +35,27 @@ class Failure:
     by:int=field(default_factory=get_rank) # The rank that reports it
     time:float=field(default_factory=time.time) # When, in seconds since the epoch
 
-    def to_json(self): return json.dumps(asdict(self))
+# %% ../../nbs/world/04_errors.ipynb #5eb489f2
+@patch
+def to_json(self:Failure):
+    "As text"
+    return json.dumps(asdict(self))
 
-    @classmethod
-    def from_json(cls, s # Text, or bytes
-                 ): return cls(**json.loads(s))
+@patch(cls_method=True)
+def from_json(cls:Failure, s # Text, or bytes
+             ):
+    "The `Failure` that `to_json` has written"
+    return cls(**json.loads(s))
 
-    @property
-    def who(self):
-        "The rank in words"
-        if self.rank is None: return 'another rank'
-        return f"rank {self.rank} (host {self.host}{'' if self.pid is None else f', process {self.pid}'})"
+@patch(as_prop=True)
+def who(self:Failure):
+    "The rank in words"
+    if self.rank is None: return 'another rank'
+    return f"rank {self.rank} (host {self.host}{'' if self.pid is None else f', process {self.pid}'})"
 
 # %% ../../nbs/world/04_errors.ipynb #35b920ae
 class RemoteError(RuntimeError):
-    "Another rank has failed. Each field of its `Failure` is an attribute, too: `e.rank`, `e.host`, `e.type`, `e.text`, `e.traceback`, `e.file`, `e.line`, `e.others`, ..."
+    "Another rank has failed; each field of its `Failure` is an attribute: `e.rank`, `e.host`, `e.type`, `e.traceback`, `e.others`, ..."
     def __init__(self, msg, # What happened
                  rank=None, # The rank that failed
                  host=None, # Its machine
@@ -58,7 +64,7 @@ class RemoteError(RuntimeError):
                 ):
         super().__init__(msg)
         self.msg,self.failure = msg,failure or Failure(rank, host, traceback=traceback)
-        self.__dict__.update({k:v for k,v in vars(self.failure).items() if k!='args'}) # an exception has `args` of its own
+        vars(self).update({k:v for k,v in vars(self.failure).items() if k!='args'}) # an exception has `args` of its own
 
     def __str__(self): return self.msg # fastai puts the name of the callback that it was in into `args`
     def __reduce__(self): return type(self), (self.msg,self.rank,self.host,self.traceback,self.failure)
@@ -66,7 +72,8 @@ class RemoteError(RuntimeError):
 # %% ../../nbs/world/04_errors.ipynb #443d5c86
 def _user_frames(tb):
     "A traceback without the frames of fastdist that it begins with"
-    while tb is not None and tb.tb_next is not None and tb.tb_frame.f_globals.get('__name__', '').split('.')[0] in ('fastdist','contextlib'): tb = tb.tb_next
+    def is_ours(frame): return frame.f_globals.get('__name__', '').split('.')[0] in ('fastdist','contextlib')
+    while tb is not None and tb.tb_next is not None and is_ours(tb.tb_frame): tb = tb.tb_next
     return tb
 
 def _plain(o, most=2**16):
@@ -77,7 +84,7 @@ def _plain(o, most=2**16):
 
 # %% ../../nbs/world/04_errors.ipynb #8e5964d4
 def _remake(e):
-    "(arguments, attributes) from which an exception like `e` can be made; the arguments are `None` where they are more than numbers and strings"
+    "(arguments, attributes) from which an exception like `e` can be made; (`None`, ...) where they are more than numbers and strings"
     try: _,args,*state = e.__reduce__()
     except Exception: return None,{}
     state = state[0] if state and isinstance(state[0], dict) else {}
@@ -128,11 +135,12 @@ def as_error(self:Failure):
 def write_record(e, # The exception that ends this rank's work
                  f=None, # Its `Failure`, where that is known already
                 ):
-    "Write the error record of this process, if a launcher has asked for one"
+    "Write the error record of this process, if a launcher has set `TORCHELASTIC_ERROR_FILE`"
     file,f = os.environ.get('TORCHELASTIC_ERROR_FILE'),f or Failure.of(e)
     if not file: return
-    extra = dict(py_callstack=''.join(traceback.format_exception(type(e), e, _user_frames(e.__traceback__))), timestamp=str(int(time.time())))
-    data = dict(message=dict(message=f'{type(e).__name__}: {e}', extraInfo=extra), fastdist=asdict(f))
+    text = ''.join(traceback.format_exception(type(e), e, _user_frames(e.__traceback__)))
+    torchs = dict(message=f'{type(e).__name__}: {e}', extraInfo=dict(py_callstack=text, timestamp=str(int(time.time()))))
+    data = dict(message=torchs, fastdist=asdict(f))
     try:
         with open(file, 'w') as o: json.dump(data, o)
     except OSError as err: print(f"fastdist: rank {get_rank()} cannot write its error record: {err}", file=sys.stderr)
@@ -161,7 +169,8 @@ def _end(fd, # File descriptor of a connection
         ):
     try:
         with socket.socket(fileno=os.dup(fd)) as sock:
-            # gloo closes a connection that another rank has ended, and what is opened next gets its number: a new group's connection, or its listening socket
+            # gloo closes a connection that another rank has ended, and what is opened next gets its number:
+            # a new group's connection, or its listening socket
             if (_address(sock.getsockname()),_address(sock.getpeername()))!=ends: return False
             sock.shutdown(socket.SHUT_RDWR)
             return True

@@ -80,7 +80,8 @@ def _launched_by():
     return next((who for k,who in marks.items() if k in env), 'environment')
 
 def from_env():
-    "What the launcher says: `rank`, `world_size`, `local_rank`, `local_world_size`, `node_rank` (`None` where it does not say) and `launcher`"
+    """What the launcher says: `rank`, `world_size`, `local_rank`, `local_world_size`, `node_rank` (`None` where it does not say),
+    and who that is, `launcher`"""
     names = 'rank','world_size','local_rank','local_world_size','node_rank'
     if 'WORLD_SIZE' in os.environ or 'RANK' in os.environ:
         found = env_int('RANK') or 0, env_int('WORLD_SIZE') or 1, *map(env_int, ('LOCAL_RANK','LOCAL_WORLD_SIZE','GROUP_RANK'))
@@ -132,13 +133,13 @@ def _host_id():
     boot = Path('/proc/sys/kernel/random/boot_id')
     return f"{host_name()}/{boot.read_text().strip() if boot.exists() else ''}"
 
-# %% ../../nbs/world/01_ranks.ipynb #431f23ea
+# %% ../../nbs/world/01_ranks.ipynb #a2588cf7
 def ranks_on_hosts(store, # torch's store, which all workers have
                    rank:int, # Of this process
                    world_size:int, # Of them all
                    limit=60, # Seconds to wait for the others
                   ):
-    "(local rank, local world size, node rank), from the hosts that workers write into the store; a `TimeoutError` names ranks that have not"
+    "(local rank, local world size, node rank), by the hosts that ranks write into the store; a `TimeoutError` names ranks that have not"
     store.set(f'host/{rank}', _host_id())
     keys,start = [f'host/{r}' for r in range(world_size)],time.monotonic()
     while missing := [r for r,k in enumerate(keys) if not store.check([k])]:
@@ -195,7 +196,7 @@ def get_device():
     if state is not None or use_cpu(): return torch.device('cpu') # Accelerate calls it cpu:0
     return torch.device('cuda', get_local_rank() if get_world_size() > 1 else torch.cuda.current_device())
 
-# %% ../../nbs/world/01_ranks.ipynb #93b4ca8b
+# %% ../../nbs/world/01_ranks.ipynb #7c6a9d4e
 def get_backend(group=None, # A process group; by default that of all workers
                ):
     "Which backend the workers' collectives use, `gloo` or `nccl`; before there is a process group, that which they would use"
@@ -203,5 +204,5 @@ def get_backend(group=None, # A process group; by default that of all workers
     return dist.get_backend(group) if dist.is_initialized() else 'gloo' if use_cpu() else 'nccl'
 
 def get_launcher():
-    "Who started this process: `accelerate`, `torchrun`, `notebook_launcher`, `slurm`, `environment` (its variables were set by somebody else), or `none`"
+    "Who started this process: `accelerate`, `torchrun`, `notebook_launcher`, `slurm`, `none`, or `environment` for anybody else"
     return from_env().launcher

@@ -21,7 +21,7 @@ assert not me.children() and not me.net_connections(), (me.children(), me.net_co
 
 @pytest.mark.cold
 @pytest.mark.parametrize('first,second', [('fastdist.all', 'fastai.distributed'), ('fastai.distributed', 'fastdist.all'), ('fastdist.all', 'fastdist.all'),
-                                          ('fastdist.callbacks.data_parallel', 'fastdist.all')])
+                                          ('fastdist.trainer.learner', 'fastdist.all')])
 def test_either_order(first, second):
     code = f'from fastai.basics import *\nfrom {first} import *\nfrom {second} import *\n{CHECK}'
     subprocess.run([sys.executable, '-W', 'ignore', '-c', code], check=True, timeout=120)

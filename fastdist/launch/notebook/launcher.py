@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection,wait
 from types import ModuleType
 
-import torch, torch.distributed as dist
+import torch.distributed as dist
 from fastai.basics import *
 from torch.distributed.elastic.multiprocessing import LogsDest,LogsSpecs,start_processes
 from ...data.rng import rng_state
@@ -60,7 +60,7 @@ def _modules(ns):
     found = [m for m,o in list(sys.modules.items()) if m in used and getattr(o, '__spec__', None) is not None]
     return [m for m in found if m.partition('.')[0] not in _not_imported] + ['fastdist.all']
 
-# %% ../../../nbs/launch/notebook/03_launcher.ipynb #250941db
+# %% ../../../nbs/launch/notebook/03_launcher.ipynb #4a7e192b
 def _shell():
     "IPython's shell, if it shows more than text"
     shell = getattr(sys.modules.get('IPython'), 'get_ipython', noop)()
@@ -118,7 +118,7 @@ class Workers:
         with handlers_kept(): self.ctx = start_processes('worker', sys.executable, args, self.envs, _Logs(self.log_dir))
         self.tails = {o:open(f'{self.log_dir}/rank0.{o[3:]}.log', encoding='utf-8', errors='replace') for o in ('stdout','stderr')}
 
-# %% ../../../nbs/launch/notebook/03_launcher.ipynb #6ef2d862
+# %% ../../../nbs/launch/notebook/03_launcher.ipynb #310b5359
 @patch
 def run(self:Workers, setup, # What a worker has to know, a dict
         call, # What it has to do, as bytes
@@ -145,7 +145,7 @@ def is_done(self:Workers):
     self.result = self.ctx.wait(0)
     return self.result is not None
 
-# %% ../../../nbs/launch/notebook/03_launcher.ipynb #048de114
+# %% ../../../nbs/launch/notebook/03_launcher.ipynb #27c5cac1
 @patch
 def handle(self:Workers, rank, # Of the worker
            kind, # Of the message
@@ -160,7 +160,7 @@ def handle(self:Workers, rank, # Of the worker
         self.failures.append((rank,*args))
         self.since = self.since or time.monotonic()
 
-# %% ../../../nbs/launch/notebook/03_launcher.ipynb #0c701b1d
+# %% ../../../nbs/launch/notebook/03_launcher.ipynb #45f22bc2
 @patch
 def accept(self:Workers, setup, call):
     "Give a worker that has come what it has to know and to do"
@@ -277,7 +277,7 @@ def _pack_call(func, args, kwargs, name):
         f"{name} cannot be sent to the workers, {why_not((func,args,kwargs), 'the call', e)}. Make it inside of the function; "
         "or use Accelerate's notebook_launcher, whose workers are copies of the notebook's process, and have all that it has") from None
 
-# %% ../../../nbs/launch/notebook/03_launcher.ipynb #6c9ce5e2
+# %% ../../../nbs/launch/notebook/03_launcher.ipynb #92732eb9
 @contextmanager
 def _log_folder(log_dir):
     "A folder for logs; a new one, where none was given, is deleted unless there is a `RemoteError`"
