@@ -35,7 +35,7 @@ class Adapter:
         self.check()
         self.setup()
 
-# %% ../../nbs/data/02_adapter.ipynb #a1f14036
+# %% ../../nbs/data/02_adapter.ipynb #2ed28c08
 @patch(as_prop=True)
 def target(self:Adapter):
     "The object whose attributes those of `DistributedDL` are"
@@ -49,6 +49,7 @@ def set(self:Adapter,
     "Set an attribute of the loader"
     setattr(self.dl, nm, v)
 
+# %% ../../nbs/data/02_adapter.ipynb #ddd20cdd
 @patch
 def original(self:Adapter,
              nm:str, # Name of a method
@@ -98,12 +99,13 @@ def in_this_process(self:Adapter):
 def close(self:Adapter):
     "End processes that persist"
 
-# %% ../../nbs/data/02_adapter.ipynb #5b6967be
+# %% ../../nbs/data/02_adapter.ipynb #63acea68
 @patch
 def draw_seed(self:Adapter,
               generator=None, # Where to draw from; by default torch's global generator
              ):
-    "The seed of loader processes, drawn as torch draws it in one process; so the shared stream moves on, and each epoch's augmentations follow from it"
+    """The seed of loader processes, drawn as torch draws it in one process; so the shared stream moves on, and each epoch's augmentations
+    follow from it"""
     self.seed = torch.empty((), dtype=torch.int64).random_(generator=generator).item()
 
 @patch

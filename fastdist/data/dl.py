@@ -19,7 +19,7 @@ from .torch_dl import TorchAdapter, TorchDataLoader
 from ..comm.objects import all_gather_list
 from ..world.ranks import check_rank, get_rank, get_world_size
 
-# %% ../../nbs/data/06_dl.ipynb #db592bde
+# %% ../../nbs/data/06_dl.ipynb #562e5e9c
 class _StandIn:
     "An object for another, `dl`, that has its class for `isinstance`, and its attributes"
     # no `super()` here: it would take the property for the class
@@ -31,8 +31,8 @@ class _StandIn:
         return getattr(self._adapter.target, nm)
 
     def __setattr__(self, nm, v):
-        if '_adapter' not in vars(self) or nm in vars(self) or nm in self._overridden() or not hasattr(self._adapter.target, nm):
-            object.__setattr__(self, nm, v)
+        own = '_adapter' not in vars(self) or nm in vars(self) or nm in self._overridden()
+        if own or not hasattr(self._adapter.target, nm): object.__setattr__(self, nm, v)
         else: self._adapter.set(nm, v)
 
     def __dir__(self): return sorted({*object.__dir__(self), *dir(self._adapter.target)})
@@ -42,7 +42,7 @@ class _StandIn:
         "Names that a subclass of `DistributedDL` has defined"
         return {k for c in cls.__mro__ if issubclass(c, DistributedDL) and c is not DistributedDL for k in vars(c)}
 
-# %% ../../nbs/data/06_dl.ipynb #43efa2c4
+# %% ../../nbs/data/06_dl.ipynb #3a6e3f04
 def _world_of(rank, world_size, split_batches, evaluate):
     "(Are they this process group's?, rank, world size); raises a `ValueError` for an argument that is none"
     if (rank is None) != (world_size is None):
@@ -50,26 +50,31 @@ def _world_of(rank, world_size, split_batches, evaluate):
     grouped = rank is None
     rank,world_size = (get_rank(),get_world_size()) if grouped else map(operator.index, (rank,world_size))
     check_rank(rank, world_size)
-    if split_batches not in (None,False,True): raise ValueError(f"rank {rank}: split_batches={split_batches!r} must be True, False or None")
+    if split_batches not in (None,False,True):
+        raise ValueError(f"rank {rank}: split_batches={split_batches!r} must be True, False or None")
     if evaluate not in (False,True): raise ValueError(f"rank {rank}: evaluate={evaluate!r} must be True or False")
     return grouped,rank,world_size
 
 def _adapter_for(dl, grouped, rank, world_size, split_batches, evaluate):
-    kind = FastaiAdapter if isinstance(dl, FastaiDataLoader) else TorchAdapter if isinstance(dl, TorchDataLoader) else SeveralAdapter
+    kinds = {FastaiDataLoader:FastaiAdapter, TorchDataLoader:TorchAdapter, object:SeveralAdapter}
+    kind = next(v for k,v in kinds.items() if isinstance(dl, k))
     args = dl,f"rank {get_rank()}: {type(dl).__module__}.{type(dl).__name__}",rank,world_size,split_batches,evaluate
     if kind is not SeveralAdapter: return kind(*args)
     world = {} if grouped else dict(rank=rank, world_size=world_size)
     return kind(*args, split=partial(DistributedDL, **world, split_batches=split_batches, evaluate=evaluate))
 
-# %% ../../nbs/data/06_dl.ipynb #d60aeb8a
+# %% ../../nbs/data/06_dl.ipynb #44cd8dbc
 class DistributedDL(_StandIn):
-    """A `DataLoader` of which each of `world_size` workers iterates over its part. Three ways to split an epoch, where `n` samples come in batches of `bs`:
+    """A `DataLoader` of which each of `world_size` workers iterates over its part. Three modes, where one process has batches of `bs` samples:
 
     - `split_batches=None`: rank `r` has slice `r` of `world_size` slices of the same length, the last padded from the start;
     - `split_batches=False`: step `k` takes the next `bs*world_size` samples, `bs` for each worker;
     - `split_batches=True`: step `k` takes the next `bs` samples and splits them.
 
-    In the last two, sample `j` of a step goes to rank `j % world_size`, and the order is that of one process with the same global batch. A worker for whom nothing is left in a step gets a padding sample that counts for nothing (see `counts`), so all workers make the same number of steps. With `evaluate` rank `r` has batches `r`, `r+world_size`, ..., exactly as one process has them. Streams have no slices: `None` is `False` there. Raises a `TypeError` that says why, where a loader cannot be split."""
+    In the last two, sample `j` of a step goes to rank `j % world_size`, and the order is that of one process with the same global batch.
+    A worker for whom nothing is left in a step gets a padding sample that counts for nothing (see `counts`): all make the same number of steps.
+    With `evaluate` rank `r` has batches `r`, `r+world_size`, ..., exactly as one process has them. Streams have no slices: `None` is `False`
+    there. Raises a `TypeError` that says why, where a loader cannot be split."""
     def __init__(self,
         dl, # fastai's or PyTorch's `DataLoader`, or an object that holds some of them; it stays as it is
         rank:int=None, # This worker; by default that of the process
@@ -84,7 +89,7 @@ class DistributedDL(_StandIn):
         vars(self).update(grouped=grouped, rank=rank, world_size=world_size, split_batches=split_batches, evaluate=evaluate)
         self._wrap(dl, device)
 
-# %% ../../nbs/data/06_dl.ipynb #9b20f722
+# %% ../../nbs/data/06_dl.ipynb #650cd2f7
 _NEW_EPOCH = dict(
     counts=None, # `Counts` of the batch that was last
     _epoch=-1, _steps=0, _ended=False, # number of the epoch, its steps that are done, and whether all are
@@ -99,8 +104,10 @@ def _wrap(self:DistributedDL, dl, device=None, **state):
     overridden = self._overridden()
     for nm in ('sample','create_batches','chunkify','shuffle_fn'):
         if nm in overridden and hasattr(dl, nm): raise TypeError(
-            f"{adapter.nm}: {type(self).__name__} overrides its `{nm}`, which is not called where it is split: override get_idxs, create_item or create_batch instead")
-    vars(self).update(dl=dl, _adapter=adapter, _device=None if device is None else adapter.place(device), _random=WorkerRandom(self.rank), **{**_NEW_EPOCH, **state})
+            f"{adapter.nm}: {type(self).__name__} overrides its `{nm}`, which is not called where it is split: "
+            "override get_idxs, create_item or create_batch instead")
+    device = None if device is None else adapter.place(device)
+    vars(self).update(dl=dl, _adapter=adapter, _device=device, _random=WorkerRandom(self.rank), **{**_NEW_EPOCH, **state})
     adapter.hooks = {nm:getattr(self, nm) for nm in adapter.overridable if nm in overridden}
 
 # %% ../../nbs/data/06_dl.ipynb #baa5f333
@@ -208,10 +215,10 @@ def _same_shuffled(adapter):
     adapter.set_shuffled(msg[0])
     return msg[0]
 
-# %% ../../nbs/data/06_dl.ipynb #35d37f8e
+# %% ../../nbs/data/06_dl.ipynb #319974b7
 @patch
 def _draw(self:DistributedDL, new=True):
-    "Draw an order, the same in all workers, and cut it; `new` says whether this is a new epoch's. Returns (state it goes on from, state it was drawn from)"
+    "Draw an order, the same in all workers, and cut it; for a `new` epoch? Returns (state it goes on from, state it was drawn from)"
     a,pending = self._adapter,self._pending
     self._pending = None
     if pending: a.set_shuffled(pending['shuffled'])
@@ -220,7 +227,8 @@ def _draw(self:DistributedDL, new=True):
     synced = many and (own or not a.sequential)
     seeded = pending['seeded'] if pending else a.seeds
     # a stream is read, and draws, all through the epoch
-    with shared_order(a.generators(), synced, pending and pending['rng'], keep=not a.stream) as at: order = self._order(a.order(new, seeded), own)
+    with shared_order(a.generators(), synced, pending and pending['rng'], keep=not a.stream) as at:
+        order = self._order(a.order(new, seeded), own)
     if synced and (own or not a.from_rng): _same_order(order, a.nm)
     if a.seed is None: a.seed = seed_of(pending['epoch']) # that of the processes which were there is not in the state
     a.plan,a.drawn_n = a.partition(order, pending['offset'] if pending else 0),len(order)
@@ -253,14 +261,16 @@ def new(self,
     if cls is not None: kwargs['cls'] = cls # not all loaders' `new` takes it
     return self._like(self.dl.new(dataset, **kwargs))
 
-# %% ../../nbs/data/06_dl.ipynb #fec004d6
+# %% ../../nbs/data/06_dl.ipynb #462bd1cd
 @patch
 def _batches(self:DistributedDL):
     "Batches with their `Counts`, after an epoch has begun"
     if self._adapter.parts is None:
         pending,at = self._draw()
         self._random.restart(self._adapter.seed)
-        if not self._alone: self._epoch,self._steps,self._ended,self._at = pending['epoch'] if pending else self._epoch+1,0,False,at
+        if not self._alone:
+            self._epoch,self._at = pending['epoch'] if pending else self._epoch+1,at
+            self._steps,self._ended = 0,False
     self._live = True
     yield from self._adapter.batches()
 
@@ -270,11 +280,12 @@ def _sent(self:DistributedDL, b):
     device = self._adapter.device if self._device is None else self._device
     return self._adapter.finish(b if device is None else to_device(b, device))
 
-# %% ../../nbs/data/06_dl.ipynb #b72a88b1
+# %% ../../nbs/data/06_dl.ipynb #ba21f87e
 @patch
 def __iter__(self:DistributedDL):
     # in a fit another stream is entered already, and stays; and where other processes do all the work nothing is drawn in this one
-    it,live,own = self._batches(),self._live,self.world_size > 1 and WorkerRandom.active is None and self._adapter.draws
+    it,live = self._batches(),self._live
+    own = self.world_size > 1 and WorkerRandom.active is None and self._adapter.draws
     try:
         while True:
             if own: self._random.enter()
@@ -355,10 +366,10 @@ def state_dict(self:DistributedDL):
     with shared_order(a.generators(), sync=False) as now: pass
     return dict(epoch=self._epoch+1, offset=0, rng=_plain(now), shuffled=a.shuffled(), seeded=a.seeds, **state)
 
-# %% ../../nbs/data/06_dl.ipynb #0993c9bc
+# %% ../../nbs/data/06_dl.ipynb #d2f6a291
 @patch
 def load_state_dict(self:DistributedDL,
-                    state:dict, # What `state_dict` of a loader over the same data returned, in any worker; all workers load the same
+                    state:dict, # What `state_dict` of a loader over the same data returned, in any worker; the same in all
                    ):
     "Go on there at the next iteration: with the same global batches, if a step is as large as it was; a `ValueError` says what does not fit"
     if self._adapter.parts is not None: return self._adapter.load_state_dict(state)
@@ -368,12 +379,15 @@ def load_state_dict(self:DistributedDL,
 @patch
 def _misfits(self:DistributedDL, state):
     a = self._adapter
-    if missing := {'epoch','offset','rng','shuffled','seeded','n','mode','world_size','global_bs'}-{*state}: return [f"{', '.join(sorted(missing))} missing"]
+    missing = {'epoch','offset','rng','shuffled','seeded','n','mode','world_size','global_bs'}-{*state}
+    if missing: return [f"{', '.join(sorted(missing))} missing"]
     res,n,had,have = [],None if a.unsized else len(a.expected()),len(state['rng'][3]),len(a.generators())
     if state['offset'] and state['n']!=n and not a.unsized: res.append(f"it had {state['n']} samples or batches, this one has {n}")
-    if had!=have: res.append(f"it had {had} random number generators of its own, this one has {have}: build the loader and its sampler in the same way")
+    if had!=have: res.append(
+        f"it had {had} random number generators of its own, this one has {have}: build the loader and its sampler in the same way")
     if state['mode']!=a.mode: res.append(f"it was cut in {state['mode']}, this one is in {a.mode} (split_batches, evaluate)")
     if a.mode=='slices' and state['world_size']!=self.world_size: res.append(
         f"it had slices for {state['world_size']} workers, not {self.world_size}; use split_batches=True or False to change their number")
-    if state['offset'] and a.in_processes: res.append("it reads an iterable data set in several processes, each at its own position: use num_workers=0")
+    if state['offset'] and a.in_processes:
+        res.append("it reads an iterable data set in several processes, each at its own position: use num_workers=0")
     return res

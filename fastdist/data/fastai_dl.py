@@ -35,7 +35,7 @@ def _begin_process(worker_id):
     else: set_seed(a.seed+info.id)
     a.hook('wif')()
 
-# %% ../../nbs/data/04_fastai_dl.ipynb #6cb73622
+# %% ../../nbs/data/04_fastai_dl.ipynb #2fff5a7a
 class FastaiAdapter(Adapter):
     "fastai's `DataLoader`, for `DistributedDL`"
     overridable = 'wif randomize before_iter after_iter do_item create_item after_item do_batch before_batch create_batch retain after_batch'.split()
@@ -55,12 +55,13 @@ class FastaiAdapter(Adapter):
         "Raise a `TypeError` where the loader cannot be split"
         dl,nm = self.dl,self.nm
         for o in ('__iter__','sample','create_batches','chunkify'):
-            if _own(dl, o): raise TypeError(f"{nm} has its own `{o}`, which splitting would replace: override get_idxs, create_item or create_batch instead")
+            if _own(dl, o): raise TypeError(
+                f"{nm} has its own `{o}`, which splitting would replace: override get_idxs, create_item or create_batch instead")
         if not dl.indexed and type(dl).do_item is not FastaiDataLoader.do_item:
             raise TypeError(f"{nm} has its own `do_item` and reads an iterable data set, whose items workers read before they share them: "
                             "override create_item or after_item instead")
 
-# %% ../../nbs/data/04_fastai_dl.ipynb #67743543
+# %% ../../nbs/data/04_fastai_dl.ipynb #cc05e602
 @patch
 def setup(self:FastaiAdapter):
     "What kind of data set and batches it has"
@@ -71,7 +72,8 @@ def setup(self:FastaiAdapter):
     if self.in_rows and self.mode=='steps' and not self.split: self.source = self._global_rows()
     self.global_bs = (self.source.bs or 1)*(1 if self.split or self.in_rows else self.world_size)
     if self.stream and self.mode=='batches' and nw and self.world_size > 1: raise TypeError(
-        f"{self.nm} reads an iterable data set in {nw} processes, whose batches have no order that workers could share for evaluation: use num_workers=0")
+        f"{self.nm} reads an iterable data set in {nw} processes, whose batches have no order that workers could share for evaluation: "
+        "use num_workers=0")
 
 @patch
 def _global_rows(self:FastaiAdapter):
@@ -83,7 +85,7 @@ def _global_rows(self:FastaiAdapter):
                                   f"{self.world_size} workers): use a smaller bs, or split_batches=True")
     return res
 
-# %% ../../nbs/data/04_fastai_dl.ipynb #fa57ff01
+# %% ../../nbs/data/04_fastai_dl.ipynb #44ed0fe8
 @patch
 def set(self:FastaiAdapter,
         nm:str, # Name of the attribute
@@ -103,6 +105,7 @@ def place(self:FastaiAdapter,
     dl.device = device
     return dl.device
 
+# %% ../../nbs/data/04_fastai_dl.ipynb #7a07ddb6
 @patch
 def original(self:FastaiAdapter,
              nm:str, # Name of a method
@@ -122,9 +125,11 @@ def finish(self:FastaiAdapter,
     "Transform it there"
     return self.hook('after_batch')(b)
 
-# %% ../../nbs/data/04_fastai_dl.ipynb #c95d116d
+# %% ../../nbs/data/04_fastai_dl.ipynb #11ed8a5a
 @patch(as_prop=True)
-def in_processes(self:FastaiAdapter): return self.stream and self.fake_l.num_workers > 0
+def in_processes(self:FastaiAdapter):
+    "Is an iterable data set read by processes, each at a position of its own?"
+    return self.stream and self.fake_l.num_workers > 0
 
 @patch(as_prop=True)
 def unsized(self:FastaiAdapter):
@@ -184,7 +189,7 @@ def order(self:FastaiAdapter,
     self.draw_seed()
     return order if isinstance(order, (list,range)) else list(order)
 
-# %% ../../nbs/data/04_fastai_dl.ipynb #5ca20fc3
+# %% ../../nbs/data/04_fastai_dl.ipynb #0f6181dc
 @patch
 def shuffled(self:FastaiAdapter):
     "The documents of a language model's loader, each time from the order that they had"
@@ -205,7 +210,8 @@ def partition(self:FastaiAdapter,
              ):
     "`order`, cut from sample `start` on"
     bs = self.source.bs or 1
-    return Partition(order, bs, self.rank, self.world_size, self.mode, self.global_bs, self.dl.drop_last, start, align=bs if self.in_rows else 1)
+    align = bs if self.in_rows else 1
+    return Partition(order, bs, self.rank, self.world_size, self.mode, self.global_bs, self.dl.drop_last, start, align)
 
 # %% ../../nbs/data/04_fastai_dl.ipynb #96e26d98
 def _has_own_batches(dl):
@@ -223,12 +229,13 @@ def _reads_whole(self:FastaiAdapter, dl):
     "(Is a batch made whole, and then split? Are its items transformed together, and then split?)"
     return self.split and (dl.bs is None or _has_own_batches(dl)), self.split and dl.bs is not None and _sees_batch(dl)
 
-# %% ../../nbs/data/04_fastai_dl.ipynb #8a39e9f7
+# %% ../../nbs/data/04_fastai_dl.ipynb #33d6a6f1
 @patch
 def _batch_of(self:FastaiAdapter, dl, items, counts, read):
     "(Batch, `Counts`) of the items that were read"
-    if not items: raise RuntimeError(f"{self.nm}: the data set skipped all of samples {list(read)}, which leaves this worker without a batch: "
-                                     "remove them from the data set, or use a larger batch size")
+    if not items: raise RuntimeError(
+        f"{self.nm}: the data set skipped all of samples {list(read)}, which leaves this worker without a batch: "
+        "remove them from the data set, or use a larger batch size")
     single = dl.bs is None # an item is a batch, of a size that only its reader knows
     made_whole,seen_whole = self._reads_whole(dl)
     if made_whole: return self._rows_of(dl.do_batch(items[0] if single else items), None if single else len(items))
@@ -244,7 +251,7 @@ def _rows_of(self:FastaiAdapter, b, n):
     try: return local_rows(b, self.rank, self.world_size, n)
     except TypeError as e: raise TypeError(f"{self.nm}: its batches cannot be split, as {e}; use split_batches=False") from e
 
-# %% ../../nbs/data/04_fastai_dl.ipynb #4631fb76
+# %% ../../nbs/data/04_fastai_dl.ipynb #d887ca50
 @patch
 def _read_batches(self:FastaiAdapter, dl, plan, steps):
     if dl.dataset is not None: dl.it = self.dl.it = iter(dl.dataset)
@@ -254,6 +261,7 @@ def _read_batches(self:FastaiAdapter, dl, plan, steps):
         items = [o for o in map(dl.do_item, read) if o is not None]
         yield self._batch_of(dl, items, plan.counts(k), read)
 
+# %% ../../nbs/data/04_fastai_dl.ipynb #a51f67ec
 @patch
 def _read_stream(self:FastaiAdapter, dl, plan, steps):
     reads_whole,it = any(self._reads_whole(dl)),None if dl.dataset is None else shared_iter(dl.dataset)

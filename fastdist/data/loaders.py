@@ -42,11 +42,12 @@ def _n_of(dl):
 
 def _brief(o): return 'none' if o is None else f"{o[0]} of {o[1]} samples, bs={o[2]}{f', such as {o[3][:3]}' if o[3] else ''}"
 
-# %% ../../nbs/data/05_loaders.ipynb #fadf8236
+# %% ../../nbs/data/05_loaders.ipynb #5ac8fc7c
 def same_data(dls # `DataLoaders` of this worker
              ):
     "Raise a `ValueError` if the loaders of some worker differ from rank 0's in size, or in a sample of file names or numbers"
-    every = all_gather_list([(type(dl).__name__, _n_of(dl), getattr(dl, 'bs', getattr(dl, 'batch_size', None)), _some_items(dl)) for dl in dls.loaders])
+    def seen(dl): return type(dl).__name__, _n_of(dl), getattr(dl, 'bs', getattr(dl, 'batch_size', None)), _some_items(dl)
+    every = all_gather_list([seen(dl) for dl in dls.loaders])
     for r,mine in enumerate(every):
         for i,(a,b) in enumerate(zip_longest(every[0], mine)):
             if a!=b: raise ValueError(
@@ -67,7 +68,7 @@ def _map_loaders(f, o):
     if isinstance(o, dict): return {k:f(v) for k,v in o.items()}
     return type(o)(map(f, o)) if isinstance(o, (list,tuple,L)) else f(o)
 
-# %% ../../nbs/data/05_loaders.ipynb #857b064d
+# %% ../../nbs/data/05_loaders.ipynb #93b4dfab
 class SeveralAdapter(Adapter):
     "An object that has loaders among its attributes, or in a list there, for `DistributedDL`. Each epoch is that of the loaders"
     draws = True
@@ -78,9 +79,11 @@ class SeveralAdapter(Adapter):
 
     def check(self):
         "Raise a `TypeError` where the object cannot be split"
-        if isinstance(self.dl, DataLoaders): raise TypeError(f"{self.nm} has a loader to train and one to validate: split each of them, such as dls.train")
+        if isinstance(self.dl, DataLoaders):
+            raise TypeError(f"{self.nm} has a loader to train and one to validate: split each of them, such as dls.train")
         if not loaders_in(self.dl) or not hasattr(type(self.dl), '__iter__'): raise TypeError(
-            f"{self.nm} is no DataLoader of fastai's or PyTorch's, and has none, so it cannot be split between workers: wrap its data set in fastai's `TfmdDL`")
+            f"{self.nm} is no DataLoader of fastai's or PyTorch's, and has none, so it cannot be split between workers: "
+            "wrap its data set in fastai's `TfmdDL`")
 
     def setup(self):
         "Split its loaders, in a copy of it"
@@ -91,7 +94,7 @@ class SeveralAdapter(Adapter):
         self.parts.append(self.split_one(dl))
         return self.parts[-1]
 
-# %% ../../nbs/data/05_loaders.ipynb #18b71d64
+# %% ../../nbs/data/05_loaders.ipynb #fc841523
 @patch(as_prop=True)
 def target(self:SeveralAdapter):
     "The copy, which has the split loaders"
@@ -106,6 +109,7 @@ def set(self:SeveralAdapter,
     for o in (self.dl,self.twin): setattr(o, nm, v)
     if nm in loaders_in(self.dl): self.setup()
 
+# %% ../../nbs/data/05_loaders.ipynb #46c60374
 @patch
 def batches(self:SeveralAdapter):
     "Batches with their `Counts`, which have to be those of all its loaders"
@@ -116,7 +120,8 @@ def batches(self:SeveralAdapter):
         plans = [o._adapter.plan for o in self.parts]
         counts = {p.counts(k) if p is not None and k < len(p) else None for p in plans}
         if len(counts)!=1 or None in counts: raise RuntimeError(
-            f"{self.nm}: at step {k} its loaders do not have batches of one size side by side, so it cannot be split between workers: use loaders of one length")
+            f"{self.nm}: at step {k} its loaders do not have batches of one size side by side, so it cannot be split between workers: "
+            "use loaders of one length")
         self.steps = k+1
         yield b,counts.pop()
 

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from .rng import shared_order
 
-# %% ../../nbs/data/01_partition.ipynb #d78f7280
+# %% ../../nbs/data/01_partition.ipynb #7d6168e2
 Counts = namedtuple('Counts', 'mine total empty')
-Counts.__doc__ = "Samples of a step: this worker's own (0 where it has padding alone), those of all workers, and whether some worker has none. `None` is not known"
+Counts.__doc__ = """Samples of a step: this worker's own (0 where it has padding alone), those of all workers, and whether some worker has none.
+`None` is not known"""
 
 # %% ../../nbs/data/01_partition.ipynb #c292900d
 class Partition:
@@ -128,7 +129,7 @@ class BatchPartition(Partition):
         if self.mode!='steps': return super().local_batch(k)[0]
         return self.order[lo+self.rank] if lo+self.rank < hi else self.order[lo][:1]
 
-# %% ../../nbs/data/01_partition.ipynb #f21e8516
+# %% ../../nbs/data/01_partition.ipynb #61b0948f
 @patch
 def counts(self:BatchPartition,
            k:int, # Number of the step
@@ -137,13 +138,14 @@ def counts(self:BatchPartition,
     lo,hi = self.span(k)
     if self.mode=='batches': return Counts(len(self.order[lo]), len(self.order[lo]), False)
     if self.mode=='slices': # a padding batch is one from the start
-        mine = [len(self.order[i]) if i < len(self.order) else 0 for i in range(lo-self.rank*self.size, self.world_size*self.size, self.size)]
+        firsts = range(lo-self.rank*self.size, self.world_size*self.size, self.size) # one of each worker
+        mine = [len(self.order[i]) if i < len(self.order) else 0 for i in firsts]
         return Counts(mine[self.rank], sum(mine), 0 in mine)
     sizes = [len(b) for b in self.order[lo:hi]]
     if self.split: return Counts(len(range(self.rank, sizes[0], self.world_size)), sizes[0], sizes[0] < self.world_size)
     return Counts(sizes[self.rank] if self.rank < len(sizes) else 0, sum(sizes), len(sizes) < self.world_size)
 
-# %% ../../nbs/data/01_partition.ipynb #217cfeab
+# %% ../../nbs/data/01_partition.ipynb #4dbcf964
 def _rows_of(o, n, rows, inner=False):
     if isinstance(o, (Tensor,np.ndarray)):
         if o.ndim and len(o)==n: return o[rows]
@@ -152,7 +154,8 @@ def _rows_of(o, n, rows, inner=False):
         for k,v in o.items(): res[k] = _rows_of(v, n, rows, True)
         return res
     elif isinstance(o, (list,tuple,L)):
-        if inner and len(o)==n and not all(_has_rows(v, n) for v in o): return o[rows] # something for each sample: names, images of different sizes
+        # something for each sample: names, images of different sizes
+        if inner and len(o)==n and not all(_has_rows(v, n) for v in o): return o[rows]
         res = [_rows_of(v, n, rows, True) for v in o]
         return type(o)(*res) if hasattr(o, '_fields') else type(o)(res)
     shape = f" of shape {tuple(o.shape)}" if hasattr(o, 'shape') else ''
@@ -195,13 +198,13 @@ def local_samples(whole:list, # Samples of a step, of all workers together
     mine = whole[rank::world_size]
     return mine or whole[:1], Counts(len(mine), len(whole), len(whole) < world_size)
 
-# %% ../../nbs/data/01_partition.ipynb #f4ee9e2a
+# %% ../../nbs/data/01_partition.ipynb #b590f793
 @patch
 def read(self:Partition,
          it, # Iterator over the raw samples
          steps=None, # Numbers of the steps to read; by default all, also where there are more than `order` says
         ):
-    "Of each step of a stream: (samples of all workers, this worker's, their `Counts`); in `batches` the first is the second. Ends where the stream does"
+    "Of each step of a stream: (samples of all workers, this worker's, their `Counts`); in `batches` the first is the second"
     skip,in_turn = self.start,self.mode=='batches'
     while skip > 0 and (o := read_step(it, min(skip, 10000))): skip -= len(o)
     size = self.bs if in_turn else self.global_bs

@@ -62,7 +62,7 @@ class WorkerRandom:
         set_rng_state(self.shared)
         WorkerRandom.active = self.shared = None
 
-# %% ../../nbs/data/00_rng.ipynb #d8c4ef9d
+# %% ../../nbs/data/00_rng.ipynb #399c95c1
 @patch
 def restart(self:WorkerRandom,
             seed:int, # The stream follows from this number and from the rank
@@ -72,7 +72,7 @@ def restart(self:WorkerRandom,
 
 @patch
 def restart_if_seeded(self:WorkerRandom):
-    "Begin the stream again when it is entered, if the shared stream is not where `exit` left it: after `set_seed`, numbers are drawn again"
+    "Begin the stream again when it is entered, if the shared stream is not where `exit` left it, as after `set_seed`"
     if self.left is not None and WorkerRandom.active is None and not same_state(self.left, rng_state()): self.own = None
 
 @patch(cls_method=True)

@@ -102,20 +102,27 @@ class TorchAdapter(Adapter):
             f"{self.nm} reads an iterable data set in {self.dl.num_workers} processes, whose batches have no order that workers could share for evaluation: "
             "use num_workers=0")
 
-# %% ../../nbs/data/03_torch_dl.ipynb #c7d222d2
+# %% ../../nbs/data/03_torch_dl.ipynb #3ad7d8a8
 @patch(as_prop=True)
 def rows(self:TorchAdapter):
     "Is a batch made whole, and then split?"
     return self.mode=='steps' and bool(self.split_batches) and (not self.batched or self.hook('collate_fn') is not default_collate)
 
+# %% ../../nbs/data/03_torch_dl.ipynb #484720d9
 @patch(as_prop=True)
-def bs(self:TorchAdapter): return self.dl.batch_size
+def bs(self:TorchAdapter):
+    "Batch size of the loader; `None` where a batch sampler makes batches"
+    return self.dl.batch_size
 
 @patch(as_prop=True)
-def n(self:TorchAdapter): return self.expected_n
+def n(self:TorchAdapter):
+    "Number of samples, or of batches where a batch sampler makes them; `None` if it is not known"
+    return self.expected_n
 
 @patch(as_prop=True)
-def in_processes(self:TorchAdapter): return self.stream and self.dl.num_workers > 0
+def in_processes(self:TorchAdapter):
+    "Is an iterable data set read by processes, each at a position of its own?"
+    return self.stream and self.dl.num_workers > 0
 
 @patch(as_prop=True)
 def draws(self:TorchAdapter):
@@ -125,7 +132,8 @@ def draws(self:TorchAdapter):
 @patch(as_prop=True)
 def unsized(self:TorchAdapter):
     "Why the length is not known, `None` if it is"
-    if self.stream and not hasattr(self.dl.dataset, '__len__'): return "reads an iterable data set whose length is not known: give it a __len__"
+    if self.stream and not hasattr(self.dl.dataset, '__len__'):
+        return "reads an iterable data set whose length is not known: give it a __len__"
 
 # %% ../../nbs/data/03_torch_dl.ipynb #02f45e71
 @patch(as_prop=True)
@@ -153,7 +161,7 @@ def from_rng(self:TorchAdapter):
     "Does the order follow from nothing but the shared state?"
     return self.stream or not self.made and type(self.dl.sampler) in (RandomSampler,SequentialSampler)
 
-# %% ../../nbs/data/03_torch_dl.ipynb #9ad274ed
+# %% ../../nbs/data/03_torch_dl.ipynb #d9e5e766
 @patch(as_prop=True)
 def seeds(self:TorchAdapter):
     "Does an epoch draw a seed? Processes that persist keep theirs"
@@ -172,6 +180,7 @@ def order(self:TorchAdapter,
     if self.sequential: return range(len(dl.sampler))
     return list(fetched if self.made or not self.batched else dl.sampler)
 
+# %% ../../nbs/data/03_torch_dl.ipynb #5a396eb8
 @patch
 def partition(self:TorchAdapter,
               order, # The epoch's samples, or batches
@@ -183,7 +192,7 @@ def partition(self:TorchAdapter,
     global_bs = bs*(1 if self.mode=='steps' and self.split_batches else self.world_size)
     return Partition(order, bs, self.rank, self.world_size, self.mode, global_bs, self.dl.drop_last, start)
 
-# %% ../../nbs/data/03_torch_dl.ipynb #41bb67a8
+# %% ../../nbs/data/03_torch_dl.ipynb #98680366
 @patch
 def _reader(self:TorchAdapter):
     "A copy of the loader that reads by `plan`; the same one as long as it has processes that persist"
@@ -201,6 +210,7 @@ def _reader(self:TorchAdapter):
     self.reader.sampler.plan = self.plan
     return self.reader
 
+# %% ../../nbs/data/03_torch_dl.ipynb #62925b33
 @patch
 def batches(self:TorchAdapter):
     "Batches with their `Counts`"
