@@ -157,7 +157,7 @@ FAULTS = [Fault(*o) for o in [
      'lr = _speed(),() if c.learning_rate is None else (c.learning_rate,)', 'lr = _speed(),()',
      ['tests/launch/test_config.py::test_learning_rate']),
     ('scaler-option-skipped', 'P7', "what GradScalerKwargs says is overruled by the callback's defaults",
-     '{**owner.kwargs, **asked}', '{**asked, **owner.kwargs}',
+     '{**owner.kwargs, **given}', '{**given, **owner.kwargs}',
      ['tests/callbacks/test_precision.py::test_scaler', 'tests/callbacks/test_precision.py::test_scaler_that_is_off_trains_as_without']),
     # P8: clean import
     ('import-order', 'P8', "fastai.distributed, imported after fastdist, takes fastdist's methods away",

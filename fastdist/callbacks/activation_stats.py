@@ -10,6 +10,7 @@ import math
 
 from fastai.basics import *
 from fastai.callback.hook import ActivationStats
+from .fastai_patches import trainer_of
 from ..comm.objects import all_gather_list
 
 # %% ../../nbs/callbacks/03_activation_stats.ipynb #2b6d0006
@@ -17,12 +18,13 @@ _hook = ActivationStats.hook
 
 @patch
 def hook(self:ActivationStats, m, i, o):
+    "fastai's `hook`, and how many numbers there were: none in a share that only fills up, which does not count"
     res = _hook(self, m, i, o)
-    trainer = getattr(self.learn, 'distributed_trainer', None)
-    step = getattr(trainer, 'step', None)
-    if isinstance(res, dict) and step is not None: res['numel'] = o.numel() if step.counts else 0 # a share that only fills up does not count
+    step = getattr(trainer_of(self.learn), 'step', None)
+    if isinstance(res, dict) and step is not None: res['numel'] = o.numel() if step.counts else 0
     return res
 
+# %% ../../nbs/callbacks/03_activation_stats.ipynb #8d2a4e56
 def merge_stats(parts # What each worker has noted of one output: `dict`s with mean, std, near_zero, numel and perhaps hist
                ):
     "The same of all numbers together; variances are added up as by Chan, Golub and LeVeque (1979)"
@@ -35,6 +37,7 @@ def merge_stats(parts # What each worker has noted of one output: `dict`s with m
     if 'hist' in parts[0]: res['hist'] = sum(o['hist'] for o in parts)
     return res
 
+# %% ../../nbs/callbacks/03_activation_stats.ipynb #6f180737
 def gather_stats(cb # `ActivationStats` at the end of a fit on many workers
                 ):
     "Give `cb`, on each worker, the stats of whole batches; those that a `hook` of one's own makes stay this worker's"

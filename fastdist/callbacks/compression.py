@@ -32,7 +32,9 @@ def _joined(cb, strategies, **says):
         f"use strategy={' or '.join(map(repr, strategies))}, or leave {nm} out")
     every = all_gather_list(repr(says))
     other = first(r for r,o in enumerate(every) if o!=every[0])
-    if other is not None: raise ValueError(f"rank {get_rank()}: {nm} has other arguments in rank {other}, {every[other]}, than in rank 0, {every[0]}: give the same in all workers")
+    if other is not None: raise ValueError(
+        f"rank {get_rank()}: {nm} has other arguments in rank {other}, {every[other]}, than in rank 0, {every[0]}: "
+        "give the same in all workers")
     return trainer
 
 # %% ../../nbs/callbacks/06_compression.ipynb #fb7a0008
@@ -40,8 +42,10 @@ _hooks = dict(fp16=fp16_compress_hook, bf16=bf16_compress_hook, powersgd=powerSG
 _power_options = [o for o in inspect.signature(PowerSGDState).parameters if o!='process_group']
 
 def _check_hook(hook, options):
-    own = isinstance(hook, tuple) and len(hook)==2 and callable(hook[1]) and hasattr(hook[1], '__name__') # DDP asks for its name
-    if not own and not (isinstance(hook, str) and hook in _hooks): refuse('hook', hook, f"it is one of {', '.join(map(repr, _hooks))}, or a pair of a state and a hook, a function, "
+    own = isinstance(hook, tuple) and len(hook)==2 and callable(hook[1]) and hasattr(hook[1], '__name__') # DDP reads its name
+    known = isinstance(hook, str) and hook in _hooks
+    if not own and not known: refuse('hook', hook,
+        f"it is one of {', '.join(map(repr, _hooks))}, or a pair of a state and a hook, a function, "
         "for DistributedDataParallel.register_comm_hook")
     for k,v in options.items():
         if hook!='powersgd': refuse(k, v, f"hook={hook!r} has no options; hook='powersgd' has: {', '.join(_power_options)}")
@@ -59,53 +63,38 @@ class GradientCompression(Callback):
         _check_hook(hook, options)
         self.hook,self.options,self.state = hook,options,None
 
-    def before_fit(self):
-        "Refuse what would have no effect"
-        self.state = None
-        says = self.hook if isinstance(self.hook, str) else self.hook[1].__name__
-        trainer = _joined(self, ('ddp','zero1'), hook=says, **self.options)
-        if trainer is None: return
-        if len(self.learn._grab_cbs(GradientCompression)) > 1: raise ValueError(f"rank {get_rank()}: this learner has two GradientCompression callbacks: leave one out")
-        no,handler = DDPCommunicationHookType.NO,trainer.settings.ddp
-        theirs = {} if handler is None else {k:str(getattr(v, 'value', v)) for k,v in vars(handler).items() if k in ('comm_hook','comm_wrapper') and v!=no}
-        if theirs: raise ValueError(
-            f"rank {get_rank()}: GradientCompression(hook={says!r}) and DistributedDataParallelKwargs({', '.join(f'{k}={v!r}' for k,v in theirs.items())}) "
-            "both say how gradients are sent: leave one out")
-
     def comm_hook(self):
         "The state and the hook for a `DistributedDataParallel` that has just been made"
         if not isinstance(self.hook, str): return self.hook
         self.state = PowerSGDState(None, **self.options) if self.hook=='powersgd' else None
         return self.state,_hooks[self.hook]
 
-    def after_fit(self):
-        "Say so, where PowerSGD had nothing to do"
-        if self.state is not None and self.state.iter < self.state.start_powerSGD_iter: warn(
-            f"rank {get_rank()}: GradientCompression('powersgd') has compressed nothing: this fit ended within its first start_powerSGD_iter={self.state.start_powerSGD_iter} steps, "
-            "which send whole gradients: choose a smaller number")
-        self.state = None
+# %% ../../nbs/callbacks/06_compression.ipynb #9720dcfe
+@patch
+def before_fit(self:GradientCompression):
+    "Refuse what would have no effect"
+    self.state = None
+    says = self.hook if isinstance(self.hook, str) else self.hook[1].__name__
+    trainer = _joined(self, ('ddp','zero1'), hook=says, **self.options)
+    if trainer is None: return
+    if len(self.learn._grab_cbs(GradientCompression)) > 1: raise ValueError(
+        f"rank {get_rank()}: this learner has two GradientCompression callbacks: leave one out")
+    fields = [(k,getattr(trainer.settings.ddp, k, DDPCommunicationHookType.NO)) for k in ('comm_hook','comm_wrapper')]
+    theirs = {k:str(getattr(v, 'value', v)) for k,v in fields if v!=DDPCommunicationHookType.NO}
+    if theirs: raise ValueError(
+        f"rank {get_rank()}: GradientCompression(hook={says!r}) and "
+        f"DistributedDataParallelKwargs({', '.join(f'{k}={v!r}' for k,v in theirs.items())}) both say how gradients are sent: leave one out")
+
+@patch
+def after_fit(self:GradientCompression):
+    "Say so, where PowerSGD had nothing to do"
+    if self.state is not None and self.state.iter < self.state.start_powerSGD_iter: warn(
+        f"rank {get_rank()}: GradientCompression('powersgd') has compressed nothing: "
+        f"this fit ended within its first start_powerSGD_iter={self.state.start_powerSGD_iter} steps, "
+        "which send whole gradients: choose a smaller number")
+    self.state = None
 
 # %% ../../nbs/callbacks/06_compression.ipynb #fb7a000d
-@torch.no_grad()
-def average_tensors(ts, # Floating or complex tensors, in the same order and shapes in all workers
-                    device=None, # Where the process group takes tensors from, if it is not where they are
-                    nbytes=2**25, # That are sent at once, or one tensor
-                   ):
-    "Replace each of `ts` by its mean over all workers, in place"
-    ts,sent,world = [torch.view_as_real(t) if t.is_complex() else t for t in ts],None,get_world_size()
-    def finish():
-        if sent is None: return
-        sent[2].wait()
-        flat = sent[1].div_(world)
-        for t,o in zip(sent[0], flat.split([t.numel() for t in sent[0]])): t.copy_(o.view(t.shape))
-    for some in _buckets(ts, nbytes):
-        # means of half precision are taken in single
-        flat = torch.cat([t.detach().reshape(-1).to(device or t.device, torch.promote_types(t.dtype, torch.float32)) for t in some])
-        work = dist.all_reduce(flat, async_op=True)
-        finish() # the one before, while this one is on its way
-        sent = some,flat,work
-    finish()
-
 def _buckets(ts, nbytes):
     res,size = [],0
     for t in ts:
@@ -115,6 +104,31 @@ def _buckets(ts, nbytes):
             res,size = [],0
         res,size = res+[t],size+n
     if res: yield res
+
+# %% ../../nbs/callbacks/06_compression.ipynb #b1000590
+def _flat(ts, device):
+    # means of half precision are taken in single
+    return torch.cat([t.detach().reshape(-1).to(device or t.device, torch.promote_types(t.dtype, torch.float32)) for t in ts])
+
+def _set_flat(ts, flat):
+    for t,o in zip(ts, flat.split([t.numel() for t in ts])): t.copy_(o.view(t.shape))
+
+@torch.no_grad()
+def average_tensors(ts, # Floating or complex tensors, in the same order and shapes in all workers
+                    device=None, # Where the process group takes tensors from, if it is not where they are
+                    nbytes=2**25, # That are sent at once, or one tensor
+                   ):
+    "Replace each of `ts` by its mean over all workers, in place"
+    ts,sent,world = [torch.view_as_real(t) if t.is_complex() else t for t in ts],None,get_world_size()
+    def finish(some, flat, work):
+        work.wait()
+        _set_flat(some, flat.div_(world))
+    for some in _buckets(ts, nbytes):
+        flat = _flat(some, device)
+        work = dist.all_reduce(flat, async_op=True)
+        if sent is not None: finish(*sent) # the one before, while this one travels
+        sent = some,flat,work
+    if sent is not None: finish(*sent)
 
 # %% ../../nbs/callbacks/06_compression.ipynb #fb7a0010
 class LocalSGD(Callback):
@@ -130,77 +144,98 @@ class LocalSGD(Callback):
         self.every,self.warmup,self.trainer = every,warmup,None
         self.n,self.apart,self.trained = 0,False,[] # steps of this fit; have weights changed since they were averaged?; which of them
 
-    def before_fit(self):
-        "Count steps from here"
-        self.n,self.apart = 0,False
-        self.trainer = _joined(self, ('ddp',), every=self.every, warmup=self.warmup)
-        if self.trainer is None: return
-        if len(self.learn._grab_cbs(LocalSGD)) > 1: raise ValueError(f"rank {get_rank()}: this learner has two LocalSGD callbacks: leave one out")
-        handler = self.trainer.settings.ddp
-        if handler is not None and handler.static_graph: raise ValueError(
-            f"rank {get_rank()}: LocalSGD and DistributedDataParallelKwargs(static_graph=True) do not go together: torch learns the graph from gradients that are sent: leave static_graph out")
-
     def steps_alone(self):
         "Does the step that comes need no gradients of other workers?"
         return self.trainer is not None and self.n >= self.warmup
 
-    def before_batch(self):
-        "Average before parameters are frozen or unfrozen: that makes a new `DistributedDataParallel`, which begins with rank 0's weights"
-        if self.apart and self._trained()!=self.trained: self._average()
-
-    def after_step(self):
-        "Count the step, and average"
-        if self.trainer is None: return
-        if self.steps_alone():
-            self.apart,self.trained = True,self._trained()
-            self.trainer.strategy.unsynced = False # the gradients have done what they were for
-        self.n += 1
-        if self.apart and (self.n-self.warmup)%self.every==0: self._average()
-
-    def after_train(self):
-        "Evaluate one model"
-        self._average()
-
-    def after_epoch(self):
-        "Where the epoch was cancelled"
-        self._average()
-
-    def after_fit(self):
-        "Leave one model, and one optimizer"
-        self._end()
-
-    def fit_failed(self, error):
-        "Where no event is called: average if all workers are here, or else say what state they are in"
-        step = getattr(self.trainer, 'step', None)
-        if isinstance(error, KeyboardInterrupt) and step is not None and step.interrupted: return self._end() # they ended with the same batch
-        if self.apart: warn(f"rank {get_rank()}: a {type(error).__name__} has ended this fit {(self.n-self.warmup)%self.every} steps after LocalSGD averaged last: each worker "
-                            "has weights and optimizer state of its own. Load a checkpoint, or give all workers rank 0's: fastdist.strategy.base.same_everywhere(model, opt)")
-        self.apart,self.trainer = False,None
-
     def _trained(self): return [p.requires_grad for p in self.learn.model.parameters()]
 
-    def _average(self):
-        if not self.apart: return
-        average_tensors([p for p,t in zip(self.learn.model.parameters(), self.trained) if t])
-        self.apart = False
+# %% ../../nbs/callbacks/06_compression.ipynb #3d55b4b0
+@patch
+def before_fit(self:LocalSGD):
+    "Count steps from here"
+    self.n,self.apart = 0,False
+    self.trainer = _joined(self, ('ddp',), every=self.every, warmup=self.warmup)
+    if self.trainer is None: return
+    if len(self.learn._grab_cbs(LocalSGD)) > 1: raise ValueError(
+        f"rank {get_rank()}: this learner has two LocalSGD callbacks: leave one out")
+    handler = self.trainer.settings.ddp
+    if handler is not None and handler.static_graph: raise ValueError(
+        f"rank {get_rank()}: LocalSGD and DistributedDataParallelKwargs(static_graph=True) do not go together: "
+        "torch learns the graph from gradients that are sent: leave static_graph out")
 
-    def _end(self):
-        self._average()
-        if self.steps_alone() and self.n > self.warmup: average_state(self.learn.model, self.learn.opt, self.trainer.accelerator.device)
-        self.trainer = None
+# %% ../../nbs/callbacks/06_compression.ipynb #5810095b
+@patch
+def before_batch(self:LocalSGD):
+    "Average before parameters are frozen or unfrozen: that makes a new `DistributedDataParallel`, which begins with rank 0's weights"
+    if self.apart and self._trained()!=self.trained: self._average()
+
+@patch
+def after_step(self:LocalSGD):
+    "Count the step, and average"
+    if self.trainer is None: return
+    if self.steps_alone():
+        self.apart,self.trained = True,self._trained()
+        self.trainer.strategy.unsynced = False # the gradients have done what they were for
+    self.n += 1
+    if self.apart and (self.n-self.warmup)%self.every==0: self._average()
+
+# %% ../../nbs/callbacks/06_compression.ipynb #0d9e90e4
+@patch
+def _average(self:LocalSGD):
+    if not self.apart: return
+    average_tensors([p for p,t in zip(self.learn.model.parameters(), self.trained) if t])
+    self.apart = False
+
+@patch
+def _end(self:LocalSGD):
+    self._average()
+    if self.steps_alone() and self.n > self.warmup: average_state(self.learn.model, self.learn.opt, self.trainer.accelerator.device)
+    self.trainer = None
+
+# %% ../../nbs/callbacks/06_compression.ipynb #f5c8edc6
+@patch
+def after_train(self:LocalSGD):
+    "Evaluate one model"
+    self._average()
+
+@patch
+def after_epoch(self:LocalSGD):
+    "Where the epoch was cancelled"
+    self._average()
+
+@patch
+def after_fit(self:LocalSGD):
+    "Leave one model, and one optimizer"
+    self._end()
+
+# %% ../../nbs/callbacks/06_compression.ipynb #6418621d
+@patch
+def fit_failed(self:LocalSGD, error):
+    "Where no event is called: average if all workers are here, or else say what state they are in"
+    step = getattr(self.trainer, 'step', None)
+    if isinstance(error, KeyboardInterrupt) and step is not None and step.interrupted: return self._end() # they ended with the same batch
+    if self.apart: warn(
+        f"rank {get_rank()}: a {type(error).__name__} has ended this fit {(self.n-self.warmup)%self.every} steps after LocalSGD averaged last: "
+        "each worker has weights and optimizer state of its own. Load a checkpoint, or give all workers rank 0's: "
+        "fastdist.strategy.base.same_everywhere(model, opt)")
+    self.apart,self.trainer = False,None
 
 # %% ../../nbs/callbacks/06_compression.ipynb #fb7a0011
 def average_state(model, # Whose parameters `opt` steps
                   opt, # fastai's `Optimizer`, or an `OptimWrapper`
                   device=None, # Where the process group takes tensors from
                  ):
-    "Replace the optimizer state's tensors of floats by their mean over all workers; a parameter of which not all have the same state begins anew"
+    "Replace the optimizer state's tensors of floats by their mean over all workers; a parameter whose state is not everywhere begins anew"
     slow = getattr(opt, 'slow_weights', None) # Lookahead's
-    while isinstance(opt, (Lookahead,OptimWrapper)): opt = opt.opt # an OptimWrapper has a `state` too, which is not that of torch's optimizer
+    # an OptimWrapper has a `state` too, which is not that of torch's optimizer
+    while isinstance(opt, (Lookahead,OptimWrapper)): opt = opt.opt
     named = dict(model.named_parameters())
     state = {n:opt.state[p] for n,p in named.items() if p in opt.state}
     floats = {n:{k:v for k,v in s.items() if isinstance(v, Tensor) and (v.is_floating_point() or v.is_complex())} for n,s in state.items()}
     every = all_gather_list({n:[(k,tuple(v.shape),v.dtype) for k,v in s.items()] for n,s in floats.items()})
     for n in state: # such as where a GradScaler has skipped all steps of one worker
-        if any(o.get(n)!=every[0].get(n) for o in every): opt.state.pop(named[n]); floats.pop(n)
+        if any(o.get(n)!=every[0].get(n) for o in every):
+            opt.state.pop(named[n])
+            floats.pop(n)
     average_tensors([v for s in floats.values() for v in s.values()] + tensors_in([list(o) for o in slow or []]), device)

@@ -21,17 +21,21 @@ from .fastai_patches import trainer_of
 from ..world.ranks import get_rank
 
 # %% ../../nbs/callbacks/07_divergence.ipynb #d1fe0006
-_chunk,_mult = 2**18,0x5851F42D4C957F2D # integers that are summed up at once, for the memory's sake; the weight of one such sum in the next, odd too
+_chunk = 2**18 # integers that are summed up at once, for the memory's sake
+_mult = 0x5851F42D4C957F2D # the weight of one such sum in the next, odd too
 
 @lru_cache(None)
-def _weights(device): return (torch.randint(-2**63, 2**63-1, (_chunk,), generator=torch.Generator().manual_seed(0)) | 1).to(device)
+def _weights(device):
+    ints = torch.randint(-2**63, 2**63-1, (_chunk,), generator=torch.Generator().manual_seed(0))
+    return (ints | 1).to(device)
 
 @torch.no_grad()
 def tensor_hash(t # Strided tensor of any dtype, on any device
                ):
     "Hash of the bits of `t`, in their order: an `int64` on its device"
     bits = as_bytes(t.resolve_conj().resolve_neg())
-    # no more than 32 bits each: twice 2**63, the sign of a float64, is 0, and so would be the difference of two signs that have changed places
+    # no more than 32 bits each: twice 2**63, the sign of a float64, is 0,
+    # and so would be the difference of two signs that have changed places
     ints = bits.view({1:torch.uint8, 2:torch.int16}.get(t.element_size(), torch.int32))
     w,res = _weights(t.device),torch.zeros((), dtype=torch.int64, device=t.device)
     for o in ints.split(_chunk): res = res*_mult + (o*w[:len(o)]).sum()
@@ -58,19 +62,22 @@ def _described(ts, norms=False):
     "What must be the same in all workers of each of `ts`, in words"
     hs = [tensor_hash(_plain(t)) for t in ts.values() if t is not None]
     hs = iter(torch.stack([h.to(hs[0].device) for h in hs]).tolist() if hs else []) # all at once: the GPU is waited for
-    return {n:'None' if t is None else f"{str(t.dtype)[6:]}{list(t.shape)}{', frozen' if isinstance(t, nn.Parameter) and not t.requires_grad else ''}, "
-                                       f"hash {next(hs)%2**64:016x}{f', norm {_norm(t)!r}' if norms else ''}" for n,t in ts.items()}
+    def words(t):
+        if t is None: return 'None'
+        frozen = ', frozen' if isinstance(t, nn.Parameter) and not t.requires_grad else ''
+        return f"{str(t.dtype)[6:]}{list(t.shape)}{frozen}, hash {next(hs)%2**64:016x}{f', norm {_norm(t)!r}' if norms else ''}"
+    return {n:words(t) for n,t in ts.items()}
 
 # %% ../../nbs/callbacks/07_divergence.ipynb #d1fe000d
 class DivergenceError(RuntimeError): "The workers do not have the same model any more"
 
 _causes = dict(
-    parameters="code that changes the model in some workers only (`if rank==0`, a file that not all have loaded), a parameter that was frozen when "
-               "DistributedDataParallel was made, an optimizer that steps by what a worker has of its own",
-    gradients="a forward or backward that bypasses DistributedDataParallel, a step within its `no_sync`, code that changes gradients by what a worker "
-              "has of its own",
-    buffers="a layer whose forward keeps statistics of the worker's own batches (leave buffers out, by buffers=False), code that changes the model in "
-            "some workers only")
+    parameters="code that changes the model in some workers only (`if rank==0`, a file that not all have loaded), a parameter that was "
+               "frozen when DistributedDataParallel was made, an optimizer that steps by what a worker has of its own",
+    gradients="a forward or backward that bypasses DistributedDataParallel, a step within its `no_sync`, code that changes gradients "
+              "by what a worker has of its own",
+    buffers="a layer whose forward keeps statistics of the worker's own batches (leave buffers out, by buffers=False), code that changes "
+            "the model in some workers only")
 
 def _report(every, ranks, when):
     "The text of the error, from what each worker has"
@@ -82,8 +89,9 @@ def _report(every, ranks, when):
     counts = ', '.join(f"{len(differ[k])} of {len(ns)} {k}" for k,ns in names.items() if ns)
     shown = '\n'.join(f"  rank {r}: {v}" for r,v in zip(ranks, values))
     return (f"the workers do not have the same model{when and ' '}{when}: {counts} differ. The first of the {kind} is {nm!r}, "
-            f"different from rank {ranks[0]}'s in rank{'s' if len(others) > 1 else ''} {', '.join(others)}:\n{shown}\nUsual causes: {_causes[kind]}. "
-            "To go on, give all workers rank 0's model (fastdist.strategy.base.same_everywhere(model, opt)), or go back to an older checkpoint")
+            f"different from rank {ranks[0]}'s in rank{'s' if len(others) > 1 else ''} {', '.join(others)}:\n{shown}\n"
+            f"Usual causes: {_causes[kind]}. To go on, give all workers rank 0's model "
+            "(fastdist.strategy.base.same_everywhere(model, opt)), or go back to an older checkpoint")
 
 # %% ../../nbs/callbacks/07_divergence.ipynb #d1fe000e
 def check_same(model, # The same `nn.Module` in all workers, wrapped or not
@@ -92,7 +100,7 @@ def check_same(model, # The same `nn.Module` in all workers, wrapped or not
                group=None, # Process group whose workers compare; by default all
                when='', # For the error: at which point, such as `'after step 100'`
               ):
-    "Raise the same `DivergenceError` in all workers if `model` is not the same in them, to the last bit; shards (of a `DTensor`) are not compared"
+    "Raise the same `DivergenceError` in all workers if `model` is not the same in them, to the last bit; shards are not compared"
     n = dist.get_world_size(group) if dist.is_initialized() else 1
     if n <= 1: return
     kinds = _compared(model, grads, buffers)
@@ -108,6 +116,7 @@ def check_same(model, # The same `nn.Module` in all workers, wrapped or not
 # %% ../../nbs/callbacks/07_divergence.ipynb #d1fe0015
 def _agrees(m): return not isinstance(m, _NormBase) or isinstance(m, GlobalBatchNorm)
 
+# %% ../../nbs/callbacks/07_divergence.ipynb #9a00d839
 class DivergenceCheck(Callback):
     "In a fit on many workers, `check_same` before each `every`-th step, and after the training part of each epoch"
     # with gradients as they are after the last batch of a step, and before a GradScaler may skip it in the worker that has a NaN
@@ -116,25 +125,32 @@ class DivergenceCheck(Callback):
                  buffers=True, # Compare buffers?
                 ):
         super().__init__()
-        if isinstance(every, bool) or not isinstance(every, int) or every < 1: refuse('every', every, "it is a number of steps, 1 to check each of them")
-        if not isinstance(buffers, bool): refuse('buffers', buffers, "it is True or False; for some of them, call check_same in a callback of your own")
+        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+            refuse('every', every, "it is a number of steps, 1 to check each of them")
+        if not isinstance(buffers, bool):
+            refuse('buffers', buffers, "it is True or False; for some of them, call check_same in a callback of your own")
         self.every,self.buffers,self.n = every,buffers,0
 
-    def before_fit(self):
-        "Count steps from here; a worker that has this callback alone would wait for the others"
-        self.n,trainer = 0,trainer_of(self.learn)
-        if trainer is not None and trainer.decisions is not None and trainer.decisions.alone: raise RuntimeError(
-            f"rank {get_rank()}: not all workers have DivergenceCheck: give it to the learners of all of them")
+# %% ../../nbs/callbacks/07_divergence.ipynb #ddd63ca1
+@patch
+def before_fit(self:DivergenceCheck):
+    "Count steps from here; a worker that has this callback alone would wait for the others"
+    self.n,trainer = 0,trainer_of(self.learn)
+    if trainer is not None and trainer.decisions is not None and trainer.decisions.alone: raise RuntimeError(
+        f"rank {get_rank()}: not all workers have DivergenceCheck: give it to the learners of all of them")
 
-    def before_step(self):
-        "Compare parameters, averaged gradients, and buffers that agree within an epoch"
-        self.n += 1
-        if self.n%self.every==0: self._check(f'before step {self.n} of the fit (epoch {self.epoch})', buffers=self.buffers and _agrees)
+@patch
+def before_step(self:DivergenceCheck):
+    "Compare parameters, averaged gradients, and buffers that agree within an epoch"
+    self.n += 1
+    if self.n%self.every==0: self._check(f'before step {self.n} of the fit (epoch {self.epoch})', buffers=self.buffers and _agrees)
 
-    def after_train(self):
-        "Compare parameters, and all buffers, on which `DistributedTrainer` has made the workers agree"
-        self._check(f'after step {self.n} of the fit, the last of epoch {self.epoch}', grads=False, buffers=self.buffers)
+@patch
+def after_train(self:DivergenceCheck):
+    "Compare parameters, and all buffers, on which `DistributedTrainer` has made the workers agree"
+    self._check(f'after step {self.n} of the fit, the last of epoch {self.epoch}', grads=False, buffers=self.buffers)
 
-    def _check(self, when, **kwargs):
-        trainer = trainer_of(self.learn)
-        if trainer is not None and trainer.accelerator is not None: check_same(self.learn.model, when=when, **kwargs)
+@patch
+def _check(self:DivergenceCheck, when, **kwargs):
+    trainer = trainer_of(self.learn)
+    if trainer is not None and trainer.accelerator is not None: check_same(self.learn.model, when=when, **kwargs)

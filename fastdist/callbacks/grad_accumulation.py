@@ -29,56 +29,69 @@ class AccumulateSteps(Callback):
         div = loss_divisor(self.learn.loss_func, self.yb)
         return find_bs(self.yb) if div is None else div.item()
 
-    def before_fit(self):
-        "Begin with no batches"
-        if self.learn._grab_cbs(GradientAccumulation): raise ValueError(
-            f"rank {get_rank()}: gradient_accumulation_steps={self.plugin.num_steps} and fastai's GradientAccumulation callback both accumulate gradients: use one of them")
-        self.ending = False
-        self.drop() # an error may have ended the last fit in the middle of a step
+# %% ../../nbs/callbacks/04_grad_accumulation.ipynb #2d95d8d7
+@patch
+def before_fit(self:AccumulateSteps):
+    "Begin with no batches"
+    if self.learn._grab_cbs(GradientAccumulation): raise ValueError(
+        f"rank {get_rank()}: gradient_accumulation_steps={self.plugin.num_steps} and fastai's GradientAccumulation callback "
+        "both accumulate gradients: use one of them")
+    self.ending = False
+    self.drop() # an error may have ended the last fit in the middle of a step
 
-    def is_last(self):
-        "Is the batch that goes on the last of its step?"
-        return self.n+1 >= self.plugin.num_steps or self.plugin.sync_with_dataloader and self.learn.iter==self.learn.n_iter-1
+@patch
+def drop(self:AccumulateSteps):
+    "Forget the batches since the last step"
+    if self.n: self.learn.opt.zero_grad()
+    self.n,self.total,self.first = 0,0.,None
 
-    def before_batch(self):
-        "A batch whose backward is cancelled weighs nothing"
-        self.weight = 0.
+@patch
+def is_last(self:AccumulateSteps):
+    "Is the batch that goes on the last of its step?"
+    return self.n+1 >= self.plugin.num_steps or self.plugin.sync_with_dataloader and self.learn.iter==self.learn.n_iter-1
 
-    def before_backward(self):
-        "Weigh the batch by its samples, in units of the first batch's"
-        if not is_summed(self.learn.loss_func): self.weight = float(self.batch_weight())
-        if self.first is None and self.weight: self.first = self.weight
-        if self.first: self.learn.loss_grad = self.learn.loss_grad*(self.weight/self.first)
+@patch
+def before_batch(self:AccumulateSteps):
+    "A batch whose backward is cancelled weighs nothing"
+    self.weight = 0.
 
-    def before_step(self):
-        "Go on to the next batch, or divide by the number of samples, and step"
-        if not self.ending:
-            last = self.is_last()
-            self.n,self.total = self.n+1,self.total+self.weight
-            if not last: raise CancelBatchException()
-        if self.total:
-            for p in self.learn.model.parameters():
-                if p.grad is not None: p.grad.mul_(self.first/self.total)
-        self.n,self.total,self.first = 0,0.,None
+# %% ../../nbs/callbacks/04_grad_accumulation.ipynb #f3098eed
+@patch
+def before_backward(self:AccumulateSteps):
+    "Weigh the batch by its samples, in units of the first batch's"
+    if not is_summed(self.learn.loss_func): self.weight = float(self.batch_weight())
+    if self.first is None and self.weight: self.first = self.weight
+    if self.first: self.learn.loss_grad = self.learn.loss_grad*(self.weight/self.first)
 
-    def after_train(self):
-        "Step with what is left, where the loader has ended sooner than its length said"
-        if not self.n or not self.plugin.sync_with_dataloader: return
-        self.average()
-        self.ending = True
-        self.learn._with_events(self.learn._step, 'step', CancelStepException)
-        self.ending = False
-        self.learn.opt.zero_grad()
+@patch
+def before_step(self:AccumulateSteps):
+    "Go on to the next batch, or divide by the number of samples, and step"
+    if not self.ending:
+        last = self.is_last()
+        self.n,self.total = self.n+1,self.total+self.weight
+        if not last: raise CancelBatchException()
+    if self.total:
+        for p in self.learn.model.parameters():
+            if p.grad is not None: p.grad.mul_(self.first/self.total)
+    self.n,self.total,self.first = 0,0.,None
 
-    def after_cancel_train(self):
-        "Drop what has been accumulated: in one large batch it would have been cancelled too"
-        self.drop()
+# %% ../../nbs/callbacks/04_grad_accumulation.ipynb #371b45ae
+@patch
+def after_train(self:AccumulateSteps):
+    "Step with what is left, where the loader has ended sooner than its length said"
+    if not self.n or not self.plugin.sync_with_dataloader: return
+    self.average()
+    self.ending = True
+    self.learn._with_events(self.learn._step, 'step', CancelStepException)
+    self.ending = False
+    self.learn.opt.zero_grad()
 
-    def after_fit(self):
-        "Drop what has been accumulated"
-        self.drop()
+@patch
+def after_cancel_train(self:AccumulateSteps):
+    "Drop what has been accumulated: in one large batch it would have been cancelled too"
+    self.drop()
 
-    def drop(self):
-        "Forget the batches since the last step"
-        if self.n: self.learn.opt.zero_grad()
-        self.n,self.total,self.first = 0,0.,None
+@patch
+def after_fit(self:AccumulateSteps):
+    "Drop what has been accumulated"
+    self.drop()

@@ -12,8 +12,8 @@ from pathlib import PurePath
 from types import SimpleNamespace
 
 from accelerate import Accelerator
-from accelerate.utils import (AutocastKwargs, DataLoaderConfiguration, DDPCommunicationHookType, DistributedDataParallelKwargs, GradientAccumulationPlugin,
-                              GradScalerKwargs, InitProcessGroupKwargs, ProjectConfiguration, RNGType)
+from accelerate.utils import (AutocastKwargs, DataLoaderConfiguration, DDPCommunicationHookType, DistributedDataParallelKwargs,
+                              GradientAccumulationPlugin, GradScalerKwargs, InitProcessGroupKwargs, ProjectConfiguration, RNGType)
 from fastai.basics import *
 from fastai.callback.fp16 import MixedPrecision, NonNativeMixedPrecision
 from .strategy_args import check_dynamo, check_sharding
@@ -62,7 +62,8 @@ def check_names(kwargs # The arguments given
 def check_accumulation(given # The arguments given
                       ):
     "The `GradientAccumulationPlugin`, from the arguments or else from the launcher; `None` where each batch is a step"
-    steps,plugin,env = given.get('gradient_accumulation_steps'),given.get('gradient_accumulation_plugin'),os.environ.get('ACCELERATE_GRADIENT_ACCUMULATION_STEPS', '')
+    steps,plugin = given.get('gradient_accumulation_steps'),given.get('gradient_accumulation_plugin')
+    env = os.environ.get('ACCELERATE_GRADIENT_ACCUMULATION_STEPS', '')
     no = lambda nm,v,why: refuse(f'gradient_accumulation_{nm}', v, why)
     if plugin is not None:
         if not isinstance(plugin, GradientAccumulationPlugin): no('plugin', plugin, "it is an accelerate.utils.GradientAccumulationPlugin")
@@ -100,8 +101,16 @@ def check_loading(config, # `DataLoaderConfiguration` or `None`
 # %% ../../nbs/trainer/01_args.ipynb #c4d76ca8
 _handler_names = {DistributedDataParallelKwargs:'ddp', InitProcessGroupKwargs:'init', AutocastKwargs:'autocast', GradScalerKwargs:'scaler'}
 _other_handlers = {'ProfileKwargs':"put torch.profiler.profile around the fit",
-                   **dict.fromkeys(('AORecipeKwargs','TERecipeKwargs','MSAMPRecipeKwargs','FP8RecipeKwargs'), "fastai trains in fp16 or bf16: learn.to_fp16() or learn.to_bf16()")}
+                   **dict.fromkeys(('AORecipeKwargs','TERecipeKwargs','MSAMPRecipeKwargs','FP8RecipeKwargs'),
+                                   "fastai trains in fp16 or bf16: learn.to_fp16() or learn.to_bf16()")}
 
+def _check_scaler(o):
+    for k,ok,what in (('enabled', lambda v: isinstance(v, bool), "True or False"), ('init_scale', lambda v: v > 0, "a number above 0"),
+                      ('growth_factor', lambda v: v > 1, "a number above 1"), ('backoff_factor', lambda v: 0 < v < 1, "a number between 0 and 1"),
+                      ('growth_interval', lambda v: isinstance(v, int) and v > 0, "a number of steps from 1")):
+        if not ok(getattr(o, k)): refuse(f'GradScalerKwargs.{k}', getattr(o, k), f"it is {what}")
+
+# %% ../../nbs/trainer/01_args.ipynb #187aa6c0
 def check_handlers(handlers # The argument `kwargs_handlers`
                   ):
     "The handlers as a `dict`, by the names `ddp`, `init`, `autocast` and `scaler`, `None` where there is none"
@@ -119,12 +128,6 @@ def check_handlers(handlers # The argument `kwargs_handlers`
         v = getattr(found['autocast'], k, None)
         if v is not None and not isinstance(v, bool): refuse(f'AutocastKwargs.{k}', v, "it is True or False")
     return found
-
-def _check_scaler(o):
-    for k,ok,what in (('enabled', lambda v: isinstance(v, bool), "True or False"), ('init_scale', lambda v: v > 0, "a number above 0"),
-                      ('growth_factor', lambda v: v > 1, "a number above 1"), ('backoff_factor', lambda v: 0 < v < 1, "a number between 0 and 1"),
-                      ('growth_interval', lambda v: isinstance(v, int) and v > 0, "a number of steps from 1")):
-        if not ok(getattr(o, k)): refuse(f'GradScalerKwargs.{k}', getattr(o, k), f"it is {what}")
 
 # %% ../../nbs/trainer/01_args.ipynb #cbc3b499
 def check_project(given # The arguments given
@@ -144,6 +147,7 @@ def check_project(given # The arguments given
             if getattr(config, k)!=plain: no(k, "it is for Accelerator.save_state: use fastai's SaveModelCallback")
     return None if path is None else Path(path)
 
+# %% ../../nbs/trainer/01_args.ipynb #161aed13
 _rngs = 'torch','cuda','generator'
 
 def check_rng_types(types # The argument `rng_types`
@@ -188,11 +192,13 @@ def check_launch(learn # `Learner` that is to be trained
     "Raise a `ValueError` if the launcher was told a precision that would have no effect here"
     precision = os.environ.get('ACCELERATE_MIXED_PRECISION', '').lower()
     if precision not in ('','no') and not learn._grab_cbs(MixedPrecision):
-        raise ValueError(f"rank {get_rank()}: the launcher was told mixed_precision={precision}, which has no effect here: {_fastai_owns['mixed_precision']}")
+        raise ValueError(f"rank {get_rank()}: the launcher was told mixed_precision={precision}, which has no effect here: "
+                         f"{_fastai_owns['mixed_precision']}")
 
 # %% ../../nbs/trainer/01_args.ipynb #cac5f46a
 def check_precision(learn # `Learner` in a fit on many workers
                    ):
     "Raise a `ValueError` for the mixed precision of fastai's that trains copies of the parameters"
     if learn._grab_cbs(NonNativeMixedPrecision): raise ValueError(
-        f"rank {get_rank()}: NonNativeMixedPrecision (to_non_native_fp16) trains copies of the parameters, which is not supported on many workers: use learn.to_fp16()")
+        f"rank {get_rank()}: NonNativeMixedPrecision (to_non_native_fp16) trains copies of the parameters, "
+        "which is not supported on many workers: use learn.to_fp16()")

@@ -23,28 +23,12 @@ from ..world.ranks import get_rank, get_world_size
 strategy_words = dict(
     ddp="every worker has the whole model; gradients are averaged", zero1="as ddp, with the optimizer's state sharded",
     zero2="as zero1, with gradients sharded", fsdp="as zero2, with parameters sharded (ZeRO-3)",
-    hsdp="as fsdp in a node, as ddp across nodes", dp="one process, many GPUs (DataParallel)", auto="chosen by the model's and the devices' memory")
+    hsdp="as fsdp in a node, as ddp across nodes", dp="one process, many GPUs (DataParallel)",
+    auto="chosen by the model's and the devices' memory")
 
-_meant = dict(zero3='fsdp', fsdp2='fsdp', full_shard='fsdp', oss='zero1', sharded_ddp='zero2', shard_grad_op='zero2', hybrid_shard='hsdp', no_shard='ddp')
+_other_words = dict(zero3='fsdp', fsdp2='fsdp', full_shard='fsdp', hybrid_shard='hsdp', no_shard='ddp',
+                    oss='zero1', sharded_ddp='zero2', shard_grad_op='zero2')
 _hooks = 'setup','forward','close'
-
-def check_strategy(strategy, # A word, an object with the hooks, or `None`
-                   said=(), # Other things that mean a strategy: tuples of name, value and words
-                  ):
-    "The word, or the object; a `ValueError` if it is not known, or does not agree with what else is `said`"
-    own = strategy is not None and not isinstance(strategy, str)
-    if own: _check_own(strategy)
-    elif strategy is not None and strategy not in strategy_words:
-        low = strategy.lower()
-        near = [_meant[low]] if low in _meant else difflib.get_close_matches(low, strategy_words, 1)
-        refuse('strategy', strategy,
-               f"it is one of {', '.join(strategy_words)}, or an object with the hooks {', '.join(_hooks)}{f'; did you mean {near[0]!r}?' if near else ''}")
-    if strategy is not None: said = [('strategy', strategy, ('a strategy of your own',) if own else (strategy,)), *said]
-    for i,(arg,v,ok) in enumerate(said):
-        for arg0,v0,ok0 in said[:i]:
-            if not {*ok} & {*ok0}:
-                refuse(arg0, v0, f"{arg}={_short(v)} means {_either(ok)}, and this {_either(ok0)}: leave out one of them, or let them agree")
-    return strategy if own else next((o for o in strategy_words if said and all(o in ok for _,_,ok in said)), 'ddp')
 
 def _either(ok): return ' or '.join(map(repr, ok))
 
@@ -55,7 +39,88 @@ def _check_own(o):
             refuse('strategy', o,
                    f"it has no method {h}: a strategy has the hooks {', '.join(_hooks)}, or is one of the words {', '.join(strategy_words)}")
 
-# %% ../../nbs/trainer/00_strategy_args.ipynb #c2ae97a5
+# %% ../../nbs/trainer/00_strategy_args.ipynb #74c36b7a
+def check_strategy(strategy, # A word, an object with the hooks, or `None`
+                   means=(), # Other things that mean a strategy: tuples of name, value and words
+                  ):
+    "The word, or the object; a `ValueError` if it is not known, or does not agree with what else `means` one"
+    own = strategy is not None and not isinstance(strategy, str)
+    if own: _check_own(strategy)
+    elif strategy is not None and strategy not in strategy_words:
+        low = strategy.lower()
+        near = [_other_words[low]] if low in _other_words else difflib.get_close_matches(low, strategy_words, 1)
+        hint = f'; did you mean {near[0]!r}?' if near else ''
+        refuse('strategy', strategy, f"it is one of {', '.join(strategy_words)}, or an object with the hooks {', '.join(_hooks)}{hint}")
+    if strategy is not None: means = [('strategy', strategy, ('a strategy of your own',) if own else (strategy,)), *means]
+    for i,(arg,v,ok) in enumerate(means):
+        for arg0,v0,ok0 in means[:i]:
+            if not {*ok} & {*ok0}:
+                refuse(arg0, v0, f"{arg}={_short(v)} means {_either(ok)}, and this {_either(ok0)}: leave out one of them, or let them agree")
+    return strategy if own else next((o for o in strategy_words if means and all(o in ok for _,_,ok in means)), 'ddp')
+
+# %% ../../nbs/trainer/00_strategy_args.ipynb #8fc21189
+def _no(field, value, why): refuse(f'fsdp_plugin.{field}', value, why)
+
+_instead = dict(
+    sharding_strategy="version 2 goes by reshard_after_forward; strategy='hsdp' or 'ddp' stand for HYBRID_SHARD and NO_SHARD",
+    backward_prefetch="version 2 prefetches by itself", forward_prefetch="version 2 has none", limit_all_gathers="version 2 always limits them",
+    use_orig_params="version 2 always does", sync_module_states="all workers get rank 0's weights in any case",
+    param_init_fn="build the model with its weights: all workers get rank 0's")
+
+def _check_unused(plugin):
+    "Raise a `ValueError` for what version 2 does not look at, where it is not as it would be by default"
+    from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig, ShardedOptimStateDictConfig, ShardedStateDictConfig
+    for k,why in _instead.items():
+        if getattr(plugin, k)!=(k=='limit_all_gathers' or None): _no(k, getattr(plugin, k), f"{why}: leave it out")
+    # of the launcher it is the default
+    if plugin.cpu_ram_efficient_loading and not env_true('USE_FSDP'):
+        _no('cpu_ram_efficient_loading', True, "it is for models that Transformers loads: leave it out")
+    full,shard = dict(offload_to_cpu=True, rank0_only=True),dict(offload_to_cpu=True)
+    for k,plain in dict(state_dict_config=(FullStateDictConfig(**full), ShardedStateDictConfig(**shard)),
+                        optim_state_dict_config=(FullOptimStateDictConfig(**full), ShardedOptimStateDictConfig(**shard))).items():
+        if getattr(plugin, k) not in plain: _no(k, getattr(plugin, k), "learn.save writes the whole weights, from rank 0: leave it out")
+
+# %% ../../nbs/trainer/00_strategy_args.ipynb #8aac49cd
+def _wrap_policy(plugin):
+    "What Accelerate has made of `auto_wrap_policy`: the function, names of classes, and the least size"
+    from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy as by_size, transformer_auto_wrap_policy as by_class
+    policy,names,least = plugin.auto_wrap_policy,plugin.transformer_cls_names_to_wrap,plugin.min_num_params
+    kind,more = (policy.func,dict(policy.keywords)) if isinstance(policy, partial) else (policy,{})
+    if kind is by_class and 'transformer_layer_cls' in more: names = [o.__name__ for o in more.pop('transformer_layer_cls')]
+    if kind is by_size: least = more.pop('min_num_params', least)
+    if more or kind not in (None,by_size,by_class):
+        _no('auto_wrap_policy', policy,
+            "give auto_wrap_policy='transformer_based_wrap' with transformer_cls_names_to_wrap, or 'size_based_wrap' with min_num_params")
+    if kind is not by_class and names:
+        _no('transformer_cls_names_to_wrap', names, "it is for auto_wrap_policy='transformer_based_wrap'")
+    if kind is not by_size and least is not None: _no('min_num_params', least, "it is for auto_wrap_policy='size_based_wrap'")
+    return {by_class:'class', by_size:'size'}.get(kind),names,least
+
+# %% ../../nbs/trainer/00_strategy_args.ipynb #6d06ae62
+def _units(plugin):
+    "Names of classes, and the least size, that say what is a unit of its own"
+    kind,names,least = _wrap_policy(plugin)
+    if kind=='class':
+        names = [o.strip() for o in (names.split(',') if isinstance(names, str) else names or []) if o.strip()]
+        if names: return names,None
+        _no('transformer_cls_names_to_wrap', None, "auto_wrap_policy='transformer_based_wrap' needs the names of the classes: give a list of them")
+    if kind=='size' and (isinstance(least, bool) or not isinstance(least, int) or least < 1):
+        _no('min_num_params', least, "auto_wrap_policy='size_based_wrap' needs a number of parameters from 1")
+    return None,least
+
+# %% ../../nbs/trainer/00_strategy_args.ipynb #9b90bc91
+def _ignored(mods):
+    if mods is None: return
+    if isinstance(mods, str):
+        try: re.compile(mods)
+        except re.error as e: _no('ignored_modules', mods, f"it is no regular expression for the names of modules: {e}")
+        return mods
+    mods = list(mods) if is_iter(mods) else [mods]
+    for o in mods:
+        if not isinstance(o, nn.Module): _no('ignored_modules', o, "it is a list of modules, or a regular expression for their names")
+    return mods
+
+# %% ../../nbs/trainer/00_strategy_args.ipynb #e2b479a3
 def fsdp_settings(plugin=None, # Accelerate's `FullyShardedDataParallelPlugin`, of version 2
                  ):
     "What `plugin` says, as a namespace; without one, the defaults"
@@ -73,59 +138,6 @@ def fsdp_settings(plugin=None, # Accelerate's `FullyShardedDataParallelPlugin`, 
     if isinstance(plugin.cpu_offload, torch.distributed.fsdp.CPUOffloadPolicy): res.cpu_offload = plugin.cpu_offload
     res.activation_checkpointing,res.activation_offload = bool(plugin.activation_checkpointing),bool(plugin.activation_checkpointing_offload)
     return res
-
-def _no(field, value, why): refuse(f'fsdp_plugin.{field}', value, why)
-
-_instead = dict(
-    sharding_strategy="version 2 goes by reshard_after_forward; strategy='hsdp' or 'ddp' stand for HYBRID_SHARD and NO_SHARD",
-    backward_prefetch="version 2 prefetches by itself", forward_prefetch="version 2 has none", limit_all_gathers="version 2 always limits them",
-    use_orig_params="version 2 always does", sync_module_states="all workers get rank 0's weights in any case",
-    param_init_fn="build the model with its weights: all workers get rank 0's")
-
-def _check_unused(plugin):
-    from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig, ShardedOptimStateDictConfig, ShardedStateDictConfig
-    for k,why in _instead.items():
-        if getattr(plugin, k)!=(k=='limit_all_gathers' or None): _no(k, getattr(plugin, k), f"{why}: leave it out")
-    # of the launcher it is the default
-    if plugin.cpu_ram_efficient_loading and not env_true('USE_FSDP'):
-        _no('cpu_ram_efficient_loading', True, "it is for models that Transformers loads: leave it out")
-    for k,plain in dict(state_dict_config=(FullStateDictConfig(offload_to_cpu=True, rank0_only=True), ShardedStateDictConfig(offload_to_cpu=True)),
-                        optim_state_dict_config=(FullOptimStateDictConfig(offload_to_cpu=True, rank0_only=True), ShardedOptimStateDictConfig(offload_to_cpu=True))).items():
-        if getattr(plugin, k) not in plain: _no(k, getattr(plugin, k), "learn.save writes the whole weights, from rank 0: leave it out")
-
-def _units(plugin):
-    "Names of classes, and the least size, that say what is a unit of its own"
-    from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
-    policy,names,least = plugin.auto_wrap_policy,plugin.transformer_cls_names_to_wrap,plugin.min_num_params
-    kind,more = (policy.func,dict(policy.keywords)) if isinstance(policy, partial) else (policy,{})
-    if kind is transformer_auto_wrap_policy and 'transformer_layer_cls' in more: names = [o.__name__ for o in more.pop('transformer_layer_cls')]
-    if kind is size_based_auto_wrap_policy: least = more.pop('min_num_params', least)
-    if more or kind not in (None,size_based_auto_wrap_policy,transformer_auto_wrap_policy):
-        _no('auto_wrap_policy', policy,
-            "give auto_wrap_policy='transformer_based_wrap' with transformer_cls_names_to_wrap, or 'size_based_wrap' with min_num_params")
-    if kind is not transformer_auto_wrap_policy and names:
-        _no('transformer_cls_names_to_wrap', names, "it is for auto_wrap_policy='transformer_based_wrap'")
-    if kind is not size_based_auto_wrap_policy and least is not None: _no('min_num_params', least, "it is for auto_wrap_policy='size_based_wrap'")
-    if kind is transformer_auto_wrap_policy:
-        names = [o.strip() for o in (names.split(',') if isinstance(names, str) else names or []) if o.strip()]
-        if not names:
-            _no('transformer_cls_names_to_wrap', None,
-                "auto_wrap_policy='transformer_based_wrap' needs the names of the classes: give a list of them")
-        return names,None
-    if kind is size_based_auto_wrap_policy and (isinstance(least, bool) or not isinstance(least, int) or least < 1):
-        _no('min_num_params', least, "auto_wrap_policy='size_based_wrap' needs a number of parameters from 1")
-    return None,least
-
-def _ignored(mods):
-    if mods is None: return
-    if isinstance(mods, str):
-        try: re.compile(mods)
-        except re.error as e: _no('ignored_modules', mods, f"it is no regular expression for the names of modules: {e}")
-        return mods
-    mods = list(mods) if is_iter(mods) else [mods]
-    for o in mods:
-        if not isinstance(o, nn.Module): _no('ignored_modules', o, "it is a list of modules, or a regular expression for their names")
-    return mods
 
 # %% ../../nbs/trainer/00_strategy_args.ipynb #9ec47a9c
 def mesh_sizes(config, # `ParallelismConfig`, or a `dict` of its sizes
@@ -154,14 +166,15 @@ def check_mesh(mesh, # Sizes (replicate, shard), or `None`
     refuse('parallelism_config', f'{mesh[0]} x {mesh[1]}',
            f"there are {world_size} workers: dp_replicate_size times dp_shard_size has to be {world_size}")
 
-# %% ../../nbs/trainer/00_strategy_args.ipynb #db36d653
+# %% ../../nbs/trainer/00_strategy_args.ipynb #26553ab4
 def env_true(nm # Name without `ACCELERATE_`
             ):
-    "Was the launcher told so?"
+    "Does the launcher's environment say so?"
     return os.environ.get(f'ACCELERATE_{nm}', '').lower() in ('true','1')
 
+# %% ../../nbs/trainer/00_strategy_args.ipynb #4dff9972
 def launched_fsdp():
-    "The plugin that the launcher was told, or `None`"
+    "The plugin of the launcher's options, or `None`"
     if not env_true('USE_FSDP'): return
     env = lambda k, d='': os.environ.get(f'FSDP_{k}', '') or d
     if env('VERSION', '1')!='2':
@@ -174,8 +187,9 @@ def launched_fsdp():
     try: return FullyShardedDataParallelPlugin()
     except Exception as e: raise ValueError(f"rank {get_rank()}: the launcher's settings for FSDP are not accepted: {e}") from e
 
+# %% ../../nbs/trainer/00_strategy_args.ipynb #5bc8477c
 def launched_sizes():
-    "The sizes of `ParallelismConfig` that the launcher was told, or `None`"
+    "The sizes of `ParallelismConfig` in the launcher's options, or `None`"
     if not env_true('USE_PARALLELISM_CONFIG'): return
     res = {}
     for k in ('dp_replicate','dp_shard','tp','cp','sp'):
@@ -215,51 +229,58 @@ def check_sharding(given, # The arguments that were given
                   ):
     "The strategy, the settings for FSDP, and the sizes (replicate, shard) or `None`; a `ValueError` if arguments and launcher do not agree"
     check_others(given)
-    said,plugin,told,mesh = [],launched_fsdp(),launched_sizes(),None
-    if 'fsdp_plugin' in given: said.append(('fsdp_plugin', given['fsdp_plugin'], ('fsdp','hsdp')))
-    if plugin is not None: said.append(('use_fsdp (of the launcher)', True, ('fsdp','hsdp')))
+    means,plugin,launched,mesh = [],launched_fsdp(),launched_sizes(),None
+    if 'fsdp_plugin' in given: means.append(('fsdp_plugin', given['fsdp_plugin'], ('fsdp','hsdp')))
+    if plugin is not None: means.append(('use_fsdp (of the launcher)', True, ('fsdp','hsdp')))
     config = given.get('parallelism_config')
     if config is not None and not isinstance(config, ParallelismConfig):
         refuse('parallelism_config', config, "it is an accelerate.parallelism_config.ParallelismConfig")
-    for o,by in ((config,'parallelism_config'),(told,"use_parallelism_config (of the launcher)")):
+    for o,by in ((config,'parallelism_config'),(launched,"use_parallelism_config (of the launcher)")):
         if o is None: continue
         m,word = mesh_sizes(o, by)
         if m is None: continue
         if mesh not in (None,m): refuse(by, m, f"parallelism_config means {mesh} (replicate, shard): leave out one of them, or let them agree")
         mesh = m
-        said.append((by, o, (word,)))
+        means.append((by, o, (word,)))
     settings = fsdp_settings(given.get('fsdp_plugin', plugin))
-    word = check_strategy(strategy, said)
+    word = check_strategy(strategy, means)
     if dist.is_initialized(): check_mesh(mesh, get_world_size())
     return word,settings,mesh
 
-# %% ../../nbs/trainer/00_strategy_args.ipynb #3fde0f28
+# %% ../../nbs/trainer/00_strategy_args.ipynb #f8a0756b
+def _dynamo_backend(given):
+    "The name of the backend, by the arguments or by the launcher; 'no' for none"
+    plugin,backend = given.get('dynamo_plugin'),given.get('dynamo_backend')
+    launched = os.environ.get('ACCELERATE_DYNAMO_BACKEND', 'no').lower() or 'no'
+    if plugin is not None and not isinstance(plugin, TorchDynamoPlugin):
+        refuse('dynamo_plugin', plugin, "it is an accelerate.utils.TorchDynamoPlugin")
+    if plugin is not None and backend is not None: refuse('dynamo_backend', backend, "dynamo_plugin is given too: give one of them")
+    res = plugin.backend if plugin is not None else launched if backend is None else backend
+    res = str(getattr(res, 'value', res)).lower()
+    known = [str(o).lower() for o in DynamoBackend]
+    if res not in known:
+        near = difflib.get_close_matches(res, known, 1)
+        hint = f'; did you mean {near[0]!r}?' if near else ''
+        refuse('dynamo_backend', res, f"it is one of no, inductor, cudagraphs, aot_eager, eager and others{hint}")
+    if launched not in ('no',res): refuse('dynamo_backend', res, f"the launcher was told {launched!r}: leave out one of them, or let them agree")
+    return res
+
+# %% ../../nbs/trainer/00_strategy_args.ipynb #5b67d758
 def check_dynamo(given # The arguments that were given
                 ):
-    "The `TorchDynamoPlugin` that is asked for, or `None`"
-    plugin,backend,told = given.get('dynamo_plugin'),given.get('dynamo_backend'),os.environ.get('ACCELERATE_DYNAMO_BACKEND', 'no').lower() or 'no'
-    no = lambda k,v,why: refuse(f'dynamo_{k}', v, why)
-    if plugin is not None and not isinstance(plugin, TorchDynamoPlugin): no('plugin', plugin, "it is an accelerate.utils.TorchDynamoPlugin")
-    if plugin is not None and backend is not None: no('backend', backend, "dynamo_plugin is given too: give one of them")
-    asked = plugin.backend if plugin is not None else told if backend is None else backend
-    asked = str(getattr(asked, 'value', asked)).lower()
-    known = [str(o).lower() for o in DynamoBackend]
-    if asked not in known:
-        near = difflib.get_close_matches(asked, known, 1)
-        no('backend', asked, f"it is one of no, inductor, cudagraphs, aot_eager, eager and others{f'; did you mean {near[0]!r}?' if near else ''}")
-    if told not in ('no',asked): no('backend', asked, f"the launcher was told {told!r}: leave out one of them, or let them agree")
-    if plugin is None: plugin = TorchDynamoPlugin(backend=asked)
-    elif asked=='no': _check_no_compile(plugin)
-    if asked=='no': return
-    has = torch.compiler.list_backends(())
-    if asked not in has:
-        no('backend', asked,
-           f"this torch has no such backend, but {', '.join(o for o in ('inductor','cudagraphs','aot_eager','eager') if o in has)} and others (torch.compiler.list_backends)")
-    if asked=='inductor':
+    "The `TorchDynamoPlugin` of the arguments and the launcher, or `None`; a `ValueError` for a backend or a mode that this torch does not have"
+    plugin,backend = given.get('dynamo_plugin'),_dynamo_backend(given)
+    if backend=='no': return None if plugin is None else _check_no_compile(plugin)
+    plugin,has = plugin or TorchDynamoPlugin(backend=backend),torch.compiler.list_backends(())
+    if backend not in has:
+        some = ', '.join(o for o in ('inductor','cudagraphs','aot_eager','eager') if o in has)
+        refuse('dynamo_backend', backend, f"this torch has no such backend, but {some} and others (torch.compiler.list_backends)")
+    if backend=='inductor':
         from torch._inductor import list_mode_options
-        if plugin.mode not in (modes := list(list_mode_options())): no('plugin.mode', plugin.mode, f"it is one of {', '.join(modes)}")
+        modes = list(list_mode_options())
+        if plugin.mode not in modes: refuse('dynamo_plugin.mode', plugin.mode, f"it is one of {', '.join(modes)}")
     if plugin.options is not None and plugin.mode!='default':
-        no('plugin.options', plugin.options, f"torch takes them or mode={plugin.mode!r}: give one of them")
+        refuse('dynamo_plugin.options', plugin.options, f"torch takes them or mode={plugin.mode!r}: give one of them")
     return plugin
 
 def _check_no_compile(plugin):
