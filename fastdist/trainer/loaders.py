@@ -81,6 +81,14 @@ def plain_dls(dls # `DataLoaders`
     res.loaders = [dl.dl if isinstance(dl, DistributedDL) else dl for dl in dls.loaders]
     return res
 
+# %% ../../nbs/trainer/02_loaders.ipynb #bf34036c
+def _learner_to(learn, dls, device):
+    dls.to(device)
+    learn.model.to(device)
+    for s in learn.opt.state.values() if learn.opt else ():
+        for k,v in s.items():
+            if isinstance(v, Tensor): s[k] = v.to(device)
+
 # %% ../../nbs/trainer/02_loaders.ipynb #1fdf4a5d
 @patch
 @contextmanager
@@ -101,13 +109,6 @@ def on_learner(self:SharedLoaders):
         if isinstance(dl, DistributedDL): learn.dl = dl.dl
         # the transforms are shared, and the model goes where fastai would have put it
         if device is not None and torch.device(device)!=shared._device: _learner_to(learn, user, device)
-
-def _learner_to(learn, dls, device):
-    dls.to(device)
-    learn.model.to(device)
-    for s in learn.opt.state.values() if learn.opt else ():
-        for k,v in s.items():
-            if isinstance(v, Tensor): s[k] = v.to(device)
 
 # %% ../../nbs/trainer/02_loaders.ipynb #5d54afa0
 @contextmanager

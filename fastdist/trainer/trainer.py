@@ -15,7 +15,7 @@ from ..callbacks.activation_stats import ActivationStats, gather_stats
 from ..callbacks.data_parallel import ParallelTrainer
 from ..callbacks.grad_accumulation import AccumulateSteps
 from ..callbacks.loggers import HiddenLoggers, console_bars, without_logger
-from ..callbacks.precision import PrecisionAsAsked, synchronize_rng
+from ..callbacks.precision import PrecisionSettings, synchronize_rng
 from ..data.dl import DistributedDL
 from ..data.rng import WorkerRandom
 from ..fault.cancel import Decisions
@@ -191,7 +191,7 @@ def _seed_loaders(self:DistributedTrainer):
 def _set_precision(self:DistributedTrainer):
     "Give mixed precision the settings of the arguments"
     autocast,scaler = self.settings.autocast,self.settings.scaler
-    if autocast is not None or scaler is not None: self.add(PrecisionAsAsked(autocast, scaler))
+    if autocast is not None or scaler is not None: self.add(PrecisionSettings(autocast, scaler))
 
 # %% ../../nbs/trainer/06_trainer.ipynb #22e674f5
 @patch
@@ -214,20 +214,7 @@ def _accelerator(settings, cpu):
     config = DataLoaderConfiguration(split_batches=settings.split)
     with launch_hidden(): return Accelerator(cpu=cpu, mixed_precision='no', kwargs_handlers=handlers, dataloader_config=config)
 
-# %% ../../nbs/trainer/06_trainer.ipynb #6d69e4d0
-@patch
-def attach(self:DistributedTrainer):
-    "Set up the learner for many workers; with one worker there is nothing to share, and what else the arguments say is done"
-    if self.undo is not None: return
-    if self.learn._grab_cbs(ParallelTrainer): raise ValueError(
-        f"rank {get_rank()}: this learner is in parallel_ctx (or to_parallel), which uses all GPUs from one process; "
-        "leave it before distrib_ctx")
-    check_launch(self.learn)
-    cpu = self.join_group()
-    check_mesh(self.settings.mesh, get_world_size())
-    if get_world_size() > 1: self.accelerator = _accelerator(self.settings, cpu)
-    self.set_up(self.steps())
-
+# %% ../../nbs/trainer/06_trainer.ipynb #7fb8f347
 @patch
 def steps(self:DistributedTrainer):
     "What `attach` does, in this order; `detach` undoes it in reverse"
@@ -241,6 +228,20 @@ def steps(self:DistributedTrainer):
             self._compile,
             self._share_loaders,
             self._show_in_rank0, *both]
+
+# %% ../../nbs/trainer/06_trainer.ipynb #6d69e4d0
+@patch
+def attach(self:DistributedTrainer):
+    "Set up the learner for many workers; with one worker there is nothing to share, and what else the arguments say is done"
+    if self.undo is not None: return
+    if self.learn._grab_cbs(ParallelTrainer): raise ValueError(
+        f"rank {get_rank()}: this learner is in parallel_ctx (or to_parallel), which uses all GPUs from one process; "
+        "leave it before distrib_ctx")
+    check_launch(self.learn)
+    cpu = self.join_group()
+    check_mesh(self.settings.mesh, get_world_size())
+    if get_world_size() > 1: self.accelerator = _accelerator(self.settings, cpu)
+    self.set_up(self.steps())
 
 # %% ../../nbs/trainer/06_trainer.ipynb #e60ff0b0
 @patch(as_prop=True)
@@ -278,6 +279,7 @@ def before_fit(self:DistributedTrainer):
     self.strategy.end_fit()
     self.strategy.adopt(self.learn.opt)
 
+# %% ../../nbs/trainer/06_trainer.ipynb #fa69989b
 @patch
 def after_fit(self:DistributedTrainer):
     "Undo what `before_fit` did"
