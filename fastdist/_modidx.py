@@ -323,6 +323,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                       'fastdist/data/dl.py'),
                                   'fastdist.data.dl.DistributedDL.mode': ('data/dl.html#distributeddl.mode', 'fastdist/data/dl.py'),
                                   'fastdist.data.dl.DistributedDL.n': ('data/dl.html#distributeddl.n', 'fastdist/data/dl.py'),
+                                  'fastdist.data.dl.DistributedDL.n_inp': ('data/dl.html#distributeddl.n_inp', 'fastdist/data/dl.py'),
                                   'fastdist.data.dl.DistributedDL.plan': ('data/dl.html#distributeddl.plan', 'fastdist/data/dl.py'),
                                   'fastdist.data.dl.DistributedDL.state_dict': ( 'data/dl.html#distributeddl.state_dict',
                                                                                  'fastdist/data/dl.py'),

@@ -156,6 +156,17 @@ def device(self:DistributedDL):
     "Where batches go"
     return self._adapter.target.device if self._device is None else self._device
 
+# %% ../../nbs/data/06_dl.ipynb #c1d2e3a1
+@patch(as_prop=True)
+def n_inp(self:DistributedDL):
+    "Number of inputs in a batch of fastai's loader; an `AttributeError` where the loader has none"
+    if '_n_inp' in vars(self): return self._n_inp
+    dl = self._adapter.target
+    before = set(vars(dl))
+    n = dl.n_inp
+    for nm in {'_n_inp','_types'} & (set(vars(dl))-before): object.__setattr__(self, nm, vars(dl).pop(nm))
+    return n
+
 # %% ../../nbs/data/06_dl.ipynb #9abe379b
 @patch
 def to(self:DistributedDL,
