@@ -57,7 +57,8 @@ def _in_scope(f, names):
         if isinstance(o, ModuleType): yield from (vars(o)[nm] for nm in names if nm in vars(o))
         else: yield o
 
-def _is_users(f): return (getattr(_function(f), '__module__', None) or '').split('.')[0] not in _libraries
+def _is_users(f): # a library may keep a module where others have its name
+    return str(getattr(_function(f), '__module__', None) or '').split('.')[0] not in _libraries
 
 # %% ../../nbs/fault/04_cancel.ipynb #00854174
 def _mentions(f, cb):

@@ -161,12 +161,15 @@ def first_failure(failures # `dict` from rank to torch's `ProcessFailure`, as `C
 def _tell(rank, failure):
     "Show why a worker has failed; the exit status"
     from fastdist.launch.logs import close_copies, files_of, last_words
+    from fastdist.world.errors import read_record
     close_copies()
     # one that has left a report was on its way out, if the launcher's SIGTERM found it still there
     killed = failure.exitcode < 0 and isinstance(failure.message, str)
     how = f"was killed by signal {-failure.exitcode}" if killed else f"failed with exit status {max(failure.exitcode, 1)}"
     log = files_of.get(rank, [None])[-1]
-    elsewhere = 0 not in files_of and not isinstance(failure.message, str) # it has told the others, and rank 0 is on another node's screen
+    # it has told the others, unless it had lost them, and rank 0 is on another node's screen
+    record = read_record(failure.error_file_data)
+    elsewhere = 0 not in files_of and not isinstance(failure.message, str) and (record is None or record.kind!='store')
     if log and not elsewhere:
         shown = last_words(files_of[0][-1], 1000) if 0 in files_of else ''
         words = last_words(log)

@@ -21,6 +21,7 @@ from .report import Silent
 from ...world import process_group
 from ...world.errors import RemoteError
 from ...world.process_group import init_group, teardown_distrib, world_store
+from ...world.rendezvous import MissingRanks, PortError
 from ...world.ranks import env_int, get_backend, get_device, get_launcher, get_rank, get_world_size, host_name, is_master
 from ...world.store import wait_until
 
@@ -253,14 +254,17 @@ def failure(at, # What was done
     text = str(e).strip() or type(e).__name__
     lines = [*text.splitlines()[:1], *getattr(e, 'traceback', '').strip().splitlines()[-1:]]
     short = ' '.join(dict.fromkeys(lines))
-    if missing := re.search(r'ranks \[([\d, ]+)\] have not come', text):
-        nodes = sorted({int(o)//per_node for o in missing[1].split(',')}) if per_node else []
+    if isinstance(e, RemoteError) and e.__cause__ is not None: e = e.__cause__ # as the other rank has it
+    if isinstance(e, MissingRanks):
+        nodes = sorted({o//per_node for o in e.ranks}) if per_node else []
         where = f" (node{'s' if len(nodes) > 1 else ''} {spans(nodes)})" if nodes else ''
-        return fault(f"{at}: {short.rpartition(': ')[0] or short}{where}", "does their log say why they ended, or where they hang?"+('' if nodes==[node] else f" If they are on another node: {network_help}"))
-    if 'could not open port' in text: return fault(f'{at}: {short}', 'take another port')
+        elsewhere = '' if nodes==[node] else f" If they are on another node: {network_help}"
+        return fault(f"{at}: {short.rpartition(': ')[0] or short}{where}", f"does their log say why they ended, or where they hang?{elsewhere}")
+    if isinstance(e, PortError): return fault(f'{at}: {short}', 'take another port')
     if 'out of memory' in text: return fault(f'{at}: {short}', "`nvidia-smi` says which process uses the GPU's memory")
     if 'NCCL' in text: return fault(f'{at}: {short}', f'NCCL_DEBUG=INFO says more; between nodes: {network_help}')
-    if any(o in text.lower() for o in ('connectfullmesh','connection','timed out','found nobody','socket')): return fault(f'{at}: {short}', network_help)
+    broken = isinstance(e, ConnectionError) or any(o in text.lower() for o in ('connectfullmesh','connection','timed out','socket')) # of torch's
+    if broken: return fault(f'{at}: {short}', network_help)
     return fault(f'{at}: {short}', 'its traceback is above, or in the log of that worker')
 
 # %% ../../../nbs/launch/check/02_probe.ipynb #caa06a7e
