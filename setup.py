@@ -2,7 +2,7 @@
 import re
 from configparser import ConfigParser
 from pathlib import Path
-from setuptools import setup
+from setuptools import find_packages, setup
 
 here = Path(__file__).parent
 cfg = ConfigParser()
@@ -25,10 +25,10 @@ setup(
     python_requires='>='+cfg['min_python'],
     install_requires=cfg['requirements'].split(),
     extras_require=dict(dev=cfg['dev_requirements'].split()),
-    packages=[name],
+    packages=find_packages(include=[name, f"{name}.*"]),
     include_package_data=False,
     entry_points=dict(
         console_scripts=cfg['console_scripts'].split(),
-        **{'torchrun.logs_specs': [f'{name}={name}.output:RankLogs']},  # PET_LOGS_SPECS=fastdist: where workers' output goes
+        **{'torchrun.logs_specs': [f'{name}={name}.launch.logs:RankLogs']},  # PET_LOGS_SPECS=fastdist: where workers' output goes
         nbdev=[f'{name}={name}._modidx:d']),  # lets nbdev turn `names` in notebooks into links
 )

@@ -15,8 +15,8 @@ import torch, torch.distributed as dist, torch.multiprocessing as mp
 import fastai.distributed as fd
 from fastai.basics import *
 from fastai.text.data import SortedDL
-from fastdist.data import DistributedDL
-from fastdist.rng import WorkerRandom
+from fastdist.data.dl import DistributedDL
+from fastdist.data.rng import WorkerRandom
 
 
 class Numbers:

@@ -20,8 +20,8 @@ from fastai.basics import *
 from fastai.callback.progress import ProgressCallback
 from torch.distributed.tensor import DTensor
 import fastdist.all
-from fastdist.gather import tensors_in
-from fastdist.training import trainer_of
+from fastdist.comm.gather import tensors_in
+from fastdist.callbacks.fastai_patches import trainer_of
 
 DEPTH, BATCH, CLASSES = 8, 240, 12
 KINDS = 'parameters', 'gradients', 'optimizer state', 'activations'

@@ -1,13 +1,13 @@
 """All that a script needs: `from fastdist.all import *`, in place of `from fastai.distributed import *`"""
 import fastai.distributed as _fastai
 
-from fastdist.data import DistributedDL
-from fastdist.divergence import DivergenceCheck
-from fastdist.fewer_bytes import GradientCompression, LocalSGD
-from fastdist.fork import check_fork
-from fastdist.notebook import launch_in_notebook
-from fastdist.parallel import ParallelTrainer
-from fastdist.trainer import DistributedTrainer
+from fastdist.data.dl import DistributedDL
+from fastdist.callbacks.divergence import DivergenceCheck
+from fastdist.callbacks.compression import GradientCompression, LocalSGD
+from fastdist.launch.notebook.fork import check_fork
+from fastdist.launch.notebook.launcher import launch_in_notebook
+from fastdist.callbacks.data_parallel import ParallelTrainer
+from fastdist.trainer.learner import DistributedTrainer
 from fastdist.world import (RemoteError, fail_together, get_rank, get_world_size, is_master, print_in_order, rank0_first, rank0_only, rank0_read,
                             setup_distrib, teardown_distrib)
 

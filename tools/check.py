@@ -1,5 +1,5 @@
 "Fails when two files that should agree do not: notebooks and modules, notebook and README, metadata. One line per fault."
-import json, os, re, shutil, subprocess, sys, tempfile
+import ast, json, os, re, shutil, subprocess, sys, tempfile
 from configparser import ConfigParser
 from contextlib import contextmanager
 from importlib.metadata import PathDistribution
@@ -9,6 +9,8 @@ import readme, readme_commands
 
 ROOT = Path(__file__).resolve().parent.parent
 by_hand = '__init__.py', 'all.py'  # the modules that no notebook makes
+# Floor by floor: a room imports from those before it, and a file from those of its room with lower numbers
+ROOMS = 'world comm fault data model strategy metrics callbacks checkpoint trainer launch launch/check launch/notebook'.split()
 
 def read(root, name):
     "Text of a file, '' if it is missing"
@@ -50,6 +52,28 @@ def check_modules(root):
         return [f'{n} is not what the notebooks export: put the change in the notebook, then run `nbdev-export`' if (tmp/n).exists() else
                 f'{n} is made by no notebook: delete it, or add it to by_hand in tools/check.py'
                 for n in names if read(root, n) != read(tmp, n)]
+
+def imports(root, file):
+    "The files of the package that a module of it imports, at any depth of its code"
+    package = ['fastdist', *file.relative_to(root/'fastdist').parent.parts]
+    for n in ast.walk(ast.parse(file.read_text(encoding='utf-8'))):
+        if isinstance(n, ast.Import): names = [o.name for o in n.names]
+        elif isinstance(n, ast.ImportFrom):
+            base = '.'.join([*(package[:len(package)+1-n.level] if n.level else []), *([n.module] if n.module else [])])
+            names = [base, *(f'{base}.{o.name}' for o in n.names)]
+        else: continue
+        yield from {f for o in names if (f := root/(o.replace('.', '/') + '.py')).exists() and o.startswith('fastdist.')}
+
+def check_rooms(root):
+    "Imports run down only: to rooms before the own one, and to files before the own one"
+    place, res = {}, []
+    for f in (root/'fastdist').rglob('*.py'):
+        m = re.search(r'File to edit: [./]*nbs/(?:(.+)/)?(\d+)_\w+\.ipynb', f.read_text(encoding='utf-8'))
+        if not m or f.name == '__main__.py': continue
+        if m[1] and m[1] not in ROOMS: res.append(f'nbs/{m[1]}: is no room of tools/check.py: add it to ROOMS, on its floor')
+        else: place[f] = ROOMS.index(m[1]) if m[1] else -1, int(m[2])
+    return res + [f'{f.relative_to(root)} imports {o.relative_to(root)}, which is not below it: move what they share down'
+                  for f in sorted(place) for o in imports(root, f) if o in place and not place[o] < place[f]]
 
 def check_clean(root):
     "Every notebook can be read, and nbdev-clean would change none"
@@ -104,7 +128,7 @@ def check_changelog(root):
     if m and re.search(rf'(?<![\w.]){re.escape(version(root))}(?![\w.])', m[0]): return []
     return [f'CHANGELOG.md: the newest heading is {m[0] if m else None!r}, the version is {version(root)}: add a heading that names it']
 
-checks = check_clean, check_modules, check_readme, check_version, check_metadata, check_python, check_changelog
+checks = check_clean, check_modules, check_rooms, check_readme, check_version, check_metadata, check_python, check_changelog
 
 def main():
     faults = []

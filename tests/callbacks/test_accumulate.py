@@ -97,7 +97,7 @@ def synced(how):
     "For each batch: were gradients averaged in it?"
     import fastdist.all
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-    from fastdist.strategy import Replica
+    from fastdist.strategy.ddp import Replica
     n, res, wrap = [0], [], Replica._wrap
     def counted(self, frozen):
         wrap(self, frozen)

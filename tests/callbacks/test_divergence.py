@@ -44,7 +44,7 @@ def with_rows(): return with_bn(Rows())
 @contextlib.contextmanager
 def checks_seen():
     "The text that goes with each check"
-    import fastdist.divergence as d
+    import fastdist.callbacks.divergence as d
     real, seen = d.check_same, []
     def check_same(*args, **kwargs):
         seen.append(kwargs['when'])
@@ -57,7 +57,7 @@ def checks_seen():
 def fitted(every, fit='fit', cbs=None, ctx=None, **kwargs):
     "Weights and losses, and the checks"
     import fastdist.all
-    from fastdist.divergence import DivergenceCheck
+    from fastdist.callbacks.divergence import DivergenceCheck
     learn = quiet(learner(**{**dict(n=22, bs=5, model=with_bn, wd=0.01, splitter=two_groups, cbs=cbs and cbs()), **kwargs}))
     if every: learn.add_cb(DivergenceCheck(every=every))
     was = list(learn.cbs)
@@ -99,7 +99,7 @@ def test_counts_steps(world2):
 def collectives():
     import collections
     import torch.distributed as dist
-    from fastdist.divergence import check_same
+    from fastdist.callbacks.divergence import check_same
     from fastdist.world import init_group
     init_group()
     PG, counts, real, was = dist.ProcessGroup, collections.Counter(), {}, {}
@@ -140,7 +140,7 @@ def found(fault, who, every, sync_bn=True):
     "The error of a fit in which rank `who`'s tensor is changed before the third step; its bits and norm; a fit after that"
     import torch.distributed as dist
     import fastdist.all
-    from fastdist.divergence import DivergenceCheck, DivergenceError, tensor_hash
+    from fastdist.callbacks.divergence import DivergenceCheck, DivergenceError, tensor_hash
     kind, nm, change = FAULTS[fault]
     learn = quiet(learner(n=24, bs=6, model=with_bn, cbs=DivergenceCheck(every=every)))
     value = None
@@ -207,7 +207,7 @@ def errors():
     "A loop without fastai; what is told of models that were not built alike"
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
-    from fastdist.divergence import DivergenceError, check_same
+    from fastdist.callbacks.divergence import DivergenceError, check_same
     from fastdist.world import get_rank, init_group
     init_group()
     last = get_rank() == dist.get_world_size()-1
@@ -286,7 +286,7 @@ def test_plain_loop(world):
 def shards():
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Replicate, Shard
-    from fastdist.divergence import DivergenceError, check_same
+    from fastdist.callbacks.divergence import DivergenceError, check_same
     from fastdist.world import get_rank, get_world_size, init_group
     init_group()
     mesh = init_device_mesh('cpu', (get_world_size(),))
@@ -307,7 +307,7 @@ def test_shards_are_left_out(world2):
 def outside():
     "Without a context, and in one process, it does nothing: workers may have come apart, or have a fit alone"
     import fastdist.all
-    from fastdist.divergence import DivergenceCheck
+    from fastdist.callbacks.divergence import DivergenceCheck
     from fastdist.world import get_rank, init_group
     init_group()
     learn = quiet(learner(n=22, bs=5, cbs=DivergenceCheck(every=1)))
@@ -319,7 +319,7 @@ def test_outside_of_a_context(world2): world2(outside)
 
 def alone():
     import fastdist.all
-    from fastdist.divergence import DivergenceCheck
+    from fastdist.callbacks.divergence import DivergenceCheck
     from fastdist.world import get_rank
     learn = quiet(learner(n=22, bs=5, cbs=DivergenceCheck(every=1) if get_rank() == 0 else None))
     with learn.distrib_ctx(**SPLIT): learn.fit(1)

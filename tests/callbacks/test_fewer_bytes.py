@@ -39,7 +39,7 @@ def counted(state, bucket):
 
 def compressed(hook, options=None, n=40, epochs=4, fit='fit', accumulate=None, handler=None, dtype=torch.float64, every_rank=True, strategy=None, **kwargs):
     "Weights, and bytes sent of each dtype, of all but the messages of a step that every fit has"
-    from fastdist.fewer_bytes import GradientCompression
+    from fastdist.callbacks.compression import GradientCompression
     from fastdist.world import get_rank
     import fastdist.all
     from accelerate.utils import DistributedDataParallelKwargs
@@ -126,7 +126,7 @@ def test_powersgd_that_never_began(world2):
 def local(every=None, warmup=0, n=23, epochs=2, fit='fit', opt=SGD, accumulate=None, n_acc=None, cb=None, ddp=None, momentum=False, **kwargs):
     "Weights after fits with LocalSGD, of plain fastai where `every` is 0, and what else a test looks at"
     import fastdist.all
-    from fastdist.fewer_bytes import LocalSGD
+    from fastdist.callbacks.compression import LocalSGD
     cbs, seen, steps = [LocalSGD(every, warmup)] if every else [], [], []
     if n_acc: cbs.append(GradientAccumulation(n_acc))
     class Looks(Callback):
@@ -213,7 +213,7 @@ def refused_local():
     texts = []
     for kw in (dict(ddp=dict(static_graph=True)), dict(cb='another')):
         if kw.get('cb'):
-            from fastdist.fewer_bytes import LocalSGD
+            from fastdist.callbacks.compression import LocalSGD
             kw = dict(cb=LocalSGD(3))
         with pytest.raises(ValueError) as e: local(2, **kw)
         texts.append(str(e.value))
@@ -222,7 +222,7 @@ def refused_local():
 
 def strategy_error(strategy, cb):
     import fastdist.all
-    from fastdist.fewer_bytes import GradientCompression, LocalSGD
+    from fastdist.callbacks.compression import GradientCompression, LocalSGD
     learn = quiet(learner(cbs=LocalSGD() if cb == 'LocalSGD' else GradientCompression()))
     with learn.distrib_ctx(strategy=strategy):
         with pytest.raises(ValueError) as e: learn.fit(1)
@@ -244,7 +244,7 @@ def test_local_refused(world2):
 
 def plain_local(every, warmup):
     import fastdist.all
-    from fastdist.fewer_bytes import LocalSGD
+    from fastdist.callbacks.compression import LocalSGD
     steps, seen, batches = [], [], []
     class Looks(Callback):
         order = 50
@@ -282,7 +282,7 @@ def test_all_leave_with_the_same(world, opt, how):
 def test_no_gradients_are_sent(world):
     "Between averages only what each step has: the sums of loss and samples; with warmup and without"
     def f(every, warmup, **kw):
-        from fastdist.fewer_bytes import GradientCompression
+        from fastdist.callbacks.compression import GradientCompression
         calls = []
         o = local(every, warmup, n=60, epochs=1, cb=GradientCompression((calls, counted)), **kw)
         return len(calls), [b for b in o.sent if b > 100], o.n*8
@@ -294,7 +294,7 @@ def test_no_gradients_are_sent(world):
 def interrupted(every, how):
     import warnings
     import fastdist.all, os, signal
-    from fastdist.fewer_bytes import LocalSGD
+    from fastdist.callbacks.compression import LocalSGD
     from fastdist.world import get_rank
     class Stops(Callback):
         run_valid, order = False, 100
@@ -329,7 +329,7 @@ def test_an_error_says_that_models_differ(world2):
 
 def frozen_midway():
     import fastdist.all
-    from fastdist.fewer_bytes import LocalSGD
+    from fastdist.callbacks.compression import LocalSGD
     class Unfreezes(Callback):
         run_valid, order, seen = False, 0, None
         def before_batch(self):

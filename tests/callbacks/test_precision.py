@@ -33,11 +33,11 @@ class Seen(Callback):
 
 
 def seen(*args, **kwargs):
-    from fastdist.precision import PrecisionAsAsked
+    from fastdist.callbacks.precision import PrecisionSettings
     look = Seen()
     learn = quiet(learner(n=15, bs=5, dtype=torch.float32, cbs=kwargs.pop('owner', OnCPU)(**kwargs.pop('to_fp16', {}))))
     before = weights(learn)
-    learn.fit(1, cbs=[PrecisionAsAsked(*args), look, Overflow(kwargs.pop('overflow', ()))])
+    learn.fit(1, cbs=[PrecisionSettings(*args), look, Overflow(kwargs.pop('overflow', ()))])
     return look, learn, diff(before, weights(learn))
 
 
@@ -62,9 +62,9 @@ def test_autocast():
     for cache in True, False:
         class Cache(Callback):
             def after_pred(self): assert torch.is_autocast_cache_enabled() == cache
-        from fastdist.precision import PrecisionAsAsked
+        from fastdist.callbacks.precision import PrecisionSettings
         learn = quiet(learner(n=15, bs=5, dtype=torch.float32, cbs=[OnCPU(), Cache()]))
-        learn.fit(1, cbs=PrecisionAsAsked(AutocastKwargs(cache_enabled=cache)))
+        learn.fit(1, cbs=PrecisionSettings(AutocastKwargs(cache_enabled=cache)))
         assert torch.is_autocast_cache_enabled()
 
 
@@ -82,11 +82,11 @@ def test_another_class_of_scaler():
         def before_fit(self):
             super().before_fit()
             self.learn.scaler = Mine('cpu')
-    from fastdist.precision import PrecisionAsAsked
+    from fastdist.callbacks.precision import PrecisionSettings
     kinds = []
     class Kind(Callback):
         def after_batch(self): kinds.append(type(self.learn.scaler))
-    for owner, cls in ((Owner(), None), (OnCPU(), Mine)): quiet(learner(n=5, dtype=torch.float32, cbs=[owner, Kind()])).fit(1, cbs=PrecisionAsAsked(scaler=GradScalerKwargs(), scaler_cls=cls))
+    for owner, cls in ((Owner(), None), (OnCPU(), Mine)): quiet(learner(n=5, dtype=torch.float32, cbs=[owner, Kind()])).fit(1, cbs=PrecisionSettings(scaler=GradScalerKwargs(), scaler_cls=cls))
     assert {*kinds} == {Mine}
 
 
@@ -94,10 +94,10 @@ def test_another_class_of_scaler():
     (None, (AutocastKwargs(), None), r'kwargs_handlers=AutocastKwargs\(.*call learn.to_fp16\(\) or learn.to_bf16\(\)'), (None, (None, GradScalerKwargs()), r'kwargs_handlers=GradScalerKwargs\(.*call learn.to_fp16'),
     ('bf16', (None, GradScalerKwargs()), 'bf16 has the range of float32 and uses no gradient scaler')])
 def test_refused_and_no_trace(cb, handlers, msg):
-    from fastdist.precision import PrecisionAsAsked
+    from fastdist.callbacks.precision import PrecisionSettings
     learn = quiet(learner(n=5, dtype=torch.float32, cbs=OnCPU(cb) if cb else None))
     before, cbs = weights(learn), list(learn.cbs)
-    with pytest.raises(ValueError, match=msg): learn.fit(1, cbs=PrecisionAsAsked(*handlers))
+    with pytest.raises(ValueError, match=msg): learn.fit(1, cbs=PrecisionSettings(*handlers))
     assert diff(before, weights(learn)) == 0 and getattr(learn, 'scaler', None) is None
     if cb: assert learn.on_cpu.autocast is None
 
@@ -114,7 +114,7 @@ def test_on_a_gpu():
 
 def states(rng_types):
     import torch, torch.distributed as dist
-    from fastdist.precision import synchronize_rng
+    from fastdist.callbacks.precision import synchronize_rng
     from fastdist.world import get_rank, setup_distrib
     setup_distrib()
     torch.manual_seed(11+get_rank())

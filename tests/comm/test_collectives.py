@@ -28,9 +28,9 @@ def start():
     "(module, rank, world size), in a process group where there are several workers"
     import os
     from types import SimpleNamespace
-    import fastdist.reduce, fastdist.talk
-    from fastdist.ranks import get_rank, get_world_size
-    talk = SimpleNamespace(**vars(fastdist.talk), **{k: v for k, v in vars(fastdist.reduce).items() if k not in vars(fastdist.talk)})
+    import fastdist.comm.pack, fastdist.comm.reduce, fastdist.comm.objects
+    from fastdist.world.ranks import get_rank, get_world_size
+    talk = SimpleNamespace(**{**vars(fastdist.comm.pack), **vars(fastdist.comm.reduce), **vars(fastdist.comm.objects)})
     if int(os.environ.get('WORLD_SIZE', 1)) > 1:
         from fastdist.world import init_group
         init_group()
@@ -85,11 +85,10 @@ def large(size):
     a = talk.all_gather_list(torch.full((size//4,), rank, dtype=torch.int32).numpy())
     b = talk.all_gather_list('x'*size if rank == 0 else rank)
     c = talk.broadcast_object('y'*size if rank == n-1 else None, src=n-1)
-    d = talk.scatter([str(r)*(size//(r+1)) for r in range(n)] if rank == 0 else None)
     e = talk.all_gather_tensors(torch.full((size//8+rank,), rank, dtype=torch.float64))
     f = talk.all_reduce(torch.ones(size//4))
     return ([len(o) for o in a] == [size//4]*n and [int(o[0]) for o in a] == list(range(n)) and [int(o[-1]) for o in a] == list(range(n)) and
-            len(b[0]) == size and b[1:] == list(range(1, n)) and c == 'y'*size and d == str(rank)*(size//(rank+1)) and
+            len(b[0]) == size and b[1:] == list(range(1, n)) and c == 'y'*size and
             [tuple(o.shape) for o in e] == [(size//8+r,) for r in range(n)] and all(bool((o == r).all()) for r, o in enumerate(e)) and bool((f == n).all()))
 
 
@@ -154,7 +153,7 @@ def tensors_in_objects():
     shared = torch.ones(2)
     o = dict(slice=big[rank:rank+3], param=w, grad=(w*2), sub=TensorImage(torch.ones(2, 2)), half=torch.ones(2).bfloat16(), conj=torch.tensor([1+2j]).conj(),
              empty=torch.empty(0, 3), twice=[shared, shared], sparse=torch.eye(3).to_sparse())
-    size = len(talk._pickled(o['slice']))
+    size = len(talk.pack(o['slice'])[1])
     res = talk.all_gather_list(o)
     last = res[-1]
     last['slice'][0] = -1  # can be written, and is nobody else's
@@ -177,20 +176,19 @@ def bad_pickles():
     talk, rank, n = start()
     res = [error(lambda: talk.all_gather_list((lambda: 0) if rank == 1 else 'fine')),
            error(lambda: talk.all_gather_list(lambda: 0)),
-           error(lambda: talk.broadcast_object((lambda: 0) if rank == 0 else None)),
-           error(lambda: talk.scatter([1, lambda: 0, 2] if rank == 0 else None))]
+           error(lambda: talk.broadcast_object((lambda: 0) if rank == 0 else None))]
     trap = Trap() if rank == 1 else 'x'*3000
     res.append(error(lambda: talk.all_gather_list(trap)))
     return rank, res, talk.all_gather_list(rank)
 
 
 def test_bad_pickles(world3):
-    for rank, (one, every, broadcast, scatter, trap), after in world3(bad_pickles):
+    for rank, (one, every, broadcast, trap), after in world3(bad_pickles):
         assert after == [0, 1, 2]
-        assert {o[0] for o in (one, every, broadcast, scatter)} == {'PicklingError'}
+        assert {o[0] for o in (one, every, broadcast)} == {'PicklingError'}
         assert ('rank 1: function cannot be pickled' in one[1]) and ('rank 1 failed in all_gather_list (' in one[1]) == (rank != 1)
         assert f'rank {rank}: function cannot be pickled' in every[1]
-        assert 'rank 0: ' in broadcast[1] and 'rank 0: ' in scatter[1]
+        assert 'rank 0: ' in broadcast[1]
         assert trap[0] == 'UnpicklingError' and f'rank {rank} cannot unpickle what rank 1 has sent by all_gather_list: division by zero' in trap[1]
 
 
@@ -202,32 +200,25 @@ def broadcasts():
             mine = (rank, 'x'*size)
             res.append(talk.broadcast_object(mine, src=src) == (src, 'x'*size))
         res.append(talk.broadcast_object(mine if rank == 0 else None) == (0, 'x'*size))
-        for src in range(n):
-            objects = [(src, r, 'x'*(size+r)) for r in range(n)]
-            res.append(talk.scatter(objects if rank == src else None, src=src) == (src, rank, 'x'*(size+rank)))
-        res.append(talk.scatter(tuple(range(n)) if rank == 0 else None) == rank)
     return res
 
 
-def test_broadcast_and_scatter(world):
+def test_broadcast(world):
     for res in world(broadcasts): assert all(res)
 
 
 def wrong_src():
     talk, rank, n = start()
-    res = [error(lambda: talk.broadcast_object(1, src=s)) for s in (n, -1, 'x')] + [error(lambda: talk.scatter([1]*n, src=n))]
-    res += [error(lambda: talk.scatter(o if rank == 0 else None)) for o in (None, [1]*(n+1), [1]*(n-1), 5)]
-    res += [error(lambda: talk.broadcast_object(1, src=rank))]
-    return res, talk.agree(True)
+    res = [error(lambda: talk.broadcast_object(1, src=s)) for s in (n, -1, 'x')]
+    return res, error(lambda: talk.broadcast_object(1, src=rank)), talk.agree(True)
 
 
 def test_wrong_src(world):
     n = world.size
-    for res, after in world(wrong_src):
-        assert [o[0] for o in res[:7]] == ['ValueError']*7 and res[7][0] == 'TypeError' and after
+    for res, differ, after in world(wrong_src):
+        assert [o[0] for o in res] == ['ValueError']*3 and after
         assert f'src={n} is not in this group: its global ranks are {list(range(n))}' in res[0][1]
-        for o, w in zip(res[4:7], ('None', n+1, n-1)): assert f'one object for each of the {n} workers of the group, not {w}' in o[1]
-        assert res[8][0] == ('no error' if n == 1 else 'OutOfStep')
+        assert differ[0] == ('no error' if n == 1 else 'OutOfStep')
 
 
 # Tensors
@@ -482,8 +473,8 @@ def agrees():
     from itertools import product
     bad = []
     for votes in product([True, False], repeat=n):
-        got = {how: talk.agree(votes[rank], how) for how in ('any', 'all', 'rank0', 'majority')}
-        if got != dict(any=any(votes), all=all(votes), rank0=votes[0], majority=2*sum(votes) > n) or {type(o) for o in got.values()} != {bool}: bad.append((votes, got))
+        got = {how: talk.agree(votes[rank], how) for how in ('any', 'all', 'rank0')}
+        if got != dict(any=any(votes), all=all(votes), rank0=votes[0]) or {type(o) for o in got.values()} != {bool}: bad.append((votes, got))
     truthy = talk.agree([1] if rank == 0 else ''), talk.agree(torch.tensor(True), 'all'), talk.agree(np.bool_(False))
     return bad, truthy, error(lambda: talk.agree(True, 'most')), error(lambda: talk.agree(torch.ones(2))), error(lambda: talk.agree(True, 'most' if rank == 0 else 'any'))
 
@@ -491,7 +482,7 @@ def agrees():
 def test_agree(world):
     for bad, truthy, how, value, one in world(agrees):
         assert not bad and truthy == (True, True, False)
-        assert how[0] == 'ValueError' and "'any', 'all', 'rank0', 'majority'" in how[1] and value[0] == 'RuntimeError' and one[0] == 'ValueError'
+        assert how[0] == 'ValueError' and "'any', 'all', 'rank0'" in how[1] and value[0] == 'RuntimeError' and one[0] == 'ValueError'
 
 
 def only():
@@ -548,7 +539,7 @@ def test_print_in_order(world):
 def out_of_step():
     talk, rank, n = start()
     calls = dict(all_gather_list=lambda: talk.all_gather_list('x'*3000), all_gather_list_max=lambda: talk.all_gather_list(1, max_size=99), broadcast=lambda: talk.broadcast_object('x'*3000),
-                 scatter=lambda: talk.scatter(['x'*2000]*n), all_reduce=lambda: talk.all_reduce(torch.ones(1000)), all_reduce_max=lambda: talk.all_reduce(torch.ones(1000), op='max'),
+                 all_reduce=lambda: talk.all_reduce(torch.ones(1000)), all_reduce_max=lambda: talk.all_reduce(torch.ones(1000), op='max'),
                  all_reduce_dict=lambda: talk.all_reduce_dict([torch.ones(1000)]), all_gather_tensors=lambda: talk.all_gather_tensors(torch.ones(1000)),
                  agree=lambda: talk.agree(True), agree_all=lambda: talk.agree(True, 'all'), print_in_order=lambda: talk.print_in_order('x'*3000, file=io.StringIO()), node=talk.node_group)
     res = {}
@@ -564,7 +555,7 @@ def out_of_step():
 
 def test_out_of_step(world2):
     one, two = world2(out_of_step)
-    assert one == two and len(one) == 12*11
+    assert one == two and len(one) == 11*10
     for pair, ((kind, text), after) in one.items():
         assert kind == 'OutOfStep' and after, pair
         assert text.startswith('rank 0 is at ') and ', rank 1 at ' in text and 'test_collectives.py:' in text and text.endswith('all workers of a group must make the same calls in the same order')
@@ -594,7 +585,7 @@ def test_places(world3):
 
 def no_group_yet():
     import os
-    import fastdist.talk as talk
+    import fastdist.comm.objects as talk
     from fastdist.world import teardown_distrib
     teardown_distrib()  # of an earlier test
     return error(lambda: talk.all_gather_list(1)), error(lambda: talk.node_group())
@@ -615,10 +606,10 @@ def subgroups():
     calls = [lambda g: talk.all_gather_list((rank, 'x'*2000), group=g), lambda g: talk.all_reduce(torch.full((2000,), float(rank)), g, op='mean')[0].item(),
              lambda g: talk.all_reduce_dict(dict(a=rank, t=torch.full((2000,), float(rank))), group=g)['t'][0].item(), lambda g: [len(o) for o in talk.all_gather_tensors(torch.ones(900*(rank+1)), g)],
              lambda g: talk.broadcast_object(rank, group=g), lambda g: talk.broadcast_object('x'*2000+str(rank), src=2, group=g)[2000:],
-             lambda g: talk.scatter(['a'*3000, 'b'] if rank == 2 else None, src=2, group=g)[0], lambda g: talk.agree(rank == 2, 'majority', group=g), lambda g: talk.agree(rank == 0, 'rank0', g),
+             lambda g: talk.agree(rank == 2, 'all', group=g), lambda g: talk.agree(rank == 0, 'rank0', g),
              lambda g: talk.print_in_order('hi', group=g, file=f)]
     res = [error(lambda: c(g)) for c in calls]
-    alone = [error(lambda: talk.all_gather_list(rank, group=other)), error(lambda: talk.scatter(['x'*2000], group=other)), error(lambda: talk.all_reduce(torch.ones(2000), other)[0].item())]
+    alone = [error(lambda: talk.all_gather_list(rank, group=other)), error(lambda: talk.broadcast_object('x'*2000, group=other)), error(lambda: talk.all_reduce(torch.ones(2000), other)[0].item())]
     src = error(lambda: talk.broadcast_object(1, src=1, group=g))
     step = error(lambda: talk.agree(True, group=g) if rank == 0 else talk.all_gather_list(1, group=g))
     differ = error(lambda: talk.all_reduce(torch.ones(rank+1), g))
@@ -636,7 +627,7 @@ def test_subgroups(world3):
         if rank == 1:
             assert [o[1] for o in alone] == [[1], 'x'*2000, 1.]
             continue
-        assert [o[1] for o in res] == [[(0, 'x'*2000), (2, 'x'*2000)], 1., 2., [900, 2700], 0, '2', 'a' if rank == 0 else 'b', False, True, None]
+        assert [o[1] for o in res] == [[(0, 'x'*2000), (2, 'x'*2000)], 1., 2., [900, 2700], 0, '2', False, True, None]
         assert text == ('' if rank else '[rank 0] hi\n[rank 2] hi\n')
         assert 'src=1 is not in this group: its global ranks are [0, 2]' in src[1] and src[0] == 'ValueError'
         assert step[0] == 'OutOfStep' and 'rank 0 is at agree' in step[1] and 'rank 2 at all_gather_list' in step[1]
@@ -673,5 +664,5 @@ def test_node_group(world3, ranks):
 
 
 def test_node_group_of_one_process():
-    import fastdist.talk as talk
+    import fastdist.comm.objects as talk
     assert talk.node_group() is None

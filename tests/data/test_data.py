@@ -5,8 +5,8 @@ from itertools import count, islice
 import pytest
 from hypothesis import given, settings, strategies as st
 from loaders import *
-from fastdist.data import DistributedDL
-from fastdist.deal import Deal, DealBatches
+from fastdist.data.dl import DistributedDL
+from fastdist.data.partition import BatchPartition, Partition
 
 # Other examples in each run, so that many runs see many; hypothesis shrinks a failure to its smallest. As many as show each planted fault in one run
 N, BS, WORLD = st.integers(0, 10**6), st.integers(1, 5000), st.integers(1, 4096)
@@ -21,46 +21,46 @@ def some_ranks(size, data): return sorted({0, size-1, data.draw(st.integers(0, s
 def test_steps_of_large_worlds(n, bs, size, drop_last, split, start, data):
     "Without making the batches: all workers make the same steps, whose shares partition the global batch and differ by one sample at most"
     gbs, start = bs if split else bs*size, min(start, n)
-    deals = [Deal(range(n), bs, r, size, global_bs=gbs, drop_last=drop_last, start=start) for r in some_ranks(size, data)]
+    partitions = [Partition(range(n), bs, r, size, global_bs=gbs, drop_last=drop_last, start=start) for r in some_ranks(size, data)]
     steps = (n-start)//gbs if drop_last else math.ceil((n-start)/gbs)
-    assert {len(d) for d in deals} == {steps}
+    assert {len(d) for d in partitions} == {steps}
     for k in {0, steps//2, steps-1} if steps else ():
         lo, hi = start+k*gbs, min(start+(k+1)*gbs, n)
-        assert deals[0].whole(k) == range(lo, hi) and deals[0].done(k+1) == hi
-        for d in deals:
+        assert partitions[0].global_batch(k) == range(lo, hi) and partitions[0].done(k+1) == hi
+        for d in partitions:
             c = d.counts(k)
             mine = range(lo+d.rank, hi, size)
             assert (c.mine, c.total, c.empty) == (len(mine), hi-lo, hi-lo < size)
             assert (hi-lo)//size <= c.mine <= -(-(hi-lo)//size)
-            assert d.piece(k) == (mine or range(lo, lo+1))
+            assert d.local_batch(k) == (mine or range(lo, lo+1))
 
 
 @settings(max_examples=80)
-@given(n=st.integers(0, 600), bs=st.integers(1, 100), size=st.one_of(st.integers(1, 40), st.just(257)), split=st.booleans(), way=st.sampled_from(Deal.ways))
-def test_partition(n, bs, size, split, way):
+@given(n=st.integers(0, 600), bs=st.integers(1, 100), size=st.one_of(st.integers(1, 40), st.just(257)), split=st.booleans(), mode=st.sampled_from(Partition.modes))
+def test_partition(n, bs, size, split, mode):
     "Over an epoch each sample comes exactly once, but for those that fill up and count for nothing"
     seen = []
     for r in range(size):
-        d = Deal(range(n), bs, r, size, way, global_bs=bs if split else None)
+        d = Partition(range(n), bs, r, size, mode, global_bs=bs if split else None)
         for k in range(len(d)):
-            assert len(d.piece(k)) > 0
-            seen.extend(d.piece(k)[:d.counts(k).mine])
+            assert len(d.local_batch(k)) > 0
+            seen.extend(d.local_batch(k)[:d.counts(k).mine])
     assert sorted(seen) == list(range(n))
 
 
 @settings(max_examples=80)
-@given(lens=st.lists(st.integers(1, 9), max_size=30), size=st.integers(1, 9), split=st.booleans(), way=st.sampled_from(Deal.ways), start=st.integers(0, 30))
-def test_partition_of_made_batches(lens, size, split, way, start):
+@given(lens=st.lists(st.integers(1, 9), max_size=30), size=st.integers(1, 9), split=st.booleans(), mode=st.sampled_from(Partition.modes), start=st.integers(0, 30))
+def test_partition_of_made_batches(lens, size, split, mode, start):
     c = count()
     batches = [list(islice(c, n)) for n in lens]
-    start = 0 if way == 'slices' else min(start, len(lens))
-    deals = [DealBatches(batches, r, size, way, split, start) for r in range(size)]
-    seen = [o for d in deals for k in range(len(d)) for o in d.piece(k)[:d.counts(k).mine]]
+    start = 0 if mode == 'slices' else min(start, len(lens))
+    partitions = [BatchPartition(batches, r, size, mode, split, start) for r in range(size)]
+    seen = [o for d in partitions for k in range(len(d)) for o in d.local_batch(k)[:d.counts(k).mine]]
     assert sorted(seen) == sum(batches[start:], [])
-    if way != 'batches':
-        assert len({len(d) for d in deals}) == 1
-        for k in range(len(deals[0])):
-            counts = [d.counts(k) for d in deals]
+    if mode != 'batches':
+        assert len({len(d) for d in partitions}) == 1
+        for k in range(len(partitions[0])):
+            counts = [d.counts(k) for d in partitions]
             assert {(c.total, c.empty) for c in counts} == {(sum(c.mine for c in counts), 0 in [c.mine for c in counts])}
 
 
@@ -175,7 +175,7 @@ def test_goes_on_in_the_middle(kind, split):
             set_rng_state(at)
             parts.append(counted(dl))
         return joined(parts)
-    from fastdist.rng import rng_state, set_rng_state
+    from fastdist.data.rng import rng_state, set_rng_state
     set_seed(8)
     first = world(2)
     epoch(first)
@@ -205,7 +205,7 @@ def test_state_that_does_not_fit():
     for b in dl: break
     state = dl.state_dict()
     with pytest.raises(ValueError, match='it had 50 samples or batches, this one has 40'): DistributedDL(loader(40, 6), 0, 2, split_batches=True).load_state_dict(state)
-    with pytest.raises(ValueError, match='dealt out steps, this one deals out slices'): DistributedDL(loader(50, 6), 0, 2).load_state_dict(state)
+    with pytest.raises(ValueError, match='it was cut in steps, this one is in slices'): DistributedDL(loader(50, 6), 0, 2).load_state_dict(state)
     with pytest.raises(ValueError, match='it had 1 random number generators of its own, this one has 2'):
         own = TorchDL(list(range(50)), batch_size=6, sampler=Hops(50), generator=torch.Generator())
         DistributedDL(own, 0, 2, split_batches=True).load_state_dict(state)

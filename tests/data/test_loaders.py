@@ -63,7 +63,7 @@ def noise(o=None): return torch.tensor([torch.rand(1).item(), np.random.rand(), 
 
 def augmented(kind, num_workers, seeds=(1, 1, 2)):
     "The random numbers of each item, epoch by epoch, for a loader made after each of `seeds`"
-    from fastdist.data import DistributedDL
+    from fastdist.data.dl import DistributedDL
     res = []
     for s in seeds:
         set_seed(s)
@@ -139,7 +139,7 @@ def test_mixed_samples(world3, cb):
 def messages(kind, n):
     "Sizes of the messages at the start of an epoch"
     import torch.distributed as dist
-    from fastdist.data import DistributedDL
+    from fastdist.data.dl import DistributedDL
     from fastdist.world import init_group
     init_group()
     sent, real = [], {}
@@ -192,7 +192,7 @@ def test_orders_that_differ_are_an_error(world3, kind):
 
 def not_seeded(kind):
     "The samples that come, in workers that nobody seeded"
-    from fastdist.data import DistributedDL
+    from fastdist.data.dl import DistributedDL
     from fastdist.world import init_group
     init_group()
     set_seed(int.from_bytes(os.urandom(4), 'little'))
@@ -307,7 +307,7 @@ def peeked():
     with learn.distrib_ctx(split_batches=True):
         if get_rank() == 0: learn.dls.train.one_batch()
         learn.fit(1)
-        return list(learn.dls.train._whole.items.idxs)
+        return list(learn.dls.train.items.idxs)
 
 
 def test_documents_agree_after_a_look_in_one_rank(world2):

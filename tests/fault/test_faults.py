@@ -9,7 +9,7 @@ FASTDIST = [sys.executable, '-m', 'fastdist', 'launch', '-n', '3']
 SCRIPT = '''
     import os, signal, sys, time, torch, torch.distributed as dist
     from fastdist.world import *
-    from fastdist.ranks import from_env
+    from fastdist.world.ranks import from_env
     def fault():
         print('fault at', time.time(), flush=True)
     rank = from_env().rank
@@ -50,7 +50,7 @@ FAULTS = dict(
             for o in DataLoader(Items(), batch_size=2, num_workers=1): pass''', says=['rank 0 stopped because rank 1', 'is killed by signal']),
     sigkill=dict(fault='os.kill(os.getpid(), signal.SIGKILL)', says='worker 1 was killed by signal 9'),
     sigterm=dict(fault='os.kill(os.getpid(), signal.SIGTERM)', says='worker 1 was killed by signal 15'),
-    sigstop=dict(fault='os.kill(os.getpid(), signal.SIGSTOP)', says=['rank 1 has kept the others waiting', 'says nothing any more', 'waits in all_reduce']),
+    sigstop=dict(fault='os.kill(os.getpid(), signal.SIGSTOP)', says=['rank 1 has kept the others waiting', 'has no heartbeat any more', 'waits in all_reduce']),
     returns_early=dict(fault='sys.exit()', says=['rank 0 stopped because rank 1', 'SystemExit']),
     leaves_the_context=dict(without='''
     def leave():
@@ -62,7 +62,7 @@ FAULTS = dict(
         teardown_distrib()
         time.sleep(1000)''', says=['it has left the process group']),
     another_call=dict(fault='all_gather_list(rank)', without="dist.all_reduce = all_reduce", says=['rank 1 at all_gather_list', "ranks 0, 2 are at all_reduce(op='sum')"], who=None),
-    another_collective=dict(fault='dist.broadcast(t, 0)', says=['the workers are at different calls', 'in broadcast', 'in all_reduce'], who=None),
+    another_collective=dict(fault='dist.broadcast(t, 0)', says=['the ranks are at different calls', 'in broadcast', 'in all_reduce'], who=None),
     sleeps=dict(fault='time.sleep(1000)', says=['rank 1 has kept the others waiting', 'in <module>', 'waits in all_reduce']),
     busy=dict(fault='while True: pass', says=['rank 1 has kept the others waiting']))
 
@@ -92,7 +92,7 @@ def test_ends_and_says_why(tmp_path, fault):
 def reached(rank, n, how, url):
     "Seconds from an error in rank 1 until the others have raised it, and what they raised"
     import time, torch, torch.distributed as dist
-    from fastdist.failure import monitor
+    from fastdist.fault.supervisor import monitor
     from fastdist.world import RemoteError, distributed_init, fail_together, world_store
     distributed_init(init_method=url, rank=rank, world_size=n)
     at, kv = None, world_store()
@@ -195,7 +195,7 @@ def test_stopped(who):
             assert procs[r].exitcode is not None, 'it waits on'
             try: said = pickle.loads(lines[r].recv_bytes())[1]
             except EOFError: said = None  # it could not react, and was ended
-            if who == 0: assert said is None or 'the store has not answered' in said or 'has gone' in said
+            if who == 0: assert said is None or 'has not answered' in said or 'has gone' in said
             else: assert f'rank {who} has kept the others waiting' in said and 'stopped' in said
         if who: assert procs[who].exitcode is None or procs[who].exitcode == -signal.SIGKILL
     finally:

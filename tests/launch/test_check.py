@@ -82,7 +82,7 @@ def test_node_that_never_comes():
 
 def test_ctrl_c(never):
     def interrupt(p, mark):
-        wait_for(lambda: sum('--worker' in o and 'launch' not in o for o in processes(mark).values()) == 2, 'both workers have been started')
+        wait_for(lambda: sum('--worker' in o and 'fastdist launch' not in o for o in processes(mark).values()) == 2, 'both workers have been started')
         p.send_signal(signal.SIGINT)
     res = launched([*CHECK, '-n', '2'], 90, never, during=interrupt)
     assert res.returncode == 130 and not res.left

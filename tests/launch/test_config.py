@@ -6,7 +6,7 @@ import pytest
 from harness import ROOT, free_port, launched
 from learners import diff
 
-from fastdist.config import check_devices, keys, launch_args, read_config
+from fastdist.launch.train import check_devices, keys, launch_args, read_config
 
 DOCNN = ROOT/'examples'/'docnn'
 TRAIN = [sys.executable, '-m', 'fastdist', 'train']
@@ -90,10 +90,10 @@ FAULTS = [  # the config, words of the command line, and the beginnings of what 
     (f'{GOOD}\nlearning_rate = nan', [], ['c.toml:2: learning_rate = nan: a number above 0 is needed']),
     (f'{GOOD}\nprecision = "fp8"', [], ['c.toml:2: precision = "fp8": one of fp32, fp16, bf16 is needed']),
     (f'{GOOD}\nprecision = "bf16"\nuse_cuda_if_available = false', [], ['c.toml:2: precision = "bf16": workers are on the CPU here']),
-    (f'{GOOD}\ndistributed_world_size = 9', [], ['c.toml:2: distributed_world_size = 9: this machine has 8 GPUs for 9 workers']),
-    (GOOD, ['distributed_world_size=9'], ['argument distributed_world_size=9: this machine has 8 GPUs for 9 workers']),
+    (f'{GOOD}\ndistributed_world_size = 9', [], ['c.toml:2: distributed_world_size = 9: 9 workers on this machine, which has 8 GPUs']),
+    (GOOD, ['distributed_world_size=9'], ['argument distributed_world_size=9: 9 workers on this machine, which has 8 GPUs']),
     (f'{GOOD}\nnodes = 2', ['distributed_world_size=18'], [
-        'c.toml:2: nodes = 2: workers of several machines need', 'c.toml:2: nodes = 2: node_rank, from 0,', 'argument distributed_world_size=18: this machine has 8 GPUs for 9']),
+        'c.toml:2: nodes = 2: workers of several machines need', 'c.toml:2: nodes = 2: node_rank is the number of this machine, from 0:', 'argument distributed_world_size=18: 9 workers on this machine, which has 8 GPUs']),
     (f'{GOOD}\nnodes = 2', ['distributed_world_size=3', 'node_rank=2', 'distributed_init_method=tcp://n1:2'], [
         'argument distributed_world_size=3: it is the number of workers on all 2', 'argument node_rank=2: it goes from 0 to 1']),
     (f'{GOOD}\ndistributed_init_method = "tcp://n1"', [], ['c.toml:2: distributed_init_method = "tcp://n1": env://, tcp://host:port or file:///path']),
@@ -102,7 +102,7 @@ FAULTS = [  # the config, words of the command line, and the beginnings of what 
     (f'{GOOD}\nsave = "no/l.pkl"', [], ['c.toml:2: save = "no/l.pkl": no is not a folder']),
     (f'{GOOD}\nstrategy = "dp"\ndistributed_world_size = 2', [], ['c.toml:2: strategy = "dp": it uses all GPUs from one process']),
     (f'{GOOD}\nseed = [\n -1,\n]\nepochs = 0', [], ['c.toml:2: seed = [-1]: an integer of at least 0', 'c.toml:5: epochs = 0']),
-    (GOOD, ['epochs', 'save="a', 'epochs.x=3'], ['argument epochs: what follows the config is like key=value', 'argument save="a: "a is not whole', 'argument epochs.x=3: a'])]
+    (GOOD, ['epochs', 'save="a', 'epochs.x=3'], ['argument epochs: what follows the config is like key=value', 'argument save="a: "a is not complete', 'argument epochs.x=3: a'])]
 
 
 @pytest.mark.parametrize('text,words,want', FAULTS, ids=[w[0].partition(': ')[2][:40] for *_, w in FAULTS])
@@ -134,7 +134,7 @@ def test_windows_file(folder):
 def test_devices(folder):
     "PyText's rule: 1 turns it off, more than there are is an error, and without a GPU the workers are on the CPU"
     assert [check_devices(*o) for o in ((1, 0, True), (4, 0, True), (4, 4, True), (5, 4, False))] == ['cpu', 'cpu', 'gpu', 'cpu']
-    with pytest.raises(ValueError, match='this machine has 4 GPUs for 5 workers, and each needs its own: 4 is the most'): check_devices(5, 4, True)
+    with pytest.raises(ValueError, match='5 workers on this machine, which has 4 GPUs, and each needs its own: start 4 at most'): check_devices(5, 4, True)
     asked = []
     c = read_config('c.toml', n_gpus=lambda: asked.append(1))
     assert launch_args(c, ['c.toml']) is None and not asked  # one process needs not know

@@ -32,7 +32,7 @@ class Kernel:
         return SimpleNamespace(status=reply['status'], msgs=msgs, text=text, error=error, types=[t for t, _ in msgs],
                                shown=error and re.sub(r'\x1b\[[0-9;]*m', '', '\n'.join(error['traceback'])))
 
-    def workers(self): return {p: c for p, c in processes(self.mark).items() if 'notebook_worker' in c}
+    def workers(self): return {p: c for p, c in processes(self.mark).items() if 'notebook.worker' in c}
 
     def stop(self):
         self.kc.stop_channels()

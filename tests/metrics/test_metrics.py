@@ -139,7 +139,7 @@ def make(kind, n, bs, n_trn=9, **kwargs):
 
 def values(distrib, kind, sizes, fits=False, train_metrics=False, ctx=None, keep=2**26):
     warnings.simplefilter('ignore')
-    from fastdist.metrics import EpochTotals
+    from fastdist.metrics.metrics import EpochTotals
     EpochTotals.__init__.__defaults__ = keep,
     res = []
     if distrib: import fastdist.all
@@ -190,7 +190,7 @@ def test_training_metrics(world, kind, keep):
 
 def pieces(n):
     "Gathered in one piece and in many"
-    from fastdist.gather import gather_pieces, gather_tensors, in_turn
+    from fastdist.comm.gather import gather_pieces, gather_tensors, in_turn
     from fastdist.world import get_rank, get_world_size, init_group
     init_group()
     rank, size = get_rank(), get_world_size()

@@ -97,7 +97,7 @@ def test_outputs_of_all_kinds(world, kind):
 
 def only_rank0(n, keep):
     "Predictions in rank 0 alone, sent while the evaluation goes on"
-    import fastdist.metrics as M
+    import fastdist.metrics.predictions as M
     from fastdist.world import get_rank
     learn = quiet(learner(n=11, n_val=n, bs=4))
     most, real = [0], M.GatheredPreds.send

@@ -1,7 +1,7 @@
 "P1: N workers give the numbers of one process. References are computed in this process, with the same seed"
 import pytest
 from fastai.callback.training import GradientClip
-from fastdist.metrics import interleave
+from fastdist.metrics.metrics import interleave
 from learners import *
 
 SPLIT = dict(split_batches=True)

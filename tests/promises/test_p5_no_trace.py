@@ -233,7 +233,7 @@ def test_copies_in_a_context(world2): assert world2(pickled) == [[False]*3]*2
 def share_after_a_fit():
     "The last batch has samples for 2 of 3 workers"
     import fastdist.all
-    from fastdist.strategy import GlobalBatchNorm
+    from fastdist.model.batchnorm import GlobalBatchNorm
     learn = quiet(learner(n=8, bs=3, bn=True))
     with learn.distrib_ctx(split_batches=True): learn.fit(1)
     return dict(vars(GlobalBatchNorm.share))

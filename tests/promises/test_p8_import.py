@@ -10,7 +10,7 @@ for o in names: assert globals()[o] is getattr(ours, o) is getattr(theirs, o) an
 for o in 'to_parallel detach_parallel parallel_ctx to_distributed detach_distributed distrib_ctx'.split():
     assert getattr(Learner, o).__module__.startswith('fastdist'), o
 from torch.nn.parallel import DataParallel, DistributedDataParallel
-assert DataParallel.reset.__module__ == DistributedDataParallel.reset.__module__ == 'fastdist.strategy'
+assert DataParallel.reset.__module__ == DistributedDataParallel.reset.__module__ == 'fastdist.strategy.forward_proxy'
 import torch, threading
 assert not torch.cuda.is_initialized() and not torch.distributed.is_initialized() and threading.active_count() == 1
 import psutil
@@ -21,7 +21,7 @@ assert not me.children() and not me.net_connections(), (me.children(), me.net_co
 
 @pytest.mark.cold
 @pytest.mark.parametrize('first,second', [('fastdist.all', 'fastai.distributed'), ('fastai.distributed', 'fastdist.all'), ('fastdist.all', 'fastdist.all'),
-                                          ('fastdist.parallel', 'fastdist.all')])
+                                          ('fastdist.trainer.learner', 'fastdist.all')])
 def test_either_order(first, second):
     code = f'from fastai.basics import *\nfrom {first} import *\nfrom {second} import *\n{CHECK}'
     subprocess.run([sys.executable, '-W', 'ignore', '-c', code], check=True, timeout=120)
@@ -38,3 +38,25 @@ def test_help_shows_accelerates_arguments():
         assert (f'{o}=' in text) == (o not in ('mixed_precision', 'log_with', 'step_scheduler_with_optimizer')), o
     assert 'sync_bn=True, in_notebook=False' in text
     for f in (Learner.to_distributed, fastdist.all.DistributedTrainer): assert 'split_batches' in inspect.signature(f).parameters
+
+
+LIGHT = '''
+import sys
+import fastdist.world as world, fastdist.comm
+from importlib import import_module
+for o in 'state ranks store rendezvous errors process_group'.split(): import_module(f'fastdist.world.{o}')
+for o in 'pack call objects reduce gather rank0'.split(): import_module(f'fastdist.comm.{o}')
+for o in world.__all__:
+    if o != 'fail_together': getattr(world, o)
+assert not {'fastai', 'accelerate', 'pandas', 'torchvision', 'torch._dynamo'} & set(sys.modules), {'fastai', 'accelerate', 'pandas', 'torchvision', 'torch._dynamo'} & set(sys.modules)
+print(world.get_rank(), world.get_device(), world.all_gather_list('x'), world.all_reduce_dict(dict(loss=2.)))
+world.setup_distrib(); world.teardown_distrib() # one process
+assert not {'fastai', 'accelerate'} & set(sys.modules)
+'''
+
+
+@pytest.mark.cold
+def test_world_needs_neither_fastai_nor_accelerate():
+    "A plain PyTorch loop does not pay for them"
+    res = subprocess.run([sys.executable, '-W', 'ignore', '-c', LIGHT], capture_output=True, text=True, timeout=120)
+    assert res.returncode == 0 and "['x'] {'loss': 2.0}" in res.stdout, res.stdout + res.stderr

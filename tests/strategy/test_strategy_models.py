@@ -449,7 +449,7 @@ def predictions(ctx, path):
 @case
 def same_in_all(ctx, path):
     "What all workers have agrees"
-    from fastdist.divergence import DivergenceCheck
+    from fastdist.callbacks.divergence import DivergenceCheck
     learn = made(net)
     with within(learn, ctx): learn.fit(1, cbs=DivergenceCheck() if ctx else [])
     return result(learn)

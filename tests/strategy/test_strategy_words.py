@@ -59,7 +59,7 @@ def test_launcher(world2):
 
 def chosen(free):
     import io, contextlib, psutil
-    from fastdist.training import trainer_of
+    from fastdist.callbacks.fastai_patches import trainer_of
     class Memory:
         available = free*2
     old, psutil.virtual_memory = psutil.virtual_memory, Memory
@@ -83,7 +83,7 @@ def test_auto(world2):
 
 def own():
     import fastdist.all, torch.distributed as dist
-    from fastdist.strategy import Strategy
+    from fastdist.strategy.base import Strategy
     class Average(Strategy):
         def setup(self, learn, device):
             super().setup(learn, device)

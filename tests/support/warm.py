@@ -19,8 +19,8 @@ LIGHT = ('torch', 'torch.distributed.elastic.multiprocessing', 'torch._dynamo', 
          'IPython.core.interactiveshell', 'cloudpickle', 'psutil')
 FULL = (*LIGHT, 'fastai.basics', 'fastai.callback.all', 'fastai.vision.all', 'fastai.tabular.all', 'accelerate.commands.launch',
         'torch.distributed.run', 'torch.distributed.fsdp', 'torch.distributed.optim', 'torch.utils.tensorboard', 'nbformat',
-        *(f'fastdist.{o}' for o in 'all launch check config probe notebook slurm output'.split()))
-IN_NOTEBOOK = ('ipykernel', 'notebook_worker', 'nbclient', 'notebook.py')
+        *(f'fastdist.{o}' for o in 'all launch.cli launch.check.cli launch.train launch.check.probe launch.notebook.launcher launch.slurm launch.logs'.split()))
+IN_NOTEBOOK = ('ipykernel', 'notebook.worker', 'nbclient', 'notebook.py')
 NAME = 'warm-seed'  # of seeds, in /proc
 PAD = 'FASTDIST_TEST_PAD'  # room for the environment and the command line of a warm process, where /proc shows them
 _PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36

@@ -11,7 +11,7 @@ import faulthandler, json, os, socket, sys, time
 faulthandler.dump_traceback_later(250, exit=True)
 import torch, torch.distributed as dist
 from fastdist.world import *
-from fastdist.ranks import *
+from fastdist.world.ranks import *
 def say(**kw): os.write(1, (json.dumps(kw) + '\\n').encode())
 '''
 PLACE = '''

@@ -1,0 +1,1 @@
+"""What is saved, and loaded again"""

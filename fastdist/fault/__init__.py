@@ -1,0 +1,1 @@
+"""A failure, or a stop, of one worker is one of all"""

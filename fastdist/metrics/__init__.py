@@ -1,0 +1,1 @@
+"""One true number out of many"""

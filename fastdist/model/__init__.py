@@ -1,0 +1,1 @@
+"""Changes to a model that no strategy owns"""

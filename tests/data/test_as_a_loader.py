@@ -1,0 +1,224 @@
+"`DistributedDL` as an object, with no process group: a subclass of it, what `isinstance` says, attributes, copies, and everything that its loader can do"
+
+import pytest
+from loaders import *
+import copy, pickle
+from fastai.tabular.core import TabDataLoader
+from fastdist.data.dl import DistributedDL
+
+
+class Numbers(IterableDataset):
+    def __init__(self, n): self.n = n
+    def __iter__(self): return iter(range(self.n))
+
+class Sized(Numbers):
+    def __len__(self): return self.n
+
+class SideBySide:
+    def __init__(self, *dls): self.dls = list(dls)
+    def __len__(self): return len(self.dls[0])
+    def __iter__(self): return zip(*self.dls)
+
+
+def table():
+    df = pd.DataFrame(dict(a=list('xyzzyxx'), b=np.linspace(0, 1, 7), y=np.arange(7.)))
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')
+        return TabularPandas(df, [Categorify], ['a'], ['b'], 'y')
+
+
+MAKE = dict(tfmd=lambda: TfmdDL(list(range(10)), bs=4, num_workers=0), fastai=lambda: FastaiDL(list(range(10)), bs=4), stream=lambda: FastaiDL(Numbers(10), bs=4, n=10),
+            processes=lambda: TfmdDL(list(range(10)), bs=4, num_workers=2),
+            sorted=lambda: SortedDL(Texts(10), bs=4, before_batch=padded, num_workers=0), weighted=lambda: WeightedDL(list(range(10)), bs=4, shuffle=True, num_workers=0),
+            language_model=lambda: LMDataLoader(Corpus(9), bs=4, seq_len=4), table=lambda: TabDataLoader(table(), bs=4),
+            torch=lambda: TorchDL(list(range(10)), batch_size=4), torch_sampler=lambda: TorchDL(list(range(10)), batch_size=4, sampler=Hops(10)),
+            torch_batch_sampler=lambda: TorchDL(list(range(22)), batch_sampler=Bunches(1)), torch_stream=lambda: TorchDL(Sized(10), batch_size=4),
+            torch_persistent=lambda: TorchDL(list(range(10)), batch_size=4, num_workers=2, persistent_workers=True),
+            several=lambda: SideBySide(TfmdDL(list(range(10)), bs=4, num_workers=0), TorchDL(list(range(10, 20)), batch_size=4)))
+HOW = dict(slices={}, own=dict(split_batches=False), split=dict(split_batches=True), evaluate=dict(evaluate=True))
+kinds, ways = pytest.mark.parametrize('kind', MAKE), pytest.mark.parametrize('how', HOW)
+
+
+def made(kind):
+    set_seed(2)
+    return MAKE[kind]()
+
+def flat(o):
+    if isinstance(o, (list, tuple)): return [v for e in o for v in flat(e)]
+    return o.flatten().tolist() if isinstance(o, Tensor) else [o]
+def listed(dl):
+    set_seed(4)
+    return [flat(b) for b in dl]
+
+
+class Plain(DistributedDL): pass
+
+class Counted(DistributedDL):
+    "An attribute set before and after, a class attribute, a property, and methods that call those of `DistributedDL`"
+    unit = 'batches'
+    def __init__(self, dl, *args, note=None, **kwargs):
+        self.n_seen = 0
+        super().__init__(dl, *args, **kwargs)
+        self.note = note
+    @property
+    def said(self): return f'{self.n_seen} {self.unit}'
+    def __iter__(self):
+        for b in super().__iter__():
+            self.n_seen += 1
+            yield b
+    def __len__(self): return super().__len__()+100
+    def state_dict(self): return dict(n_seen=self.n_seen, inner=super().state_dict())
+    def load_state_dict(self, state):
+        self.n_seen = state['n_seen']
+        super().load_state_dict(state['inner'])
+
+
+@kinds
+@ways
+def test_a_subclass(kind, how):
+    expected = listed(DistributedDL(made(kind), 1, 2, **HOW[how]))
+    n = len(expected)
+    for cls in Plain, Counted:
+        dl = made(kind)
+        mine = cls(dl, 1, 2, **HOW[how], **(dict(note='x') if cls is Counted else {}))
+        assert type(mine) is cls and mine.dl is dl
+        for o in cls, DistributedDL, type(dl): assert isinstance(mine, o)
+        got = listed(mine)
+        assert got == expected
+        if cls is Counted:
+            mine.unit = 'of them'
+            assert (mine.note, mine.said, len(mine)) == ('x', f'{n} of them', n+100)
+            assert not {'n_seen', 'note', 'unit', 'said'} & set(vars(dl))
+            assert mine.state_dict()['n_seen'] == n
+            later = Counted(made(kind), 1, 2, **HOW[how])
+            later.load_state_dict(mine.state_dict())
+            assert later.n_seen == n
+
+
+class Changed(DistributedDL):
+    "Overrides what fastai calls in the loader"
+    calls = ()
+    def before_iter(self):
+        self.calls = (*self.calls, 'before_iter')
+        super().before_iter()
+    def after_iter(self): self.calls = (*self.calls, 'after_iter')
+    def create_item(self, i): return super().create_item(i)+1000
+    def after_batch(self, b): return super().after_batch(b)*2
+
+
+@pytest.mark.parametrize('kind', ['tfmd', 'fastai', 'stream', 'processes'])
+def test_a_subclass_overrides_what_the_loader_does(kind):
+    mine = Changed(made(kind), 1, 2, split_batches=True)
+    assert listed(mine) == [[(v+1000)*2 for v in b] for b in listed(DistributedDL(made(kind), 1, 2, split_batches=True))]
+    assert mine.calls == ('before_iter', 'after_iter')
+    assert not {'create_item', 'before_iter', 'calls'} & set(vars(mine.dl))
+    assert [v for b in listed(mine.dl) for v in b] == list(range(10))
+
+
+class Reversed(DistributedDL):
+    def get_idxs(self): return list(super().get_idxs())[::-1]
+
+def test_a_subclass_has_another_order():
+    mine = Reversed(made('tfmd'), 1, 2, split_batches=True)
+    assert listed(mine) == [[8, 6], [4, 2], [0]]
+    assert listed(mine.new(bs=2)) == [[8], [6], [4], [2], [0]]
+
+
+class Doubled(DistributedDL):
+    def collate_fn(self, items): return self.dl.collate_fn(items)*2
+
+@pytest.mark.parametrize('kind', ['torch', 'torch_stream'])
+def test_a_subclass_collates(kind):
+    assert listed(Doubled(made(kind), 1, 2, split_batches=True)) == [[2*v for v in b] for b in listed(DistributedDL(made(kind), 1, 2, split_batches=True))]
+
+
+def test_a_subclass_stays_one():
+    "In `new`, copies and pickles, with what it has itself"
+    mine = Counted(made('tfmd'), 1, 2, split_batches=True, note='x')
+    for o in mine.new(), copy.copy(mine), copy.deepcopy(mine), pickle.loads(pickle.dumps(mine)), mine.new(bs=3).new(bs=4):
+        assert type(o) is Counted and o.note == 'x' and isinstance(o, TfmdDL) and listed(o) == listed(DistributedDL(mine, 1, 2, split_batches=True))
+
+
+@kinds
+@ways
+def test_stands_in_for_its_loader(kind, how):
+    dl = made(kind)
+    ddl = DistributedDL(dl, 0, 2, **HOW[how])
+    assert type(ddl) is DistributedDL and ddl.__class__ is type(dl)
+    for o in type(dl).__mro__: assert isinstance(ddl, o)
+    if isinstance(dl, FastaiDL): assert not isinstance(ddl, TorchDL) and isinstance(ddl, TfmdDL) == isinstance(dl, TfmdDL)
+    if isinstance(dl, TorchDL): assert not hasattr(ddl, 'get_idxs') and not hasattr(ddl, 'new') and not hasattr(ddl, 'after_batch')
+    assert not hasattr(ddl, 'no_such_attribute') and set(dir(dl)) <= set(dir(ddl))
+    first = listed(ddl)
+    again = DistributedDL(ddl, 0, 2, **HOW[how])
+    assert again.dl is dl and len(ddl) == len(first) == len(again)
+    for o in copy.copy(ddl), *([] if kind == 'torch_persistent' else [copy.deepcopy(ddl), pickle.loads(pickle.dumps(ddl))]):
+        assert type(o) is DistributedDL and isinstance(o, type(dl)) and len(o) == len(first)
+
+
+@pytest.mark.parametrize('kind', ['tfmd', 'sorted', 'weighted', 'language_model', 'table', 'processes'])
+def test_what_fastai_does_with_a_loader(kind):
+    import matplotlib
+    matplotlib.use('agg')
+    dl = made(kind)
+    ddl = DistributedDL(dl, 1, 2, split_batches=True)
+    assert (ddl.bs, ddl.n, ddl.dataset, ddl.shuffle, ddl.n_inp) == (4, dl.n, dl.dataset, dl.shuffle, dl.n_inp) and ddl.rng is dl.rng and ddl.drop_last == dl.drop_last
+    b = ddl.one_batch()
+    assert find_bs(b) == 2 and len(ddl.new(bs=2)) == len(dl.new(bs=2)) and ddl.new(bs=2).rank == 1
+    if kind == 'table': ddl.show_batch()
+    if kind == 'sorted': assert len(ddl.decode_batch(b)) == 2
+    for o in ddl, DataLoaders(ddl, ddl):
+        assert o.to('meta') is (o if o is not ddl else None) and ddl.device == torch.device('meta')
+        o.to('cpu')
+        assert ddl.device == torch.device('cpu')
+    assert len(DataLoaders(ddl, ddl).train) == len(ddl)
+    idxs = ddl.get_idxs()
+    assert len(idxs) == dl.n
+
+
+def test_what_is_set_reaches_the_loader():
+    dl = made('tfmd')
+    ddl = DistributedDL(dl, 0, 2, split_batches=True)
+    ddl.bs, ddl.shuffle, ddl.rng, ddl.after_item, ddl.drop_last = 6, True, random.Random(3), lambda o: o+100, True
+    assert (dl.bs, dl.shuffle, dl.drop_last) == (6, True, True) and dl.rng is ddl.rng
+    assert len(ddl) == 1 and [len(b) for b in ddl] == [3] and all(v >= 100 for b in ddl for v in b)
+    ddl.get_idxs = lambda: [5, 6, 7, 8, 9, 0]
+    assert listed(ddl) == [[105, 107, 109]] and ddl.get_idxs() == [5, 6, 7, 8, 9, 0]
+    ddl.mine = 3
+    assert ddl.mine == 3 and not hasattr(dl, 'mine')
+    ddl.n = 4
+    assert dl.n == 4
+    t = TorchDL(list(range(10)), batch_size=4)
+    ddl = DistributedDL(t, 0, 2, split_batches=True)
+    ddl.collate_fn = lambda b: -tensor(b)
+    assert listed(ddl) == [[0, -2], [-4, -6], [-8]] and t.collate_fn is ddl.collate_fn
+    with pytest.raises((AttributeError, ValueError)): ddl.bs = 3
+    with pytest.raises(ValueError): ddl.batch_size = 3
+    several = made('several')
+    ddl = DistributedDL(several, 0, 2, split_batches=True)
+    assert all(type(o) is DistributedDL for o in ddl.dls) and not any(type(o) is DistributedDL for o in several.dls)
+
+
+def test_two_iterations_side_by_side():
+    "Of workers over one loader, of a stream too"
+    for kind in 'tfmd', 'stream', 'torch', 'torch_stream':
+        dl = made(kind)
+        dls = [DistributedDL(dl, r, 2, split_batches=True) for r in range(2)]
+        assert [flat(list(bs)) for bs in zip(*dls)] == [[0, 2, 1, 3], [4, 6, 5, 7], [8, 9]]
+
+
+def test_processes_that_persist_are_kept():
+    class Pid:
+        def __len__(self): return 8
+        def __getitem__(self, i): return os.getpid()
+    ddl = DistributedDL(TorchDL(Pid(), batch_size=2, num_workers=2, persistent_workers=True), 0, 2, split_batches=False)
+    pids = [{v for b in ddl for v in b.tolist()} for _ in range(2)]
+    assert pids[0] == pids[1] and len(pids[0]) == 2
+    ddl.close()
+    assert not pids[0] & {v for b in ddl for v in b.tolist()}
+    ddl.close()
+
+
+def test_an_unpickled_loader_of_a_wrong_attribute_says_so():
+    with pytest.raises(AttributeError, match='no_such'): DistributedDL(made('tfmd'), 0, 2).no_such
+    with pytest.raises(AttributeError): object.__new__(DistributedDL).anything

@@ -1,0 +1,57 @@
+"Errors are data: fields of `RemoteError`, and a JSON record where torch's launcher looks for it"
+import json, os
+
+from forked import started
+from harness import free_port
+
+
+def fails(rank, url, how):
+    import sys, time, torch, torch.distributed as dist
+    from fastdist.world import RemoteError, distributed_init, fail_together
+    distributed_init(init_method=url, rank=rank, world_size=3)
+    def step():
+        if rank == 1 and how == 'raises': raise FileNotFoundError(2, 'no disk', 'a.txt')
+        if rank == 1: time.sleep(1000)
+        dist.all_reduce(torch.ones(3))
+    try:
+        with fail_together(watchdog=5): step()
+    except RemoteError as e: return vars(e), type(e.__cause__), getattr(e.__cause__, 'filename', None)
+    except FileNotFoundError: return
+
+
+def run(tmp_path, how):
+    url = f'tcp://127.0.0.1:{free_port()}'
+    files = [tmp_path/f'{i}.json' for i in range(3)]
+    res = started(lambda: fails(int(os.environ['I']), url, how), [{'I': str(i), 'TORCHELASTIC_ERROR_FILE': str(f)} for i, f in enumerate(files)])
+    return res, [json.loads(f.read_text()) if f.exists() else None for f in files]
+
+
+def test_of_an_exception(tmp_path):
+    res, records = run(tmp_path, 'raises')
+    assert res[1] is None
+    for r in 0, 2:
+        e, cause, filename = res[r]
+        assert (e['rank'], e['by'], e['kind'], e['module'], e['type'], e['function']) == (1, 1, 'error', 'builtins', 'FileNotFoundError', 'step')
+        assert e['text'] == "[Errno 2] no disk: 'a.txt'" and e['file'] == __file__ and 'raise FileNotFoundError' in e['traceback']
+        assert (cause, filename) == (FileNotFoundError, 'a.txt')
+    for r, o in enumerate(records):
+        assert set(o) == {'message', 'fastdist'} and o['fastdist']['rank'] == 1 and o['fastdist']['line'] == res[0][0]['line']
+        assert o['message']['message'].startswith('FileNotFoundError: ' if r == 1 else f'RemoteError: rank {r} stopped because rank 1')
+    assert {o['rank'] for o in records[1]['fastdist']['others']} <= {0, 2}
+
+
+def test_of_a_rank_that_is_stuck(tmp_path):
+    res, records = run(tmp_path, 'sleeps')
+    for r, (e, *_) in enumerate(res):
+        assert (e['rank'], e['kind'], e['file'], e['function']) == (1, 'stalled', __file__, 'step')
+        assert {o['rank']: o['call'] for o in e['others']} == {0: 'all_reduce', 2: 'all_reduce'}
+        assert all([__file__, 'step'] in [[f[0], f[2]] for f in o['stack']] for o in e['others'])
+        assert records[r]['fastdist']['others'] == e['others']
+
+
+def test_without_a_launcher_no_file_is_written(tmp_path, monkeypatch):
+    from fastdist.world.errors import Failure, write_record
+    monkeypatch.delenv('TORCHELASTIC_ERROR_FILE', raising=False)
+    monkeypatch.chdir(tmp_path)
+    write_record(Failure(1, 'n1', 'stalled').as_error())
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,73 @@
+"An evaluation without a trainer: each worker has a part of the batches, and the metrics and predictions of all"
+import pytest
+from fastai.callback.core import GatherPredsCallback
+from learners import *
+
+
+@pytest.fixture(params=[2, 3])
+def world(request, worlds): return worlds(request.param)
+
+
+def by_hand(n, rows, dst, stop=None):
+    "Metrics, predictions and numbers of the batches, of an evaluation that a few lines share"
+    from fastai.callback.core import CancelValidException
+    from fastdist.data.dl import DistributedDL
+    from fastdist.fault.cancel import Decisions
+    from fastdist.trainer.evaluation import Evaluation
+    from fastdist.world import get_rank, setup_distrib
+    setup_distrib()
+    idle = SimpleNamespace(active=False)
+    class Decided(Learner):
+        "A learner whose callbacks decide together"
+        decisions = idle
+        def _call_one(self, event_name):
+            d = self.decisions
+            return d.call(event_name) if d.active else super()._call_one(event_name)
+    class Shares(Callback):
+        order = -20
+        def before_validate(self): self.e.begin(); self.numbers = []
+        def before_batch(self): self.e.number_batch(); self.numbers.append(self.learn.iter)
+        def after_pred(self): self.e.forwards += 1
+        def after_batch(self): self.e.add_batch()
+        def after_validate(self): self.e.finish()
+    class Stops(Callback):
+        may_cancel = True
+        def after_batch(self):
+            if self.learn.iter == stop: raise CancelValidException
+    dls = dls_of(4, n, bs=4)
+    learn = Decided(dls, mlp(), loss_func=Double(), metrics=[accuracy, F1Score(average='macro')], cbs=[Shares(), Stops()])
+    quiet(learn)
+    learn.decisions = Decisions(learn, 'cpu')
+    learn.dl = DistributedDL(learn.dls.valid, split_batches=rows, evaluate=not rows)
+    with learn.validation_context(cbs=[preds := GatherPredsCallback()], inner=False):
+        e = learn.shares.e = Evaluation(learn, learn.decisions, dst=dst)
+        with e.together():
+            assert e.shared and e.by_rows == rows and learn.decisions.active
+            learn._with_events(learn.all_batches, 'validate', CancelValidException)
+    return [m.value for m in learn.metrics], preds.all_tensors(), learn.shares.numbers, learn.iter, get_rank()
+
+
+def one(n, batches=None):
+    dls = dls_of(4, n, bs=4)
+    learn = quiet(Learner(dls, mlp(), loss_func=Double(), metrics=[accuracy, F1Score(average='macro')]))
+    dl = list(learn.dls.valid)[:batches]
+    return list(learn.validate(dl=dl))[1:], learn.get_preds(dl=dl, act=noop)
+
+
+@pytest.mark.parametrize('dst', [None, 0])
+@pytest.mark.parametrize('n,rows', [(13, False), (30, False), (24, True)])
+def test_as_in_one_process(world, n, rows, dst):
+    values, preds = one(n)
+    res = world(by_hand, n, rows, dst)
+    for v, p, *_, rank in res:
+        assert diff([float(o) for o in v], values) < 1e-6
+        if dst in (None, rank): assert diff(p[0], preds[0]) < 1e-7 and (p[1] == preds[1]).all()
+    batches = math.ceil(n/4)
+    numbers = [o[2] for o in res]
+    assert numbers == [list(range(batches))]*world.n if rows else sorted(sum(numbers, [])) == list(range(batches))
+
+
+def test_ended_by_one(world):
+    "A callback of one worker ends it in the fourth batch, before its predictions are collected"
+    _, preds = one(30, 3)
+    for _, p, *_ in world(by_hand, 30, False, None, stop=3): assert diff(p[0], preds[0]) < 1e-7 and (p[1] == preds[1]).all()
