@@ -75,7 +75,7 @@ def _slurm_ranks():
 def _launched_by():
     "Who has set RANK and WORLD_SIZE"
     env = os.environ
-    if 'FASTDIST_LAUNCHER' in env: return env['FASTDIST_LAUNCHER']
+    if env.get('FASTDIST_LAUNCHER'): return env['FASTDIST_LAUNCHER']
     marks = dict(FORK_LAUNCHED='notebook_launcher', ACCELERATE_MIXED_PRECISION='accelerate', TORCHELASTIC_RUN_ID='torchrun')
     return next((who for k,who in marks.items() if k in env), 'environment')
 
