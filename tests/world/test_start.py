@@ -160,7 +160,7 @@ def test_a_port_that_is_taken():
     with socket.create_server(('0.0.0.0', 0)) as s:
         url = f'tcp://127.0.0.1:{s.getsockname()[1]}'
         name, text, _ = started(partial(by_hand, url, 0, 2, timeout=2), [{}])[0]
-    assert name == 'ConnectionError' and 'could not open port' in text
+    assert name == 'PortError' and 'could not open port' in text
 
 
 def test_the_same_rank_twice():
