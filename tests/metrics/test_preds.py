@@ -79,6 +79,29 @@ def test_options(world, n, bs, tmp_path):
         assert {k for k in want if not close(want[k], got[k])} <= ({'files'} if r else set())
 
 
+def written(n_val, folder):
+    import fastdist.all
+    learn, paths, real = quiet(learner(n=11, n_val=n_val, bs=3)), [], torch.save
+    def save(o, f, **kwargs):
+        paths.append(str(f))
+        real(o, f, **kwargs)
+    torch.save = save
+    try:
+        with learn.distrib_ctx(split_batches=True): learn.get_preds(save_preds=folder)
+    finally: torch.save = real
+    return paths, sorted(f.name for f in folder.iterdir())
+
+
+@pytest.mark.parametrize('n_val', [3, 13])
+def test_no_file_is_written_by_two(world, n_val, tmp_path):
+    "A single batch is evaluated by all: nobody reads what another one is writing again"
+    (tmp_path/'p').mkdir()
+    res = world(written, n_val, tmp_path/'p')
+    paths, n = [o for ps, _ in res for o in ps], -(-n_val//3)
+    assert len(paths) == len(set(paths)) == (n if n > 1 else world.n)
+    assert [names for _, names in res] == [sorted(map(str, range(n)))]*world.n and [o.name for o in tmp_path.iterdir()] == ['p']
+
+
 def outputs(distrib, kind):
     warnings.simplefilter('ignore')
     loss = lambda p, t, **kw: F.cross_entropy(p[0] if isinstance(p, tuple) else p.reshape(len(t), -1), t*0, **kw)
