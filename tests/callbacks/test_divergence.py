@@ -98,21 +98,10 @@ def test_counts_steps(world2):
 
 def collectives():
     import collections
-    import torch.distributed as dist
     from fastdist.callbacks.divergence import check_same
     from fastdist.world import init_group
     init_group()
-    PG, counts, real, was = dist.ProcessGroup, collections.Counter(), {}, {}
-    for nm in ('allreduce', 'broadcast', 'allgather', 'all_gather_single', '_allgather_base', 'barrier', 'gather', 'scatter', 'send', 'recv'):
-        if not hasattr(PG, nm): continue
-        def counted(self, *args, _nm=nm, **kwargs):
-            counts[_nm] += 1
-            return real[_nm](self, *args, **kwargs)
-        real[nm], was[nm] = getattr(PG, nm), vars(PG)[nm]
-        setattr(PG, nm, counted)
-    try: check_same(with_bn())
-    finally:
-        for nm, f in was.items(): setattr(PG, nm, f)
+    with counted_collectives(collections.Counter()) as counts: check_same(with_bn())
     return dict(counts)
 
 

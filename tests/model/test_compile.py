@@ -91,7 +91,7 @@ def test_recomputed(world2, wrap):
 def test_inductor(world2):
     "With code that a C++ compiler has made"
     want, _ = trained_raw('equal')
-    for got, n in world2(trained_raw, 'equal', 'fsdp', backend='inductor', timeout=90):
+    for got, n in world2(trained_raw, 'equal', 'fsdp', backend='inductor'):
         assert n > 0
         assert diff(got, want) < 1e-12
 
@@ -108,7 +108,7 @@ def no_compiler():
 
 def test_no_compiler(world2):
     "Without a C++ compiler there is an error, and no training without compiling"
-    for e in world2(no_compiler, timeout=90): assert 'Compiler' in e or 'compiler' in e, e
+    for e in world2(no_compiler): assert 'Compiler' in e or 'compiler' in e, e
 
 
 def trained_bn(wrap=None, backend=None, **bn):

@@ -78,7 +78,6 @@ def test_ends_at_once(tmp_path, fault):
     assert res.returncode not in (0, None) and res.left == {}
     assert ('sync_bm=1' if fault == 'argument' else 'the first to fail') in res.stderr
     assert 'worker 1 ' in res.stderr.splitlines()[-1], res.stderr[-2000:]
-    assert res.seconds < 60
 
 
 def test_under_torchrun(tmp_path):

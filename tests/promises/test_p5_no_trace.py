@@ -88,7 +88,7 @@ def kept_alive(event):
 
 
 def test_one_process_after_an_error_before_the_backward(world2):
-    for event in 'after_pred', 'after_loss', 'before_backward': assert world2(kept_alive, event, timeout=30) == [True, True]
+    for event in 'after_pred', 'after_loss', 'before_backward': assert world2(kept_alive, event) == [True, True]
 
 
 class Kaput(Exception): pass

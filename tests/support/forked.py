@@ -43,7 +43,7 @@ def start(fn, envs, *args):
     return procs, lines
 
 
-def started(fn, envs, *args, timeout=90):
+def started(fn, envs, *args, timeout=300):
     "What `fn(*args)` returned in each process, or (name of the exception, text, traceback) as a tuple; `None` where it died"
     procs, lines = start(fn, envs, *args)
     end, res = time.monotonic() + timeout, [None]*len(envs)

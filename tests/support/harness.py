@@ -145,7 +145,7 @@ class World:
         time.sleep(0.1)
         return file.read_bytes()[size:].decode(errors='replace')
 
-    def __call__(self, fn, *args, timeout=120, grace=15, **kwargs):
+    def __call__(self, fn, *args, timeout=300, grace=60, **kwargs):
         """The results of `fn(*args, **kwargs)`, by rank, within `timeout` seconds. Ranks have `grace` seconds to end after another
         raised or died. What they printed is in `output`, by rank, afterwards."""
         for m in list(sys.modules.values()):  # test modules travel by value: workers need not, and must not, import them

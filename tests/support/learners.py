@@ -1,5 +1,5 @@
 "Small learners that are built alike in one process and in many, in float64 unless a test says otherwise"
-import warnings
+import contextlib, warnings
 from types import SimpleNamespace
 
 import torch
@@ -77,6 +77,25 @@ def diff(a, b):
     a, b = torch.as_tensor(a).double(), torch.as_tensor(b).double()
     assert a.shape == b.shape, (a.shape, b.shape)
     return (a-b).abs().max().item() if a.numel() else 0.
+
+
+@contextlib.contextmanager
+def counted_collectives(counts):
+    "Count in the `Counter` `counts` what process groups are called for. All of torch.distributed's functions end there, but for DDP's own, which are called from C++"
+    import torch.distributed as dist
+    PG, was = dist.ProcessGroup, {}
+    def counted(nm, real):
+        def f(self, *args, **kwargs):
+            counts[nm] += 1
+            return real(self, *args, **kwargs)
+        return f
+    for nm in ('allreduce', 'broadcast', 'allgather', 'all_gather_single', '_allgather_base', 'barrier', 'reduce', 'gather', 'scatter', 'send', 'recv'):
+        if nm not in vars(PG): continue
+        was[nm] = vars(PG)[nm]
+        setattr(PG, nm, counted(nm, getattr(PG, nm)))
+    try: yield counts
+    finally:
+        for nm, f in was.items(): setattr(PG, nm, f)
 
 
 __all__ = [o for o in dir() if not o.startswith(('_', 'test'))]  # fastcore's test functions are not pytest's

@@ -171,7 +171,7 @@ def paths_differ():
 
 def test_saved_under_paths_that_differ(world2):
     "No wait for what will not come"
-    res = world2(paths_differ, timeout=30)
+    res = world2(paths_differ)
     assert res[0] is None and 'save under the same path in all ranks' in res[1]
 
 
@@ -214,7 +214,7 @@ def alone():
 
 def test_outside_of_a_context(world):
     "fastai by itself gathers there, and fails or hangs"
-    res = world(alone, timeout=60)
+    res = world(alone)
     assert len(res[0]) == 3
     learn = quiet(learner(n=9, bs=4, metrics=[accuracy, F1Score(average='macro')]))
     assert diff(res[0][0], list(learn.validate())) < 1e-6
@@ -356,21 +356,12 @@ def collectives(n_val):
         order = 2000
         def after_batch(self): res.append(('step' if self.training else 'batch', dict(counts)))
         def after_validate(self): res.append(('validate', dict(counts)))
-    # of the process group itself: all of torch.distributed's functions end there, but for DDP's own, which are called from C++
-    PG, real, was = dist.ProcessGroup, {}, {}
-    for nm in ('allreduce', 'broadcast', 'allgather', 'all_gather_single', '_allgather_base', 'barrier', 'reduce', 'gather', 'scatter', 'send', 'recv'):
-        if not hasattr(PG, nm): continue
-        def counted(self, *args, _nm=nm, **kwargs):
-            counts[_nm] += 1
-            return real[_nm](self, *args, **kwargs)
-        real[nm], was[nm] = getattr(PG, nm), vars(PG)[nm]
-        setattr(PG, nm, counted)
     blocking, all_reduce = [0], dist.all_reduce
     def seen(*args, **kwargs):
         blocking[0] += not kwargs.get('async_op')
         return all_reduce(*args, **kwargs)
     try:
-        with learn.distrib_ctx(split_batches=True):
+        with counted_collectives(counts), learn.distrib_ctx(split_batches=True):
             learn.fit(1) # makes DDP
             dist.all_reduce = seen
             learn.fit(1, cbs=[Step(), StepEnd()])
@@ -380,7 +371,6 @@ def collectives(n_val):
             res.append(('preds', dict(counts)))
     finally:
         dist.all_reduce = all_reduce
-        for nm, f in was.items(): setattr(PG, nm, f)
     return res, fit
 
 

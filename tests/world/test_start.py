@@ -1,5 +1,5 @@
 "Every way in which users start workers"
-import json, os, socket, sys, textwrap
+import json, os, random, socket, sys, textwrap
 from functools import partial
 
 import pytest
@@ -17,7 +17,7 @@ SCRIPT = r'''
     import json, os, torch, torch.distributed as dist
     from fastdist.world import *
     print(infer_init_method(), flush=True)
-    setup_distrib(timeout=60); setup_distrib()
+    setup_distrib(timeout=200); setup_distrib()
     text = json.dumps([get_rank(), get_world_size(), get_local_rank(), get_local_world_size(), get_node_rank(), str(get_device()), get_backend(), get_launcher(),
                        all_reduce(torch.tensor(get_rank()+1.)).item()])
     os.write(1, f'said {text}\n'.encode()) # at once: workers share the line
@@ -51,7 +51,7 @@ def me(**kwargs):
     return res, reason
 
 
-def by_hand(url, rank, world_size, again=False, timeout=60):
+def by_hand(url, rank, world_size, again=False, timeout=200):
     res = me(init_method=url, rank=rank, world_size=world_size, timeout=timeout)
     if again: assert me(init_method=url, rank=rank, world_size=world_size, timeout=timeout) == res
     left = [k for k in os.environ if k in ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'MASTER_PORT', 'FASTDIST_LAUNCHER')]
@@ -100,18 +100,29 @@ def test_env_without_local_rank():
     for r, (o, reason) in enumerate(res): assert o == [r, 3, r, 3, 0, 'environment', [0, 1, 2]] and 'has set RANK=' in reason
 
 
-def slurm(n, per_node=None, **more):
-    per_node = per_node or n
-    return [dict(SLURM_JOB_ID='4711', SLURM_PROCID=str(r), SLURM_LOCALID=str(r % per_node), SLURM_NTASKS=str(n), SLURM_JOB_NODELIST='localhost', **more) for r in range(n)]
+def free_job(step=0):
+    "The number of a Slurm job whose port (see `slurm_port`) is free: other tests run at the same time"
+    while True:
+        job = random.SystemRandom().randrange(10**6)
+        with socket.socket() as s:
+            try: s.bind(('', 10000 + (job*101 + step*7) % 20000))
+            except OSError: continue
+        return str(job)
 
 
-@pytest.mark.parametrize('kind', ['named', 'real', 'one per node', 'port', 'address', 'argument'])
+def slurm(n, per_node=None, step=0, **more):
+    per_node, job = per_node or n, free_job(step)
+    if step: more['SLURM_STEP_ID'] = str(step)
+    return [dict(SLURM_JOB_ID=job, SLURM_PROCID=str(r), SLURM_LOCALID=str(r % per_node), SLURM_NTASKS=str(n), SLURM_JOB_NODELIST='localhost', **more) for r in range(n)]
+
+
+@pytest.mark.parametrize('kind', ['named', 'real', 'one per node', 'port', 'address'])
 def test_slurm(kind):
     "srun's environment; real Slurm is tried in test_hosts"
-    real = dict(SLURM_STEP_ID=str(os.getpid() % 1000), SLURM_STEP_NUM_TASKS='4', SLURM_STEP_NODELIST='localhost', SLURM_TASKS_PER_NODE='3,1', SLURM_STEP_TASKS_PER_NODE='3,1')
-    envs = slurm(4, 2, SLURM_NTASKS_PER_NODE='2')
+    real = dict(SLURM_STEP_NUM_TASKS='4', SLURM_STEP_NODELIST='localhost', SLURM_TASKS_PER_NODE='3,1', SLURM_STEP_TASKS_PER_NODE='3,1')
+    envs = slurm(4, 2, step=17 if kind == 'real' else 0, SLURM_NTASKS_PER_NODE='2')
     want = [(r % 2, 2, r // 2) for r in range(4)]
-    kwargs, port = {}, str(free_port())
+    port = str(free_port())
     if kind == 'real':
         for i, e in enumerate(envs): e.update(real, SLURM_NODEID=str(i//3), SLURM_LOCALID=str(i % 3))
         want = [(r % 3, 3 if r < 3 else 1, r//3) for r in range(4)]
@@ -120,7 +131,6 @@ def test_slurm(kind):
         want = [(0, 1, 0), (0, 1, 1)]
     if kind in ('port', 'address'): envs = [dict(e, MASTER_PORT=port) for e in envs]
     if kind == 'address': envs = [dict(e, MASTER_ADDR='127.0.0.1', SLURM_JOB_NODELIST='far[1-2]') for e in envs]
-    if kind == 'argument': envs = [dict(e, SLURM_JOB_ID='4712') for e in envs]
     res = started(lambda: me(), envs)
     for r, (o, reason) in enumerate(res):
         assert o == [r, len(envs), *want[r], 'slurm', list(range(len(envs)))], (o, reason)
@@ -211,7 +221,7 @@ def downloads(rank, folder, per_node):
 @pytest.mark.parametrize('per_node', [False, True])
 def test_rank0_first_without_a_group(tmp_path, per_node):
     "It makes none: the workers wait through the store"
-    envs = [dict(e, SLURM_JOB_ID=str(10+per_node)) for e in slurm(4, 2, SLURM_NTASKS_PER_NODE='2')]
+    envs = slurm(4, 2, SLURM_NTASKS_PER_NODE='2')
     res = started(lambda: downloads(int(os.environ['SLURM_PROCID']), tmp_path, per_node), envs)
     for r, o in enumerate(res):
         err = ('ValueError', 'NoneType', True) if r == 0 else ('RemoteError', 'ValueError', True)
