@@ -22,8 +22,13 @@ def cells(f):
 def state(f):
     "Names of a module that it changes as it runs: by `global`, or a container that some function writes to"
     tree = ast.parse(f.read_text(encoding='utf-8'))
-    held = {t.id for n in tree.body if isinstance(n, (ast.Assign,ast.AnnAssign)) for t in ast.walk(n) if isinstance(t, ast.Name) and isinstance(t.ctx, ast.Store)
-            if isinstance(n.value, MUTABLE) or isinstance(n.value, ast.Call) and getattr(n.value.func, 'attr', getattr(n.value.func, 'id', '')) in MAKERS}
+    assigned = []
+    for n in (o for o in tree.body if isinstance(o, (ast.Assign,ast.AnnAssign))):
+        for t in n.targets if isinstance(n, ast.Assign) else [n.target]:
+            several = isinstance(t, ast.Tuple) and isinstance(n.value, ast.Tuple)
+            assigned += zip(t.elts, n.value.elts) if several else [(t, n.value)]
+    makes = lambda v: isinstance(v, MUTABLE) or isinstance(v, ast.Call) and getattr(v.func, 'attr', getattr(v.func, 'id', '')) in MAKERS
+    held = {t.id for t,v in assigned if isinstance(t, ast.Name) and makes(v)}
     res = {o for n in ast.walk(tree) if isinstance(n, ast.Global) for o in n.names}
     writers = 'append add pop clear update setdefault remove discard extend insert popitem appendleft set acquire'.split()
     for fn in (n for n in ast.walk(tree) if isinstance(n, (ast.FunctionDef,ast.Lambda))):

@@ -167,7 +167,7 @@ FAULTS = [Fault(*o) for o in [
      'from .machine import check_gpus, n_gpus, why_cpu\n', 'from .machine import check_gpus, n_gpus, why_cpu\nimport torch\n',
      ['tests/launch/test_config.py::test_wrong_config_at_once']),
     ('thread-at-import', 'P8', "an import starts a thread",
-     'on_start.append(monitor)\n', 'on_start.append(monitor)\nimport threading,time\nthreading.Thread(target=time.sleep, args=(1e6,), daemon=True).start()\n',
+     'World.on_begin(monitor)\n', 'World.on_begin(monitor)\nimport threading,time\nthreading.Thread(target=time.sleep, args=(1e6,), daemon=True).start()\n',
      ['tests/promises/test_p8_import.py::test_either_order[fastdist.all-fastdist.all]']),
     ('port-at-import', 'P8', "an import opens a port: the store of a process alone is a TCPStore, and made at once",
      'start_timeout = 600 #', "_alone = dist.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)\nstart_timeout = 600 #",

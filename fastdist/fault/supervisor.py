@@ -11,30 +11,26 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 from .interrupt import handler_kept
-from .monitor import Monitor, Scope
+from .monitor import Monitor, Scope, running_monitor
 from ..world.errors import RemoteError, write_record
-from ..world.process_group import _here, init_group, on_start, on_stop, teardown_distrib
+from ..world.process_group import init_group, teardown_distrib
 from ..world.ranks import get_rank, get_world_size
+from ..world.state import World, current_world
 from ..world.store import seconds
 
 # %% ../../nbs/fault/03_supervisor.ipynb #6e9c74bd
 def monitor():
     "This rank's `Monitor`, which lives as long as its process group; `None` where there is one process"
-    m = Monitor.running
+    m = running_monitor()
     if m is not None and (m.pid!=os.getpid() or m.stop_now.is_set()): m = None # of the parent, or of a group that has gone
     if m is None and dist.is_initialized() and get_world_size() > 1:
-        m = Monitor()
+        m,world = Monitor(),current_world()
         m.start()
-    Monitor.running = m
+        world.cache['monitor'] = m
+        world.on_end(m.stop)
     return m
 
-def _stop_monitor():
-    m = Monitor.running
-    if m is not None and m.pid==os.getpid(): m.stop()
-    Monitor.running = None
-
-on_start.append(monitor)
-on_stop.append(_stop_monitor)
+World.on_begin(monitor)
 
 # %% ../../nbs/fault/03_supervisor.ipynb #fd810e3a
 watchdog_time = 600 # seconds: as long as nccl waits in a collective, by default
@@ -59,7 +55,7 @@ def scope(watchdog # Seconds, or `None`
         return
     m.interrupts.take()
     m.count += 1
-    s = Scope(f'{_here.groups}/{m.count}', watchdog)
+    s = Scope(f'{current_world().number}/{m.count}', watchdog)
     m.scopes.append(s)
     try:
         yield s

@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['accelerator_args', 'not_default', 'check_names', 'check_accumulation', 'check_loading', 'check_handlers',
-           'check_project', 'check_rng_types', 'check_args', 'check_own', 'check_launch', 'check_precision']
+           'check_project', 'check_rng_types', 'check_args', 'check_own', 'check_launch', 'check_precision',
+           'make_accelerator']
 
 # %% ../../nbs/trainer/01_args.ipynb #121616bc
 import dataclasses,difflib,inspect
@@ -16,7 +17,7 @@ from accelerate.utils import (AutocastKwargs, DataLoaderConfiguration, DDPCommun
                               GradientAccumulationPlugin, GradScalerKwargs, InitProcessGroupKwargs, ProjectConfiguration, RNGType)
 from fastai.basics import *
 from fastai.callback.fp16 import MixedPrecision, NonNativeMixedPrecision
-from .strategy_args import check_dynamo, check_sharding
+from .strategy_args import check_dynamo, check_sharding, launch_hidden
 from ..world.errors import refuse
 from ..strategy.select import check_ddp
 from ..world.ranks import get_rank
@@ -46,17 +47,19 @@ def not_default(kwargs # Arguments of `Accelerator`
 
 def check_names(kwargs # The arguments given
                ):
-    "Raise a `TypeError` for an argument that fastai has an owner for, or that nobody knows; and a `ValueError` for one that is neither True nor False"
+    "Raise a `TypeError` for an argument that is fastai's, or that nobody knows; a `ValueError` for one that is neither True nor False"
     for k,v in kwargs.items():
         if k in _fastai_owns: refuse(k, v, _fastai_owns[k], TypeError)
         if k not in _accepted:
             near = difflib.get_close_matches(k, ['sync_bn','in_notebook','strategy',*_accepted], 1)
-            refuse(k, v, f"neither fastdist nor Accelerate has an argument of this name{f'; did you mean {near[0]}?' if near else ''}", TypeError)
+            hint = f'; did you mean {near[0]}?' if near else ''
+            refuse(k, v, f"neither fastdist nor Accelerate has an argument of this name{hint}", TypeError)
     given = not_default(kwargs)
     for k in ('split_batches','cpu'):
         if k in given and not isinstance(given[k], bool): refuse(k, given[k], "it is True or False")
     if 'device_placement' in given:
-        refuse('device_placement', given['device_placement'], "fastai places the batches, and fastdist the model: leave device_placement=True")
+        refuse('device_placement', given['device_placement'],
+               "fastai places the batches, and fastdist the model: leave device_placement=True")
 
 # %% ../../nbs/trainer/01_args.ipynb #fe9a530b
 def check_accumulation(given # The arguments given
@@ -86,7 +89,8 @@ def check_loading(config, # `DataLoaderConfiguration` or `None`
                  ):
     "`split_batches` and `data_seed`"
     if config is None: return bool(split),None
-    if not isinstance(config, DataLoaderConfiguration): refuse('dataloader_config', config, "it is an accelerate.utils.DataLoaderConfiguration")
+    if not isinstance(config, DataLoaderConfiguration):
+        refuse('dataloader_config', config, "it is an accelerate.utils.DataLoaderConfiguration")
     no = lambda k,why: refuse(f'dataloader_config.{k}', getattr(config, k), why)
     for k in ('split_batches','even_batches','use_seedable_sampler','non_blocking'):
         if not isinstance(getattr(config, k), bool): no(k, "it is True or False")
@@ -105,8 +109,10 @@ _other_handlers = {'ProfileKwargs':"put torch.profiler.profile around the fit",
                                    "fastai trains in fp16 or bf16: learn.to_fp16() or learn.to_bf16()")}
 
 def _check_scaler(o):
-    for k,ok,what in (('enabled', lambda v: isinstance(v, bool), "True or False"), ('init_scale', lambda v: v > 0, "a number above 0"),
-                      ('growth_factor', lambda v: v > 1, "a number above 1"), ('backoff_factor', lambda v: 0 < v < 1, "a number between 0 and 1"),
+    for k,ok,what in (('enabled', lambda v: isinstance(v, bool), "True or False"),
+                      ('init_scale', lambda v: v > 0, "a number above 0"),
+                      ('growth_factor', lambda v: v > 1, "a number above 1"),
+                      ('backoff_factor', lambda v: 0 < v < 1, "a number between 0 and 1"),
                       ('growth_interval', lambda v: isinstance(v, int) and v > 0, "a number of steps from 1")):
         if not ok(getattr(o, k)): refuse(f'GradScalerKwargs.{k}', getattr(o, k), f"it is {what}")
 
@@ -157,8 +163,8 @@ def check_rng_types(types # The argument `rng_types`
     if isinstance(types, str) or not is_iter(types): refuse('rng_types', types, f"it is a list of {', '.join(_rngs)}")
     types = [o.value if isinstance(o, RNGType) else o for o in types]
     for o in types:
-        if o not in _rngs:
-            refuse('rng_types', o, f"it is a list of {', '.join(_rngs)}{'; fastai does not train on such a device' if o in RNGType else ''}")
+        hint = '; fastai does not train on such a device' if o in RNGType else ''
+        if o not in _rngs: refuse('rng_types', o, f"it is a list of {', '.join(_rngs)}{hint}")
         if o=='cuda' and not torch.cuda.is_available(): refuse('rng_types', o, "there is no GPU here: leave it out")
     return types
 
@@ -202,3 +208,12 @@ def check_precision(learn # `Learner` in a fit on many workers
     if learn._grab_cbs(NonNativeMixedPrecision): raise ValueError(
         f"rank {get_rank()}: NonNativeMixedPrecision (to_non_native_fp16) trains copies of the parameters, "
         "which is not supported on many workers: use learn.to_fp16()")
+
+# %% ../../nbs/trainer/01_args.ipynb #0dd698c0
+def make_accelerator(settings, # From `check_args`
+                     cpu, # Train on the CPU?
+                    ):
+    "Accelerate's state of this process. What it would do by itself, to a model or an environment variable, is the strategy's to do"
+    handlers = [o for o in (settings.ddp,settings.init) if o is not None]
+    config = DataLoaderConfiguration(split_batches=settings.split)
+    with launch_hidden(): return Accelerator(cpu=cpu, mixed_precision='no', kwargs_handlers=handlers, dataloader_config=config)

@@ -14,7 +14,10 @@ from fastai.basics import *
 from ..callbacks.data_parallel import ParallelTrainer, check_device_ids
 from ..callbacks.fastai_patches import trainer_of
 from ..fault.supervisor import handler_kept, scope
+from ..data.dl import DistributedDL
 from ..strategy.base import check_trainable
+from ..strategy.forward_proxy import ForwardProxy
+from .loaders import plain_dls
 from .trainer import DistributedTrainer
 from ..world.errors import refuse
 from ..world.process_group import teardown_distrib
@@ -32,9 +35,11 @@ def _add_trainer(learn, cb):
         raise
 
 def _joins(learn, cb):
-    "Is the learner distributed already, with the arguments of `cb`? With others it is an error"
+    "Is the learner distributed already, with the arguments of `cb`? With others it is a `ValueError`"
     outer = trainer_of(learn)
-    return outer is not None and outer.joins(cb.args)
+    if outer is None or outer.args==cb.args: return outer is not None
+    raise ValueError(f"rank {get_rank()}: this learner is in distrib_ctx (or to_distributed) with {outer.args} already, "
+                     f"and cannot join it with {cb.args}: leave the outer one first, or give the same arguments")
 
 # %% ../../nbs/trainer/07_learner.ipynb #b0d2e9a8
 @patch
@@ -187,17 +192,48 @@ def get_preds(self:Learner, *args,
     finally: trainer.preds_to = None
     return res if n is None else (None,)*n
 
+# %% ../../nbs/trainer/07_learner.ipynb #a91db756
+def _users_state(trainer, state):
+    "`state` of a learner as it would be without `trainer`; a `RuntimeError` where this worker has shards of the parameters only"
+    strategy = trainer.strategy
+    if strategy is not None and strategy.shards_params: raise RuntimeError(
+        f"rank {get_rank()}: a learner cannot be pickled or copied while strategy={strategy.name!r} has its parameters in shards: "
+        "call learn.export or learn.save, or leave the context first")
+    ours,model,dl = [trainer,*trainer.added],state['model'],state.get('dl')
+    cbs = [o for o in trainer.learn.cbs if not any(o is p for p in ours)]
+    if trainer.loggers is not None: cbs = trainer.loggers.put_back(cbs)
+    res = {k:v for k,v in state.items() if not any(v is p for p in ours)}
+    res.update(cbs=L(cbs), model=model.model if isinstance(model, ForwardProxy) else model, dls=plain_dls(trainer.learn.dls))
+    if isinstance(dl, DistributedDL): res['dl'] = dl.dl
+    return res
+
+# %% ../../nbs/trainer/07_learner.ipynb #920709a4
+@contextmanager
+def _unsharded(trainer):
+    "Each worker has the whole model and the whole state of the optimizer meanwhile"
+    strategy = trainer.strategy
+    if strategy is None or not strategy.gathers:
+        yield
+        return
+    trainer.strategy = None
+    strategy.close()
+    try: yield
+    finally:
+        trainer.strategy = strategy
+        strategy.setup(trainer.learn, trainer.accelerator.device)
+        strategy.adopt(trainer.learn.opt)
+
 # %% ../../nbs/trainer/07_learner.ipynb #c95af5a9
 _learner_state,_export = Learner.__getstate__,Learner.export
 
 @patch
 def __getstate__(self:Learner):
     state,trainer = _learner_state(self),trainer_of(self)
-    return state if trainer is None else trainer.users_state(state)
+    return state if trainer is None else _users_state(trainer, state)
 
 @patch
 @delegates(_export)
 def export(self:Learner, *args, **kwargs):
     "fastai's `export`; all workers have to call it in a context that shards"
     trainer = trainer_of(self)
-    with nullcontext() if trainer is None else trainer.whole_model(): return _export(self, *args, **kwargs)
+    with nullcontext() if trainer is None else _unsharded(trainer): return _export(self, *args, **kwargs)

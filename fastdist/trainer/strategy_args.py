@@ -29,6 +29,7 @@ strategy_words = dict(
 _other_words = dict(zero3='fsdp', fsdp2='fsdp', full_shard='fsdp', hybrid_shard='hsdp', no_shard='ddp',
                     oss='zero1', sharded_ddp='zero2', shard_grad_op='zero2')
 _hooks = 'setup','forward','close'
+_one_of_them = 'leave out one of them, or let them agree'
 
 def _either(ok): return ' or '.join(map(repr, ok))
 
@@ -37,7 +38,8 @@ def _check_own(o):
     for h in _hooks:
         if not callable(getattr(o, h, None)):
             refuse('strategy', o,
-                   f"it has no method {h}: a strategy has the hooks {', '.join(_hooks)}, or is one of the words {', '.join(strategy_words)}")
+                   f"it has no method {h}: a strategy has the hooks {', '.join(_hooks)}, "
+                   f"or is one of the words {', '.join(strategy_words)}")
 
 # %% ../../nbs/trainer/00_strategy_args.ipynb #74c36b7a
 def check_strategy(strategy, # A word, an object with the hooks, or `None`
@@ -55,7 +57,7 @@ def check_strategy(strategy, # A word, an object with the hooks, or `None`
     for i,(arg,v,ok) in enumerate(means):
         for arg0,v0,ok0 in means[:i]:
             if not {*ok} & {*ok0}:
-                refuse(arg0, v0, f"{arg}={_short(v)} means {_either(ok)}, and this {_either(ok0)}: leave out one of them, or let them agree")
+                refuse(arg0, v0, f"{arg}={_short(v)} means {_either(ok)}, and this {_either(ok0)}: {_one_of_them}")
     return strategy if own else next((o for o in strategy_words if means and all(o in ok for _,_,ok in means)), 'ddp')
 
 # %% ../../nbs/trainer/00_strategy_args.ipynb #8fc21189
@@ -63,8 +65,11 @@ def _no(field, value, why): refuse(f'fsdp_plugin.{field}', value, why)
 
 _instead = dict(
     sharding_strategy="version 2 goes by reshard_after_forward; strategy='hsdp' or 'ddp' stand for HYBRID_SHARD and NO_SHARD",
-    backward_prefetch="version 2 prefetches by itself", forward_prefetch="version 2 has none", limit_all_gathers="version 2 always limits them",
-    use_orig_params="version 2 always does", sync_module_states="all workers get rank 0's weights in any case",
+    backward_prefetch="version 2 prefetches by itself",
+    forward_prefetch="version 2 has none",
+    limit_all_gathers="version 2 always limits them",
+    use_orig_params="version 2 always does",
+    sync_module_states="all workers get rank 0's weights in any case",
     param_init_fn="build the model with its weights: all workers get rank 0's")
 
 def _check_unused(plugin):
@@ -103,7 +108,8 @@ def _units(plugin):
     if kind=='class':
         names = [o.strip() for o in (names.split(',') if isinstance(names, str) else names or []) if o.strip()]
         if names: return names,None
-        _no('transformer_cls_names_to_wrap', None, "auto_wrap_policy='transformer_based_wrap' needs the names of the classes: give a list of them")
+        _no('transformer_cls_names_to_wrap', None,
+            "auto_wrap_policy='transformer_based_wrap' needs the names of the classes: give a list of them")
     if kind=='size' and (isinstance(least, bool) or not isinstance(least, int) or least < 1):
         _no('min_num_params', least, "auto_wrap_policy='size_based_wrap' needs a number of parameters from 1")
     return None,least
@@ -134,9 +140,11 @@ def fsdp_settings(plugin=None, # Accelerate's `FullyShardedDataParallelPlugin`, 
     _check_unused(plugin)
     res.modules,res.min_numel = _units(plugin)
     res.reshard,res.mp_policy,res.ignored = plugin.reshard_after_forward,plugin.mixed_precision_policy,_ignored(plugin.ignored_modules)
-    if not isinstance(res.reshard, int) or res.reshard < 0: _no('reshard_after_forward', res.reshard, "it is True, False, or a number of workers")
+    if not isinstance(res.reshard, int) or res.reshard < 0:
+        _no('reshard_after_forward', res.reshard, "it is True, False, or a number of workers")
     if isinstance(plugin.cpu_offload, torch.distributed.fsdp.CPUOffloadPolicy): res.cpu_offload = plugin.cpu_offload
-    res.activation_checkpointing,res.activation_offload = bool(plugin.activation_checkpointing),bool(plugin.activation_checkpointing_offload)
+    res.activation_checkpointing = bool(plugin.activation_checkpointing)
+    res.activation_offload = bool(plugin.activation_checkpointing_offload)
     return res
 
 # %% ../../nbs/trainer/00_strategy_args.ipynb #9ec47a9c
@@ -179,11 +187,13 @@ def launched_fsdp():
     env = lambda k, d='': os.environ.get(f'FSDP_{k}', '') or d
     if env('VERSION', '1')!='2':
         refuse('fsdp_version', env('VERSION', '1'),
-               "(of the launcher) torch replaces it by version 2: --fsdp_version 2, or `fsdp_version: 2` in the file of `accelerate config`")
+               "(of the launcher) torch replaces it by version 2: "
+               "--fsdp_version 2, or `fsdp_version: 2` in the file of `accelerate config`")
     # version 2 looks at none of these
     for k,plain in dict(SHARDING_STRATEGY=('FULL_SHARD','1'), BACKWARD_PREFETCH=('NO_PREFETCH',), FORWARD_PREFETCH=('FALSE',),
                         USE_ORIG_PARAMS=('TRUE',), SYNC_MODULE_STATES=('TRUE',)).items():
-        if env(k, plain[0]).upper() not in plain: refuse(f'fsdp_{k.lower()}', env(k), f"(of the launcher) {_instead[k.lower()]}: leave it out")
+        if env(k, plain[0]).upper() not in plain:
+            refuse(f'fsdp_{k.lower()}', env(k), f"(of the launcher) {_instead[k.lower()]}: leave it out")
     try: return FullyShardedDataParallelPlugin()
     except Exception as e: raise ValueError(f"rank {get_rank()}: the launcher's settings for FSDP are not accepted: {e}") from e
 
@@ -201,6 +211,7 @@ def launched_sizes():
 
 # %% ../../nbs/trainer/00_strategy_args.ipynb #c148f45a
 _zero = {0:'ddp', 1:'zero1', 2:'zero2', 3:'fsdp'}
+_use_fsdp = "use strategy='fsdp', which shards the parameters as well"
 
 def check_others(given # The arguments that were given
                 ):
@@ -208,20 +219,20 @@ def check_others(given # The arguments that were given
     for k in ('deepspeed_plugin','deepspeed_plugins'):
         if k not in given: continue
         plugins = given[k].values() if isinstance(given[k], dict) else [given[k]]
-        refuse(k, given[k], f"DeepSpeed is not supported: {' or '.join(dict.fromkeys(_zero_word(getattr(o, 'zero_stage', None)) for o in plugins))}")
+        words = dict.fromkeys(_zero_word(getattr(o, 'zero_stage', None)) for o in plugins)
+        refuse(k, given[k], f"DeepSpeed is not supported: {' or '.join(words)}")
     for k in ('torch_tp_plugin','megatron_lm_plugin'):
-        if k in given:
-            refuse(k, given[k], "tensor and pipeline parallelism are not supported: use strategy='fsdp', which shards the parameters as well")
+        if k in given: refuse(k, given[k], f"tensor and pipeline parallelism are not supported: {_use_fsdp}")
     if env_true('USE_DEEPSPEED'):
         stage = os.environ.get('ACCELERATE_DEEPSPEED_ZERO_STAGE', '2')
-        refuse('use_deepspeed', True,
-               f"(of the launcher) DeepSpeed is not supported: {_zero_word(int(stage) if stage.isdigit() else None)}, and launch without it")
+        word = _zero_word(int(stage) if stage.isdigit() else None)
+        refuse('use_deepspeed', True, f"(of the launcher) DeepSpeed is not supported: {word}, and launch without it")
     if env_true('USE_MEGATRON_LM'):
-        refuse('use_megatron_lm', True,
-               "(of the launcher) Megatron-LM is not supported: use strategy='fsdp', which shards the parameters as well, and launch without it")
+        refuse('use_megatron_lm', True, f"(of the launcher) Megatron-LM is not supported: {_use_fsdp}, and launch without it")
 
 def _zero_word(stage):
-    return f"for ZeRO stage {stage} use strategy={_zero[stage]!r}" if stage in _zero else "use strategy='zero1', 'zero2' or 'fsdp' for ZeRO stage 1, 2 or 3"
+    if stage not in _zero: return "use strategy='zero1', 'zero2' or 'fsdp' for ZeRO stage 1, 2 or 3"
+    return f"for ZeRO stage {stage} use strategy={_zero[stage]!r}"
 
 # %% ../../nbs/trainer/00_strategy_args.ipynb #750e1721
 def check_sharding(given, # The arguments that were given
@@ -239,7 +250,7 @@ def check_sharding(given, # The arguments that were given
         if o is None: continue
         m,word = mesh_sizes(o, by)
         if m is None: continue
-        if mesh not in (None,m): refuse(by, m, f"parallelism_config means {mesh} (replicate, shard): leave out one of them, or let them agree")
+        if mesh not in (None,m): refuse(by, m, f"parallelism_config means {mesh} (replicate, shard): {_one_of_them}")
         mesh = m
         means.append((by, o, (word,)))
     settings = fsdp_settings(given.get('fsdp_plugin', plugin))
@@ -262,13 +273,13 @@ def _dynamo_backend(given):
         near = difflib.get_close_matches(res, known, 1)
         hint = f'; did you mean {near[0]!r}?' if near else ''
         refuse('dynamo_backend', res, f"it is one of no, inductor, cudagraphs, aot_eager, eager and others{hint}")
-    if launched not in ('no',res): refuse('dynamo_backend', res, f"the launcher was told {launched!r}: leave out one of them, or let them agree")
+    if launched not in ('no',res): refuse('dynamo_backend', res, f"the launcher was told {launched!r}: {_one_of_them}")
     return res
 
 # %% ../../nbs/trainer/00_strategy_args.ipynb #5b67d758
 def check_dynamo(given # The arguments that were given
                 ):
-    "The `TorchDynamoPlugin` of the arguments and the launcher, or `None`; a `ValueError` for a backend or a mode that this torch does not have"
+    "The `TorchDynamoPlugin` of the arguments and the launcher, or `None`; a `ValueError` for what this torch does not have"
     plugin,backend = given.get('dynamo_plugin'),_dynamo_backend(given)
     if backend=='no': return None if plugin is None else _check_no_compile(plugin)
     plugin,has = plugin or TorchDynamoPlugin(backend=backend),torch.compiler.list_backends(())

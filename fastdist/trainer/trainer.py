@@ -8,8 +8,6 @@ __all__ = ['DistributedTrainer']
 # %% ../../nbs/trainer/06_trainer.ipynb #c62ede3a
 from contextlib import ExitStack, contextmanager
 
-from accelerate import Accelerator
-from accelerate.utils import DataLoaderConfiguration
 from fastai.basics import *
 from ..callbacks.activation_stats import ActivationStats, gather_stats
 from ..callbacks.data_parallel import ParallelTrainer
@@ -24,19 +22,19 @@ from ..metrics.metrics import EpochTotals
 from ..model.activation_checkpoint import checkpoint_activations
 from ..model.batchnorm import GlobalBatchNorm, sync_batch_norm
 from ..model.compile import compile_model
-from ..strategy.forward_proxy import ForwardProxy
 from ..strategy.base import broadcast_tensors, check_trainable, same_everywhere
 from ..strategy.select import make_strategy
 from ..strategy.sharding import meet_again
-from .args import accelerator_args, check_args, check_launch, check_own, check_precision, not_default
+from .args import accelerator_args, check_args, check_launch, check_own, check_precision, make_accelerator, not_default
 from .evaluation import Evaluation, same_log
-from .loaders import SharedLoaders, plain_dls, seeded_loaders
+from .loaders import SharedLoaders, seeded_loaders
 from .step import StrategyHooks, TrainingStep
-from .strategy_args import check_mesh, launch_hidden
+from .strategy_args import check_mesh
 from .undone import UndoneCallback
 from ..world.errors import refuse
-from ..world.process_group import _here, init_group, teardown_distrib
+from ..world.process_group import init_group, teardown_distrib
 from ..world.ranks import get_rank, get_world_size, use_cpu
+from ..world.state import current_world
 
 # %% ../../nbs/trainer/06_trainer.ipynb #83db08b8
 class DistributedTrainer(UndoneCallback):
@@ -47,7 +45,7 @@ class DistributedTrainer(UndoneCallback):
     def __init__(self,
         sync_bn=True, # Take batch norm's statistics from the global batch?
         watchdog=watchdog_time, # Seconds, or a `timedelta`, that workers wait for one that does not come; `None` for as long as it takes
-        strategy=None, # 'ddp', 'zero1', 'zero2', 'fsdp', 'hsdp', 'dp', 'auto', or a `Strategy`; by default a plugin's, the launcher's or 'ddp'
+        strategy=None, # 'ddp', 'zero1', 'zero2', 'fsdp', 'hsdp', 'dp', 'auto', or a `Strategy`; else that of plugins or launcher, or 'ddp'
         activation_checkpointing=False, # Compute activations again in the backward pass? `True`, or the modules in which to do it
         offload_to_cpu=False, # Keep what activation checkpointing keeps in CPU memory?
         **kwargs
@@ -68,14 +66,6 @@ def __call__(self:DistributedTrainer, event_name # Of a fit
             ):
     "Handle an event where there are other workers; in one process there is nothing to do, but to attach and detach"
     if self.accelerator is not None or event_name in ('before_fit','after_fit'): return Callback.__call__(self, event_name)
-
-@patch
-def joins(self:DistributedTrainer, args # Of another `DistributedTrainer`
-         ):
-    "`True` if `args` are those of this one; a `ValueError` if they are others"
-    if self.args==args: return True
-    raise ValueError(f"rank {get_rank()}: this learner is in distrib_ctx (or to_distributed) with {self.args} already, "
-                     f"and cannot join it with {args}: leave the outer one first, or give the same arguments")
 
 # %% ../../nbs/trainer/06_trainer.ipynb #72b96972
 @patch
@@ -119,7 +109,7 @@ def _close_strategy(self:DistributedTrainer):
     strategy,m = self.strategy,monitor()
     self.strategy = None
     broken = strategy.gathers and m is not None and m.broken
-    group = (meet_again(f'{_here.groups}/{m.count}') or False) if broken else None # the contexts of all workers are numbered alike
+    group = (meet_again(f'{current_world().number}/{m.count}') or False) if broken else None # the contexts of all workers are numbered alike
     strategy.close(group)
     if group is False: warnings.warn(
         f"rank {get_rank()}: with strategy={strategy.name!r} other workers had parts of the "
@@ -150,7 +140,8 @@ def _copy_to_gpus(self:DistributedTrainer):
     if self.settings.strategy!='dp': return
     for nm,o in (('activation_checkpointing',self.args['activation_checkpointing']),('dynamo_backend',self.settings.dynamo)):
         if not o: continue
-        refuse(nm, o, "strategy='dp' copies the model to each GPU for each batch, which would run the original's forward: use strategy='ddp'")
+        refuse(nm, o, "strategy='dp' copies the model to each GPU for each batch, which would run the original's forward: "
+                      "use strategy='ddp'")
     self.add(ParallelTrainer(None))
 
 @patch
@@ -208,12 +199,6 @@ def join_group(self:DistributedTrainer):
     init_group(cpu=cpu, **({} if init is None else init.to_kwargs()))
     return cpu
 
-def _accelerator(settings, cpu):
-    "Accelerate's state of this process. What it would do by itself, to a model or an environment variable, is the strategy's to do"
-    handlers = [o for o in (settings.ddp,settings.init) if o is not None]
-    config = DataLoaderConfiguration(split_batches=settings.split)
-    with launch_hidden(): return Accelerator(cpu=cpu, mixed_precision='no', kwargs_handlers=handlers, dataloader_config=config)
-
 # %% ../../nbs/trainer/06_trainer.ipynb #7fb8f347
 @patch
 def steps(self:DistributedTrainer):
@@ -240,7 +225,7 @@ def attach(self:DistributedTrainer):
     check_launch(self.learn)
     cpu = self.join_group()
     check_mesh(self.settings.mesh, get_world_size())
-    if get_world_size() > 1: self.accelerator = _accelerator(self.settings, cpu)
+    if get_world_size() > 1: self.accelerator = make_accelerator(self.settings, cpu)
     self.set_up(self.steps())
 
 # %% ../../nbs/trainer/06_trainer.ipynb #e60ff0b0
@@ -425,37 +410,3 @@ def validate_together(self:DistributedTrainer):
             yield
             self.evaluated |= self.evaluation.shared
     finally: self.evaluation = outer
-
-# %% ../../nbs/trainer/06_trainer.ipynb #c95af5a9
-@patch
-def users_state(self:DistributedTrainer, state # Of the learner, to be pickled
-               ):
-    "`state` as it would be without this callback; a `RuntimeError` where this worker has shards of the parameters only"
-    if self.strategy is not None and self.strategy.shards_params: raise RuntimeError(
-        f"rank {get_rank()}: a learner cannot be pickled or copied while strategy={self.strategy.name!r} has its parameters in parts: "
-        "call learn.export or learn.save, or leave the context first")
-    ours = [self,*self.added]
-    cbs = [o for o in self.learn.cbs if not any(o is p for p in ours)]
-    if self.loggers is not None: cbs = self.loggers.put_back(cbs)
-    res = {k:v for k,v in state.items() if not any(v is p for p in ours)}
-    model,dl = state['model'],state.get('dl')
-    res.update(cbs=L(cbs), model=model.model if isinstance(model, ForwardProxy) else model, dls=plain_dls(self.learn.dls))
-    if isinstance(dl, DistributedDL): res['dl'] = dl.dl
-    return res
-
-# %% ../../nbs/trainer/06_trainer.ipynb #cf8b167c
-@patch
-@contextmanager
-def whole_model(self:DistributedTrainer):
-    "A context in which each worker has the whole model and the whole state of the optimizer"
-    strategy = self.strategy
-    if strategy is None or not strategy.gathers:
-        yield
-        return
-    self.strategy = None
-    strategy.close()
-    try: yield
-    finally:
-        self.strategy = strategy
-        strategy.setup(self.learn, self.accelerator.device)
-        strategy.adopt(self.learn.opt)

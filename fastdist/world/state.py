@@ -20,7 +20,7 @@ def get_default_group():
 # %% ../../nbs/world/00_state.ipynb #d2cbb167
 class World:
     "What this process knows of one process group, from its start to its end; without a group, of this process alone"
-    begin_hooks,end_hooks = [],[] # Of all worlds; see `on_begin`
+    begin_hooks = [] # Of all worlds; see `on_begin`
     def __init__(self, store=None, # torch's store that the ranks share; by default that of the process group
                  before=None, # The `World` before this one
                  reach=nullcontext, # Makes a context in which gloo finds the other nodes
@@ -31,7 +31,7 @@ class World:
         self.number = before.number if before else 0
         # where this process has found the others, which outlives the group
         self.rendezvous = before.rendezvous if before and before.pid==self.pid else None
-        self._store,self._ends,self.ended = store,[],False
+        self._store,self._ends = store,[]
         group = get_default_group()
         self._group = None if group is None else weakref.ref(group) # one that is held here would outlive its end
 
@@ -75,9 +75,6 @@ def on_end(self:World, f # Function without arguments
 def end(self:World):
     """The process group goes: call what waits for that, and forget all; a second call does nothing.
     In a process that was forked from the one that made it, forget only"""
-    if not self.ended and self._group is not None:
-        for f in self.end_hooks: f()
-    self.ended = True
     while self._ends and self.pid==os.getpid(): self._ends.pop()()
     self.cache.clear()
 
