@@ -301,8 +301,10 @@ def _check_no_compile(plugin):
 # %% ../../nbs/trainer/00_strategy_args.ipynb #bf7471d3
 @contextmanager
 def launch_hidden():
-    "Hide from an `Accelerator` that is made meanwhile what the launcher was told about sharding and compiling"
-    names = [f'ACCELERATE_{o}' for o in ('USE_FSDP','USE_PARALLELISM_CONFIG','DYNAMO_BACKEND')]
-    old = {k:os.environ.pop(k) for k in names if k in os.environ}
+    "Hide from an `Accelerator` that is made meanwhile what the launcher was told about sharding and compiling, and undo what it exports"
+    before = dict(os.environ)
+    for o in ('USE_FSDP','USE_PARALLELISM_CONFIG','DYNAMO_BACKEND'): os.environ.pop(f'ACCELERATE_{o}', None)
     try: yield
-    finally: os.environ.update(old)
+    finally: # it makes up a LOCAL_WORLD_SIZE where there is none
+        for k in {*os.environ}-{*before}: del os.environ[k]
+        os.environ.update(before)

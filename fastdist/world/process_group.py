@@ -18,7 +18,7 @@ from urllib.parse import urlparse
 
 import torch, torch.distributed as dist
 from .state import World, current_world, enter_world
-from .ranks import accelerate_state, check_rank, get_rank, ranks_on_hosts, use_cpu
+from .ranks import accelerate_state, check_rank, get_local_world_size, get_rank, ranks_on_hosts, use_cpu
 from .store import KeyValueStore, seconds, wait_until
 from .rendezvous import infer_init_method, rendezvous, reachable
 
@@ -159,8 +159,8 @@ def init_group(cpu=False, # Train on the CPU although there are GPUs
     kwargs = {k:v for k,v in kwargs.items() if v is not None}
     seconds(kwargs.get('timeout'))
     current_world() # ends that of a group which somebody else has destroyed
+    if dist.is_initialized(): return _check_same(start, kwargs) # whoever has made it, the environment may be another's
     s = start or infer_init_method(init_method=kwargs.get('init_method'))
-    if dist.is_initialized(): return _check_same(start, kwargs)
     if s.world_size==1: return
     if s.spawn > 1: raise ValueError(
         f"rank {s.rank}: {s.reason}. Here there is one process for {s.spawn} GPUs: "
@@ -179,10 +179,13 @@ def distributed_init(args=None, # An `init_method`, or fairseq's arguments, as `
                      timeout=None, # Seconds, or a `timedelta`, to wait for workers: at the start (default 600), in a collective (torch's)
                     ):
     "Make the process group, whoever started this process; returns its rank. With one process, and at a second call, there is nothing to do"
-    s = infer_init_method(args, init_method, rank, world_size)
+    made = dist.is_initialized()
+    if made and args is None: # nothing is to be found out, but whether this is what was expected
+        s = SimpleNamespace(rank=get_rank() if rank is None else rank, world_size=world_size or dist.get_world_size())
+    else: s = infer_init_method(args, init_method, rank, world_size)
     backend = backend or getattr(args, 'distributed_backend', None)
-    init_group(start=s, **({} if dist.is_initialized() and timeout is None else dict(backend=backend, timeout=timeout)))
-    if args is not None and not isinstance(args, str) and s.world_size > 1: args.distributed_rank = dist.get_rank()
+    init_group(start=s, **({} if made and timeout is None else dict(backend=backend, timeout=timeout)))
+    if args is not None and not isinstance(args, str) and dist.is_initialized(): args.distributed_rank = dist.get_rank()
     return get_rank()
 
 # %% ../../nbs/world/05_process_group.ipynb #433f7d6f
@@ -219,10 +222,14 @@ def call_main(main, # Called in each worker; it can be imported by name (a funct
               **kwargs, # Passed to `main`
              ):
     """Call `main` in every worker, which has a process group then; starts the workers of this node, where nobody has.
-    Returns what `main` does, where it runs in this process"""
+    Returns what `main` does, where it runs in this process. A process group that is there is used, and stays"""
+    if n is not None: check_rank(0, n)
+    if dist.is_initialized():
+        if n not in (None, local := get_local_world_size()): raise ValueError(
+            f"rank {get_rank()}: n={n} workers cannot be started: this is a process group with {local} on this machine already; leave n out")
+        return main(*args, **kwargs)
     s = infer_init_method()
     if n is not None:
-        check_rank(0, n)
         if s.world_size > 1 and s.spawn==1 and n!=s.local_world_size: raise ValueError(
             f"n={n} workers cannot be started: {s.reason}; leave n out, or start the script once on each machine")
         if s.world_size==1: s = replace(s, spawn=n)

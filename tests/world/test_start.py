@@ -218,6 +218,43 @@ def downloads(rank, folder, per_node):
     return res
 
 
+def in_a_group(file):
+    "All ways to begin, in a group that the script has made by itself"
+    import torch.distributed as dist
+    from fastai.basics import set_seed
+    from fastai.test_utils import synth_learner
+    import fastdist.all
+    from fastdist.world import call_main, distributed_init, get_local_rank, get_local_world_size, get_rank, setup_distrib
+    rank, before = int(os.environ['MY_RANK']), dict(os.environ)
+    dist.init_process_group('gloo', init_method=f'file://{file}', rank=rank, world_size=2)
+    setup_distrib()
+    res = [distributed_init(), distributed_init(world_size=2, rank=rank), call_main(get_rank), call_main(get_rank, n=2), get_rank(), get_local_rank()]
+    errors = []
+    for f in lambda: distributed_init(world_size=3, rank=rank), lambda: call_main(get_rank, n=3):
+        try: f()
+        except ValueError as e: errors.append(str(e))
+    set_seed(1)
+    learn = synth_learner(n_trn=3, n_val=3)
+    with learn.no_logging(), learn.distrib_ctx(split_batches=True): learn.fit(2)
+    return res, errors, list(learn.recorder.values[-1]), dist.is_initialized(), {k: v for k, v in os.environ.items() if before.get(k) != v}
+
+
+@pytest.mark.parametrize('env', [{}, dict(WORLD_SIZE='2', MASTER_ADDR='127.0.0.1', MASTER_PORT='29500', ACCELERATE_USE_CPU='yes')], ids=['nothing', 'debug_launcher'])
+def test_a_group_that_somebody_else_has_made(tmp_path, env):
+    "It is used as it is, whatever the environment says: `accelerate.debug_launcher` sets WORLD_SIZE and no RANK"
+    from fastai.basics import set_seed
+    from fastai.test_utils import synth_learner
+    set_seed(1)
+    learn = synth_learner(n_trn=3, n_val=3)
+    with learn.no_logging(): learn.fit(2)
+    for r, o in enumerate(started(in_a_group, [dict(env, MY_RANK=str(r)) for r in range(2)], tmp_path/'store')):
+        assert len(o) == 5, o
+        res, errors, values, there, new_env = o
+        assert res == [r]*6 and there and not new_env, o
+        assert values == pytest.approx(list(learn.recorder.values[-1]), rel=1e-5)
+        assert 'cannot be rank' in errors[0] and 'n=3 workers cannot be started' in errors[1], errors
+
+
 @pytest.mark.parametrize('per_node', [False, True])
 def test_rank0_first_without_a_group(tmp_path, per_node):
     "It makes none: the workers wait through the store"
