@@ -183,12 +183,15 @@ def check_args(kwargs, # The arguments given
     return res
 
 # %% ../../nbs/trainer/01_args.ipynb #ee671eee
+_no_gpu = "; if it is the number of a GPU, as in old scripts of fastai's, leave it out: each worker takes its own"
+
 def check_own(own, # `dict` of the arguments of `DistributedTrainer` that are not Accelerate's
               settings, # What `check_args` returned
              ):
     "Raise a `ValueError` for an argument of fastdist's own that is neither True nor False, or that would have no effect"
+    gpu = own['sync_bn'] is None or type(own['sync_bn']) is int # as old versions of fastai have it
     for nm in ('sync_bn','offload_to_cpu'):
-        if not isinstance(own[nm], bool): refuse(nm, own[nm], "it is True or False")
+        if not isinstance(own[nm], bool): refuse(nm, own[nm], f"it is True or False{_no_gpu if gpu and nm=='sync_bn' else ''}")
     if own['offload_to_cpu'] and not (own['activation_checkpointing'] or settings.fsdp.activation_checkpointing):
         refuse('offload_to_cpu', True, "it is of what activation checkpointing keeps: give activation_checkpointing=True too")
 

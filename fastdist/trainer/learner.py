@@ -21,7 +21,8 @@ from .loaders import plain_dls
 from .trainer import DistributedTrainer
 from ..world.errors import refuse
 from ..world.process_group import teardown_distrib
-from ..world.ranks import get_rank
+from ..world.ranks import get_rank, get_world_size
+from ..world.state import current_world
 
 _all_ = ['DistributedTrainer']
 
@@ -117,11 +118,20 @@ def parallel_ctx(self:Learner,
     try: yield self
     finally: self.detach_parallel()
 
+# %% ../../nbs/trainer/07_learner.ipynb #f203a9f9
+def _warn_apart():
+    "Warn, once, of a fit by which each worker trains a model of its own: that may be meant, and most often is not"
+    world,n = current_world(),get_world_size()
+    if n > 1 and get_rank()==0: world.cached('apart', lambda: warnings.warn(
+        f"a fit outside of distrib_ctx: each of the {n} workers trains a model of its own, on all of the data. "
+        "To train one model together, fit in `with learn.distrib_ctx():`", stacklevel=2))
+
 # %% ../../nbs/trainer/07_learner.ipynb #4a9c0007
 _with_events,_call_one,_validation_context = Learner._with_events,Learner._call_one,Learner.validation_context
 
 def _around(learn, event_type):
     trainer = trainer_of(learn)
+    if trainer is None and event_type=='fit': _warn_apart()
     if trainer is None or event_type not in ('fit','validate'): return nullcontext()
     return trainer.fit_together() if event_type=='fit' else trainer.validate_together()
 

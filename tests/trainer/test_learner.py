@@ -212,6 +212,30 @@ def alone():
     return res
 
 
+def warned():
+    "How often a fit outside of a context warns, by how it is made"
+    import fastdist.all, warnings
+    from fastdist.world import init_group
+    init_group()
+    res, learn = [], quiet(learner(n=9, bs=4))
+    def fits(f):
+        with warnings.catch_warnings(record=True) as ws:
+            warnings.simplefilter('always')
+            f()
+        res.append(sum('each of the' in str(w.message) for w in ws))
+    def parallel():
+        with learn.parallel_ctx(): learn.fit(1)
+    def together():
+        with learn.distrib_ctx(): learn.fit(1)
+    for f in together, parallel, lambda: learn.fit(1), learn.validate: fits(f)
+    return res
+
+
+def test_a_fit_outside_of_a_context_warns(world):
+    "Once, in rank 0: each worker trains a model of its own, as in a script that takes parallel_ctx where it finds no GPU"
+    assert world(warned) == [[0, 1, 0, 0]] + [[0]*4]*(world.n-1)
+
+
 def test_outside_of_a_context(world):
     "fastai by itself gathers there, and fails or hangs"
     res = world(alone)
