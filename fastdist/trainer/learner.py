@@ -150,9 +150,9 @@ def create_opt(self:Learner):
     trainer = trainer_of(self)
     strategy = getattr(trainer, 'strategy', None)
     try:
-        if strategy is not None: strategy.settle()
+        if strategy is not None: strategy.sync_params()
         res = _create_opt(self)
-        if strategy is not None: strategy.adopt(self.opt)
+        if strategy is not None: strategy.set_opt(self.opt)
         return res
     except IndexError:
         if trainer is not None: check_trainable(self.model)
