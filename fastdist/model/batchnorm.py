@@ -30,11 +30,13 @@ def _statistics(centered, # This worker's values about `around`, `(batch, channe
     mean = (means*ns).sum(0)/n # to the last bit the same in all workers, as `around` is not
     return mean, ((vars_ + (means-mean)**2)*ns).sum(0)/n, n
 
+# %% ../../nbs/model/03_batchnorm.ipynb #cf15351f
 def _global_norm(x, weight, bias, eps, counts):
     "Normalize each channel (dimension 1) with the statistics of all workers' samples; returns also mean, biased variance and count"
     dims,shape = [d for d in range(x.dim()) if d!=1],[1,-1]+[1]*(x.dim()-2)
     xa = x.to(torch.promote_types(x.dtype, torch.float32))
-    if not counts: xa = xa.masked_fill(torch.ones_like(xa, dtype=torch.bool), 0) # no inf or nan of a batch that only fills up gets to others
+    # no inf or nan of a padding sample gets to other workers
+    if not counts: xa = xa.masked_fill(torch.ones_like(xa, dtype=torch.bool), 0)
     around = xa.detach().sum(dims)*x.shape[1]/max(x.numel(), 1)
     centered = xa-around.view(shape)
     mean,var,n = _statistics(centered, around, counts)
@@ -51,8 +53,8 @@ def _check_count(n, x):
     elif n.item()==1: raise ValueError(msg)
 
 class GlobalBatchNorm(_BatchNorm):
-    "What a batch norm layer becomes while it trains on many workers: torch's `SyncBatchNorm`, that also runs on the CPU and with empty shares"
-    # Of the batch that goes forward: does this worker's share count, and is there a worker whose does not?
+    "What a batch norm layer becomes while it trains: torch's `SyncBatchNorm`, that also runs on the CPU and with empty local batches"
+    # Of the batch that goes forward: does this worker's local batch count, and is there a worker whose does not?
     share = SimpleNamespace(counts=True, empty=False)
     _check_non_zero_input_channels = nn.SyncBatchNorm._check_non_zero_input_channels
 
@@ -102,9 +104,8 @@ def _update(self:GlobalBatchNorm, mean, var, n):
 
 # %% ../../nbs/model/03_batchnorm.ipynb #222d5b37
 @lru_cache(None)
-def _global_class(cls, # The layer's own
-                  users # How many learners have changed it; none: `cls`
-                 ):
+def _global_class(cls, users):
+    "The class of layers of `cls` that so many learners have changed"
     if not users: return cls
     return type(cls.__name__, (cls, GlobalBatchNorm), dict(plain_cls=cls, users=users, __module__=cls.__module__))
 

@@ -15,26 +15,24 @@ from ..world.ranks import get_rank
 
 # %% ../../nbs/strategy/02_ddp.ipynb #1316c146
 class _SetAside:
-    "The gradients of `params`, taken away until `add`: one that is `None` after a backward is of a parameter that the loss does not depend on"
+    "Gradients of `params`, taken away until `add`: one that is `None` after a backward is of a parameter that the loss does not depend on"
     def __init__(self, params=()):
         self.grads = [(p,p.grad) for p in params if p.requires_grad and p.grad is not None]
         for p,_ in self.grads: p.grad = None
 
     def add(self):
-        "A backward adds to the gradients that are there. Zeros matter too: fastai's optimizers step parameters whose gradient is not `None`"
+        "Give them back, as a backward does: it adds to what is there"
+        # Zeros matter too: fastai's optimizers step parameters whose gradient is not `None`
         for p,g in self.grads: p.grad = g if p.grad is None else p.grad+g
         self.grads = []
 
 # %% ../../nbs/strategy/02_ddp.ipynb #8af718ea
-def _make_ddp(learn, # `Learner` whose model is wrapped, and whose callbacks may have a `comm_hook`
-              device, # This worker's `torch.device`
-              handler, # Accelerate's `DistributedDataParallelKwargs`, or `None`
-             ):
-    "A `DistributedDataParallel` of the model, for the parameters that need gradients now"
+def _make_ddp(learn, device, handler):
+    "A `DistributedDataParallel` of the model, for the parameters that need gradients now, with hooks of `handler` and of callbacks"
     # Buffers are batch norm's in nearly all models, and those agree already; any others are made to once an epoch
     kwargs = dict(broadcast_buffers=False) if handler is None else handler.to_dict()
     with warnings.catch_warnings():
-        warnings.filterwarnings('ignore', message='.*broadcast_buffers') # its new name is not known to all versions of torch that are supported
+        warnings.filterwarnings('ignore', message='.*broadcast_buffers') # its new name is not known to all torch versions supported
         ddp = DistributedDataParallel(learn.model, device_ids=None if device.type=='cpu' else [device], **kwargs)
     if handler is not None: handler.register_comm_hook(ddp)
     for hook in callback_results(learn, 'comm_hook'): ddp.register_comm_hook(*hook)
@@ -55,56 +53,57 @@ class Replica(Strategy):
         super().__init__()
         self.handler,self.ddp,self.frozen,self.proxy = handler,None,None,None
         self.checked,self.old_grads = True,_SetAside()
+
     def forward(self, sync):
         frozen = [not p.requires_grad for p in self.model.parameters()]
         if self.ddp is None or frozen!=self.frozen: self._wrap(frozen)
         self.ddp.require_backward_grad_sync = sync # as its `no_sync` does, from the forward to the end of the backward
         self.proxy = ForwardProxy(self.learn, self.ddp)
-    def before_backward(self):
-        self._check_forward()
-        self.unsynced = not self.ddp.require_backward_grad_sync
-    def check_used(self): self.checked = self.checked or self._check_grads()
+
     def average(self):
         if self.unsynced: _average_grads(self.model)
         self.unsynced = False
+
     def after_batch(self):
         if self.proxy is not None: self.proxy.restore() # where the forward was cancelled
-    def end_fit(self): self._unwrap()
-    def close(self, group=None):
-        self.after_batch()
-        self.end_fit()
-        self.release(group)
 
 # %% ../../nbs/strategy/02_ddp.ipynb #4e775b8a
 @patch
 def _wrap(self:Replica, frozen):
     check_trainable(self.model)
     self.average()
-    self._unwrap()
+    self.end_fit()
     self.old_grads = _SetAside(self.model.parameters())
     self.ddp = _make_ddp(self.learn, self.device, self.handler)
     self.frozen,self.checked = frozen,False
 
 @patch
-def _unwrap(self:Replica):
+def end_fit(self:Replica):
     "Drop the wrapper, and its hooks on the parameters with it"
     self.old_grads.add()
-    # Not left to the garbage collector: between a forward and its backward, which an error may separate, they wait for the other workers
+    # Not left to the garbage collector: between a forward and its backward, which an error may separate, they wait for other workers
     if self.ddp is not None: self.ddp._remove_autograd_hooks()
     self.ddp = None
 
+@patch
+def close(self:Replica, group=None):
+    self.after_batch()
+    self.end_fit()
+    self.release(group)
+
 # %% ../../nbs/strategy/02_ddp.ipynb #fdde1016
 @patch
-def _check_forward(self:Replica):
+def before_backward(self:Replica):
     if not self.proxy.called: raise RuntimeError(
         f"rank {get_rank()}: the forward of this batch did not go through learn.model(...), so its gradients would not be averaged; "
         "call learn.model in `_do_one_batch`, not a part of it")
+    self.unsynced = not self.ddp.require_backward_grad_sync
 
 @patch
-def _check_grads(self:Replica):
-    "After the first backward: raise an error that names the parameters that got no gradient. Was there a backward?"
-    if all(p.grad is None for p in self.model.parameters()): return False # a callback cancelled it
+def check_used(self:Replica):
+    "After the first backward: raise an error that names the parameters that got no gradient"
+    if self.checked or all(p.grad is None for p in self.model.parameters()): return # a callback has cancelled the backward
     unused = [p for p in self.model.parameters() if p.requires_grad and p.grad is None]
     self.old_grads.add()
     if unused and not self.ddp.find_unused_parameters and not self.ddp.static_graph: raise unused_error(self.model, unused)
-    return True
+    self.checked = True

@@ -12,7 +12,7 @@ from fastai.basics import *
 
 # %% ../../nbs/strategy/01_forward_proxy.ipynb #331a71be
 class ForwardProxy:
-    "Stand in for `learn.model` until called: then put the model back, and call `wrapped`"
+    "Stands in for `learn.model` until called: then it puts the model back, and calls `wrapped`"
     def __init__(self, learn, # `Learner` whose next forward goes through `wrapped`
                  wrapped, # Callable that runs the model, such as a `DistributedDataParallel`
                 ):

@@ -9,10 +9,10 @@ __all__ = ['ShardedSteps', 'ShardedGradients']
 import torch.distributed as dist
 from fastai.basics import *
 from torch.distributed.tensor import DTensor
-from .sharding import Rows, local, mesh_of, whole
-from .sharded_opt import ShardedOptimizer
 from .base import Strategy, check_trainable, unused_error
 from .ddp import Replica
+from .sharding import Rows, buckets, gather_rows, local, mesh_of, row_messages
+from .sharded_opt import ShardedOptimizer
 from ..world.ranks import get_rank
 
 # %% ../../nbs/strategy/05_zero.ipynb #290b1ed8
@@ -23,11 +23,13 @@ class _ShardedSteps:
         super().setup(learn, device)
         self.rows_of,self.sharded = Rows(mesh_of(device.type)),None
 
-    def adopt(self, opt):
+    def set_opt(self, opt):
         "Shard the steps and the state of `opt`"
         if self.sharded is not None and self.sharded.opt is opt: return
         self.release()
-        if opt is not None: self.sharded = ShardedOptimizer(opt, self.rows_of)
+        if opt is not None: self.sharded = ShardedOptimizer(opt, self.rows_of, self.on_zero)
+
+    def on_zero(self): "When gradients are zeroed"
 
     def release(self, group=None):
         "Give the optimizer its whole state back"
@@ -38,133 +40,151 @@ class ShardedSteps(_ShardedSteps, Replica):
     "`'zero1'`: gradients averaged by `DistributedDataParallel`, sharded steps and optimizer state"
     name = 'zero1'
 
-# %% ../../nbs/strategy/05_zero.ipynb #bd17e169
+# %% ../../nbs/strategy/05_zero.ipynb #3bf6e362
 def _is_new(g): return g is not None and not isinstance(g, DTensor) # not the shard of an earlier one
 
+class _RowSums:
+    "Adds up the gradients of all workers, each worker's rows in that worker, where they become `p.grad`"
+    in_flight = 2 # buckets that are on their way at most
+    def __init__(self, rows_of): self.rows_of,self.kept,self.sent = rows_of,{},[]
+
+    def keep(self, p):
+        "Set aside the shard of an earlier gradient: autograd adds to what is there"
+        if isinstance(p.grad, DTensor): self.kept[p],p.grad = local(p.grad.detach()),None
+
+    def receive(self):
+        "Wait for the bucket that was sent first, and take the mean"
+        works,sums,_ = self.sent.pop(0)
+        for w in works: w.wait()
+        for p,o in sums.items():
+            mean,old = o/dist.get_world_size(),self.kept.pop(p, None) # a copy, so that the rest can go
+            p.grad = self.rows_of.as_dtensor(mean if old is None else old.add_(mean), p.shape)
+
+# %% ../../nbs/strategy/05_zero.ipynb #3a7456ab
+@patch
+@torch.no_grad()
+def send(self:_RowSums, ps # Parameters of a bucket, with gradients
+        ):
+    "Send the gradients of `ps`, each row to the worker that steps it"
+    group = self.rows_of.mesh.get_group()
+    sums = {p:p.grad for p in ps if not p.dim()} # a number is in all workers
+    works = [dist.all_reduce(g, group=group, async_op=True) for g in sums.values()]
+    with_rows = [p for p in ps if p.dim()]
+    messages = list(row_messages([p.grad for p in with_rows], self.rows_of))
+    for p in ps: p.grad = None
+    for r,o,views in messages:
+        if o.numel(): works.append(dist.reduce(o, group_dst=r, group=group, async_op=True))
+        if r==self.rows_of.rank: sums.update({with_rows[i]:v for i,v in views})
+    self.sent.append((works, sums, [o for _,o,_ in messages])) # which are not to be freed yet
+    while len(self.sent) > self.in_flight: self.receive()
+
+# %% ../../nbs/strategy/05_zero.ipynb #bd17e169
 class ShardedGradients(_ShardedSteps, Strategy):
     "`'zero2'`: sharded steps, optimizer state and gradients"
     name = 'zero2'
-    bucket_bytes,in_flight = 25*2**20,2
     def __init__(self, handler=None # Accelerate's `DistributedDataParallelKwargs`, of which `find_unused_parameters` counts
                 ):
         super().__init__()
         self.allows_unused = handler is not None and (handler.find_unused_parameters or handler.static_graph)
-        self.handles,self.frozen,self.buckets,self.kept,self.sync = [],None,[],{},True
+        self.handles,self.frozen,self.buckets,self.sync = [],None,[],True
+
+    def setup(self, learn, device):
+        super().setup(learn, device)
+        self.sums = _RowSums(self.rows_of)
 
     def forward(self, sync):
         "Be ready for a backward pass; the model itself is what runs"
         frozen = [not p.requires_grad for p in self.model.parameters()]
-        if frozen!=self.frozen: self._hook(frozen)
+        if frozen!=self.frozen: self._add_hooks(frozen)
         self.sync = sync
         self.unsynced |= not sync # until the end of the backward pass of a batch that is averaged
         self.begun = False
 
-    def _hook(self, frozen):
-        check_trainable(self.model)
-        self.average()
-        self._unhook()
-        ps = list({id(p):p for p in self.model.parameters() if p.requires_grad}.values())[::-1] # about the order in which they get gradients
-        self.buckets,n = [],self.bucket_bytes
-        for p in ps:
-            if n+p.nbytes > self.bucket_bytes and n: self.buckets,n = self.buckets+[[]],0
-            self.buckets[-1].append(p)
-            n += p.nbytes
-        self.bucket_of = {p:i for i,b in enumerate(self.buckets) for p in b}
-        for p in ps: self.handles += [p.register_hook(partial(self._before, p)), p.register_post_accumulate_grad_hook(self._after)]
-        self.frozen = frozen
+    def on_zero(self): self.sums.kept.clear()
 
-    def _before(self, p, g):
-        "autograd adds a gradient to what is there, which must not be the shard of an earlier one"
-        if g.layout!=torch.strided: raise RuntimeError(f"rank {get_rank()}: strategy='zero2' does not shard sparse gradients (of a parameter of shape {tuple(p.shape)}): use strategy='ddp', or nn.Embedding(sparse=False)")
-        if isinstance(p.grad, DTensor): self.kept[p],p.grad = local(p.grad.detach()),None
+# %% ../../nbs/strategy/05_zero.ipynb #9ca225cc
+@patch
+def _begin(self:ShardedGradients):
+    self.begun,self.next,self.sums.sent = True,0,[]
+    self.waiting = [set(b) for b in self.buckets]
 
-    def _after(self, p):
-        if not self.sync: return
-        if not self.begun:
-            self.begun,self.ready,self.next,self.sent = True,[set() for _ in self.buckets],0,[]
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
-        self.ready[self.bucket_of[p]].add(p)
-        # Where parameters may be unused, workers ask each other first, when the backward pass has ended
-        while not self.allows_unused and self.next < len(self.buckets) and len(self.ready[self.next])==len(self.buckets[self.next]): self._send()
+@patch
+def _send(self:ShardedGradients):
+    "Send the next bucket"
+    ps,self.next = self.buckets[self.next],self.next+1
+    self.sums.send([p for p in ps if _is_new(p.grad)])
 
-    @torch.no_grad()
-    def _send(self):
-        "Add up the gradients of the next bucket, each worker's rows in that worker"
-        ps,self.next,works,small = [p for p in self.buckets[self.next] if _is_new(p.grad)],self.next+1,[],[]
-        group,rank = self.rows_of.mesh.get_group(),self.rows_of.rank
-        def reduce(t, r):
-            if t.numel(): works.append(dist.reduce(t, group_dst=r, group=group, async_op=True))
-        res = {}
-        for p in ps:
-            g,p.grad = p.grad,None
-            if not p.dim():
-                works.append(dist.all_reduce(g, group=group, async_op=True))
-                res[p] = g,
-            elif g.nbytes >= 2**18 and g.is_contiguous():
-                for r,o in enumerate(self.rows_of.each(g)): reduce(o, r)
-                res[p] = self.rows_of.of(g),g
-            else: small.append((p,self.rows_of.each(g)))
-        for r in range(self.rows_of.size):
-            for dtype in sorted({p.dtype for p,_ in small}, key=str):
-                mine = [(p,o[r]) for p,o in small if p.dtype==dtype]
-                flat = torch.cat([o.reshape(-1) for _,o in mine])
-                reduce(flat, r)
-                if r==rank:
-                    for (p,o),f in zip(mine, flat.split([o.numel() for _,o in mine])): res[p] = f.view(o.shape),flat
-                else: res[r,dtype] = flat, # not to be freed yet
-        self.sent.append((works,res))
-        while len(self.sent) > self.in_flight: self._receive()
+@patch
+def _after(self:ShardedGradients, p):
+    "`p` has got a gradient: send the buckets that are complete"
+    if not self.sync: return
+    if not self.begun:
+        self._begin()
+        torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+    self.waiting[self.bucket_of[p]].discard(p)
+    # Where parameters may be unused, workers agree first, when the backward pass has ended
+    while not self.allows_unused and self.next < len(self.buckets) and not self.waiting[self.next]: self._send()
 
-    def _receive(self):
-        works,res = self.sent.pop(0)
-        for w in works: w.wait()
-        for p,o in res.items():
-            if isinstance(p, tuple): continue
-            mine,old = o[0]/dist.get_world_size(),self.kept.pop(p, None) # a copy, so that the rest can go
-            p.grad = self.rows_of.as_dtensor(mine if old is None else old.add_(mine), p.shape)
+# %% ../../nbs/strategy/05_zero.ipynb #f24bcd04
+@patch
+def _finish(self:ShardedGradients):
+    "At the end of the backward pass"
+    if self.next < len(self.buckets): self._fill_up()
+    while self.next < len(self.buckets): self._send()
+    while self.sums.sent: self.sums.receive()
+    self.unsynced = self.begun = False
 
-    def _finish(self):
-        "At the end of the backward pass"
-        if self.next < len(self.buckets): self._fill_up()
-        while self.next < len(self.buckets): self._send()
-        while self.sent: self._receive()
-        self.unsynced = self.begun = False
+@patch
+def _fill_up(self:ShardedGradients):
+    "What to do about parameters that got no gradient"
+    ps = [p for b in self.buckets for p in b]
+    if not self.allows_unused:
+        missing = [p for p in ps if not _is_new(p.grad) and self.bucket_of[p] >= self.next]
+        if missing: raise unused_error(self.model, missing)
+        return
+    used = torch.tensor([_is_new(p.grad) for p in ps], dtype=torch.uint8, device=self.device)
+    dist.all_reduce(used, dist.ReduceOp.MAX, group=self.rows_of.mesh.get_group())
+    for p,o in zip(ps, used.tolist()): # in another worker it was used: here its gradient is zero
+        if o and not _is_new(p.grad):
+            self.sums.keep(p)
+            p.grad = torch.zeros_like(p)
 
-    def _fill_up(self):
-        "What to do about parameters that got no gradient"
-        ps = [p for b in self.buckets for p in b]
-        if not self.allows_unused:
-            missing = [p for p in ps if not _is_new(p.grad) and self.bucket_of[p] >= self.next]
-            if missing: raise unused_error(self.model, missing)
-            return
-        used = torch.tensor([_is_new(p.grad) for p in ps], dtype=torch.uint8, device=self.device)
-        dist.all_reduce(used, dist.ReduceOp.MAX, group=self.rows_of.mesh.get_group())
-        for p,o in zip(ps, used.tolist()): # in another worker it was used: here its gradient is zero
-            if o and not _is_new(p.grad):
-                self._before(p, p)
-                p.grad = torch.zeros_like(p)
+# %% ../../nbs/strategy/05_zero.ipynb #58fef526
+@patch
+def average(self:ShardedGradients):
+    if not self.unsynced: return
+    self._begin()
+    self._finish()
 
-    def average(self):
-        "Average the gradients that have been accumulated without a message"
-        if not self.unsynced: return
-        self.begun,self.next,self.sent = True,0,[]
-        self._finish()
+@patch
+def end_fit(self:ShardedGradients):
+    for h in self.handles: h.remove()
+    self.handles,self.frozen = [],None
 
-    def adopt(self, opt):
-        super().adopt(opt)
-        if self.sharded is not None: self.sharded.on_zero = self.kept.clear
+@patch
+@torch.no_grad()
+def close(self:ShardedGradients, group=None):
+    "Give the model and the optimizer back, with whole gradients"
+    self.end_fit()
+    self.sums.kept.clear()
+    for p in self.model.parameters():
+        if isinstance(p.grad, DTensor): p.grad = None if group is not None else gather_rows(local(p.grad), p.shape, self.rows_of)
+    self.release(group)
 
-    def _unhook(self):
-        for h in self.handles: h.remove()
-        self.handles,self.frozen = [],None
+# %% ../../nbs/strategy/05_zero.ipynb #663ae664
+@patch
+def _before(self:ShardedGradients, p, g):
+    if g.layout!=torch.strided: raise RuntimeError(
+        f"rank {get_rank()}: strategy='zero2' does not shard sparse gradients (of a parameter of shape {tuple(p.shape)}): "
+        "use strategy='ddp', or nn.Embedding(sparse=False)")
+    self.sums.keep(p)
 
-    def end_fit(self): self._unhook()
-
-    @torch.no_grad()
-    def close(self, group=None):
-        "Give the model and the optimizer back, with whole gradients"
-        self._unhook()
-        self.kept.clear()
-        for p in self.model.parameters():
-            if isinstance(p.grad, DTensor): p.grad = None if group is not None else whole(local(p.grad), p.shape, self.rows_of)
-        self.release(group)
+@patch
+def _add_hooks(self:ShardedGradients, frozen):
+    check_trainable(self.model)
+    self.average()
+    self.end_fit()
+    ps = list({id(p):p for p in self.model.parameters() if p.requires_grad}.values())[::-1] # about the order in which they get gradients
+    self.buckets,self.frozen = buckets(ps),frozen
+    self.bucket_of = {p:i for i,b in enumerate(self.buckets) for p in b}
+    for p in ps: self.handles += [p.register_hook(partial(self._before, p)), p.register_post_accumulate_grad_hook(self._after)]

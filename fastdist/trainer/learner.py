@@ -165,9 +165,9 @@ def create_opt(self:Learner):
     trainer = trainer_of(self)
     strategy = getattr(trainer, 'strategy', None)
     try:
-        if strategy is not None: strategy.settle()
+        if strategy is not None: strategy.sync_params()
         res = _create_opt(self)
-        if strategy is not None: strategy.adopt(self.opt)
+        if strategy is not None: strategy.set_opt(self.opt)
         return res
     except IndexError:
         if trainer is not None: check_trainable(self.model)
@@ -231,7 +231,7 @@ def _unsharded(trainer):
     finally:
         trainer.strategy = strategy
         strategy.setup(trainer.learn, trainer.accelerator.device)
-        strategy.adopt(trainer.learn.opt)
+        strategy.set_opt(trainer.learn.opt)
 
 # %% ../../nbs/trainer/07_learner.ipynb #c95af5a9
 _learner_state,_export = Learner.__getstate__,Learner.export

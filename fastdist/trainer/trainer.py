@@ -24,7 +24,7 @@ from ..model.batchnorm import GlobalBatchNorm, sync_batch_norm
 from ..model.compile import compile_model
 from ..strategy.base import broadcast_tensors, check_trainable, same_everywhere
 from ..strategy.select import make_strategy
-from ..strategy.sharding import meet_again
+from ..strategy.sharding import gather_group
 from .args import accelerator_args, check_args, check_launch, check_own, check_precision, make_accelerator, not_default
 from .evaluation import Evaluation, same_log
 from .loaders import SharedLoaders, seeded_loaders
@@ -102,14 +102,14 @@ def _share_model(self:DistributedTrainer):
     self.add(StrategyHooks(self, self.strategy, each))
     self.undo.callback(self._close_strategy)
     self.strategy.setup(learn, device)
-    self.strategy.adopt(learn.opt)
+    self.strategy.set_opt(learn.opt)
 
 @patch
 def _close_strategy(self:DistributedTrainer):
     strategy,m = self.strategy,monitor()
     self.strategy = None
     broken = strategy.gathers and m is not None and m.broken
-    group = (meet_again(f'{current_world().number}/{m.count}') or False) if broken else None # the contexts of all workers are numbered alike
+    group = (gather_group(f'{current_world().number}/{m.count}') or False) if broken else None # the contexts of all workers are numbered alike
     strategy.close(group)
     if group is False: warnings.warn(
         f"rank {get_rank()}: with strategy={strategy.name!r} other workers had parts of the "
@@ -262,7 +262,7 @@ def before_fit(self:DistributedTrainer):
     self.random.restart_if_seeded()
     self.random.enter()
     self.strategy.end_fit()
-    self.strategy.adopt(self.learn.opt)
+    self.strategy.set_opt(self.learn.opt)
 
 # %% ../../nbs/trainer/06_trainer.ipynb #fa69989b
 @patch
@@ -349,7 +349,7 @@ def before_validate(self:DistributedTrainer):
 @patch
 def after_validate(self:DistributedTrainer):
     "Put metrics and predictions of all workers together"
-    self.strategy.settle()
+    self.strategy.sync_params()
     self.evaluation.finish()
 
 # %% ../../nbs/trainer/06_trainer.ipynb #4a9c0006

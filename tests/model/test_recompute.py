@@ -1,4 +1,4 @@
-"Activations that are computed again in the backward pass: the same training to rounding, on every way of having the model on many workers"
+"Activations that are computed again in the backward pass: the same training to rounding, in every mode of having the model on many workers"
 import pickle
 
 import pytest, torch

@@ -21,7 +21,7 @@ def differences(world, strategy, cases, opts, **ctx):
 @pytest.mark.parametrize('strategy', STRATEGIES)
 @pytest.mark.parametrize('n', [1, 2, 3])
 def test_matrix(worlds, n, strategy):
-    "10 steps with each optimizer, in each way of stepping. What bf16 rounds depends on how a batch is divided, as much for 'ddp' as for the others"
+    "10 steps with each optimizer, in each mode of stepping. What bf16 rounds depends on how a batch is divided, as much for 'ddp' as for the others"
     found = differences(worlds(n), strategy, CASES, [*OPTS])
     for (case, opt), d in found.items(): print(f"{strategy} {n} {case} {opt}: {d['weights']:.1e}")
     assert len(found)==len(CASES)*len(OPTS)

@@ -542,9 +542,9 @@ def arguments(ctx, folder=None, precision=False):
 
 def many_arguments(strategy, folder):
     bf16 = [DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.BF16)]
-    asked = dict(plain={}, rng=dict(rng_types=['torch']), project=dict(project_dir=folder),
+    given = dict(plain={}, rng=dict(rng_types=['torch']), project=dict(project_dir=folder),
                  seed=dict(split_batches=True, dataloader_config=DataLoaderConfiguration(data_seed=3, split_batches=True)))
-    res = {k: arguments({**ctx_of(strategy), **kw}, folder=k=='project') for k, kw in asked.items()}
+    res = {k: arguments({**ctx_of(strategy), **kw}, folder=k=='project') for k, kw in given.items()}
     res['precision'] = arguments(ctx_of(strategy, kwargs_handlers=[AutocastKwargs(enabled=False), GradScalerKwargs(init_scale=64., growth_interval=2)]), precision=True)
     if strategy=='ddp': res['hook'] = arguments(ctx_of(strategy, kwargs_handlers=bf16))
     return res

@@ -188,28 +188,28 @@ def after_an_error(ctx, where, everywhere, slow=False):
         def before_step(self): self.fail('before_step')
         def after_step(self): steps.append(1)
         def after_validate(self): self.fail('after_validate')
-    text, found, meet_again, ending, met = None, remote._connections, training.meet_again, [], []
+    text, found, gather_group, ending, joined = None, remote._connections, training.gather_group, [], []
     def found_slowly():
         ending.append(1)
         try: return found()
         finally:
             time.sleep(1)
             ending.pop()
-    def meet(name):
-        met.append(bool(ending))
-        return meet_again(name)
-    with warnings.catch_warnings(record=True) as said:
+    def join(name):
+        joined.append(bool(ending))
+        return gather_group(name)
+    with warnings.catch_warnings(record=True) as shown:
         warnings.simplefilter('always')
         try:
             with learn.distrib_ctx(**ctx):
-                if slow: remote._connections, training.meet_again = found_slowly, meet # in `remote` for what ends them; what tells the others of them has its own name
+                if slow: remote._connections, training.gather_group = found_slowly, join # in `remote` for what ends them
                 learn.fit(2, cbs=Fault())
         except Exception as e: text = f'{type(e).__name__}: {e}'
-        finally: remote._connections, training.meet_again = found, meet_again
+        finally: remote._connections, training.gather_group = found, gather_group
     # All are alive, so none has lost anything. Connections to a worker that fails are ended in a thread, which must not hit those
     # over which the shards are gathered: the same file descriptors may belong to them by then
-    assert 'the first to fail' in text and not any('load a checkpoint' in str(o.message) for o in said), (text, [str(o.message) for o in said])
-    assert met==[False]*slow
+    assert 'the first to fail' in text and not any('load a checkpoint' in str(o.message) for o in shown), (text, [str(o.message) for o in shown])
+    assert joined==[False]*slow
     assert learn.opt is opt and classes==[type(m) for m in learn.model.modules()]
     assert all(a is b for a, b in zip(ps, learn.model.parameters())) and not {'step', 'state_dict'} & set(vars(opt))
     w = weights(learn)
@@ -235,7 +235,7 @@ def check_after(every, where):
     for m, k in every: assert k==n and diff(w, m) < 1e-12 # all have the same weights, those of the steps that were made
 
 
-def test_connections_end_before_shards_meet(world3):
+def test_connections_end_before_shards_are_gathered(world3):
     "A file descriptor of the old process group is not yet one of the new when it is ended: seen in 1 of 12 runs of a loaded machine otherwise"
     check_after(world3(after_an_error, ctx_of('zero1'), 'before_batch', False, slow=True), 'before_batch')
 
