@@ -87,6 +87,7 @@ def end_fit(self:Replica):
 
 @patch
 def close(self:Replica, group=None):
+    "Give the model and the optimizer back"
     self.after_batch()
     self.end_fit()
     self.release(group)
@@ -94,6 +95,7 @@ def close(self:Replica, group=None):
 # %% ../../nbs/strategy/02_ddp.ipynb #fdde1016
 @patch
 def before_backward(self:Replica):
+    "Note whether this batch is averaged; an error where its forward was not that of `learn.model`"
     if not self.proxy.called: raise RuntimeError(
         f"rank {get_rank()}: the forward of this batch did not go through learn.model(...), so its gradients would not be averaged; "
         "call learn.model in `_do_one_batch`, not a part of it")

@@ -96,7 +96,7 @@ def _own_folder(cb, nm):
 
 def files_apart(learn # `Learner` that evaluates all of a loader, as other workers do
                ):
-    "A context in which callbacks that save predictions do so beside their folder. At its end the files move there, each of them whole at any time"
+    "A context in which callbacks save predictions beside their folder; at its end the files move there, each of them whole at any time"
     found = [(cb,o) for cb in learn.cbs for o in ('save_preds','save_targs') if getattr(cb, o, None) is not None]
     return ContextManagers([_own_folder(*o) for o in found])
 

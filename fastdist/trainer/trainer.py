@@ -17,14 +17,13 @@ from ..callbacks.precision import PrecisionSettings, synchronize_rng
 from ..data.dl import DistributedDL
 from ..data.rng import WorkerRandom
 from ..fault.cancel import Decisions
-from ..fault.supervisor import check_watchdog, handler_kept, monitor, scope, watchdog_time
+from ..fault.supervisor import check_watchdog, handler_kept, scope, watchdog_time
 from ..metrics.metrics import EpochTotals
 from ..model.activation_checkpoint import checkpoint_activations
 from ..model.batchnorm import GlobalBatchNorm, sync_batch_norm
 from ..model.compile import compile_model
-from ..strategy.base import broadcast_tensors, check_trainable, same_everywhere
-from ..strategy.select import make_strategy
-from ..strategy.sharding import gather_group
+from ..strategy.base import check_trainable, same_everywhere, sync_buffers
+from ..strategy.select import close_strategy, make_strategy
 from .args import accelerator_args, check_args, check_launch, check_own, check_precision, make_accelerator, not_default
 from .evaluation import Evaluation, same_log
 from .loaders import SharedLoaders, seeded_loaders
@@ -34,7 +33,6 @@ from .undone import UndoneCallback
 from ..world.errors import refuse
 from ..world.process_group import init_group, teardown_distrib
 from ..world.ranks import get_rank, get_world_size, use_cpu
-from ..world.state import current_world
 
 # %% ../../nbs/trainer/06_trainer.ipynb #83db08b8
 class DistributedTrainer(UndoneCallback):
@@ -106,17 +104,8 @@ def _share_model(self:DistributedTrainer):
 
 @patch
 def _close_strategy(self:DistributedTrainer):
-    strategy,m = self.strategy,monitor()
-    self.strategy = None
-    broken = strategy.gathers and m is not None and m.broken
-    group = (gather_group(f'{current_world().number}/{m.count}') or False) if broken else None # the contexts of all workers are numbered alike
-    strategy.close(group)
-    if group is False: warnings.warn(
-        f"rank {get_rank()}: with strategy={strategy.name!r} other workers had parts of the "
-        f"{'weights, which are nan now' if strategy.shards_params else 'optimizer state'}, and are gone: "
-        "load a checkpoint before you go on with this learner")
-    if strategy.unsynced: # an error has ended the fit: gradients that differ between workers must not get into the next one
-        for p in self.learn.model.parameters(): p.grad = None
+    strategy,self.strategy = self.strategy,None
+    close_strategy(strategy)
 
 # %% ../../nbs/trainer/06_trainer.ipynb #e5f3bb6d
 @patch
@@ -243,11 +232,9 @@ def _check_model(self:DistributedTrainer):
 
 @patch
 def _agree_buffers(self:DistributedTrainer):
-    "Buffers that a forward changes differ between workers, but for those of global batch norm: take rank 0's, once an epoch"
-    if not self.dirty: return
+    "Buffers that a forward changes differ between workers: take rank 0's, once an epoch"
+    if self.dirty: sync_buffers(self.learn.model)
     self.dirty = False
-    synced = {id(b) for m in self.learn.model.modules() if isinstance(m, GlobalBatchNorm) for b in m.buffers()}
-    broadcast_tensors([b for b in self.learn.model.buffers() if id(b) not in synced])
 
 # %% ../../nbs/trainer/06_trainer.ipynb #72021c52
 @patch

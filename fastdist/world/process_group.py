@@ -226,7 +226,7 @@ def call_main(main, # Called in each worker; it can be imported by name (a funct
     if n is not None: check_rank(0, n)
     if dist.is_initialized():
         if n not in (None, local := get_local_world_size()): raise ValueError(
-            f"rank {get_rank()}: n={n} workers cannot be started: this is a process group with {local} on this machine already; leave n out")
+            f"rank {get_rank()}: n={n} workers cannot be started: there is a process group already, with {local} on this machine; leave n out")
         return main(*args, **kwargs)
     s = infer_init_method()
     if n is not None:
@@ -257,11 +257,3 @@ def _spawn(s, main, args, kwargs):
     from torch.distributed.launcher.api import elastic_launch
     if not use_cpu(): _check_gpus(s.spawn)
     elastic_launch(_launch_config(s), _run_main)(main, args, kwargs)
-
-# %% ../../nbs/world/05_process_group.ipynb #42e084e3
-class _Here:
-    groups = property(lambda self: current_world().number)
-    reach = property(lambda self: current_world().reach)
-
-_here = _Here()
-def _store(): return shared_store('shared')
