@@ -185,6 +185,7 @@ def set_opt(self:FullyShard, opt):
 
 @patch
 def release(self:FullyShard, group=None):
+    "Give the optimizer back, with its whole state"
     sharded,self.sharded = self.sharded,None
     if sharded is None: return
     sharded.release(group)
@@ -196,15 +197,19 @@ def release(self:FullyShard, group=None):
 # %% ../../nbs/strategy/06_fsdp.ipynb #a2f03d10
 @patch
 def forward(self:FullyShard, sync):
+    "Let the backward of this batch reduce gradients, if `sync`"
     check_trainable(self.model)
     self.model.set_requires_gradient_sync(sync)
     self.synced,self.ran = sync,False
 
 @patch
-def before_backward(self:FullyShard): self.unsynced,self.ran = not self.synced,True
+def before_backward(self:FullyShard):
+    "Note that the backward of this batch runs"
+    self.unsynced,self.ran = not self.synced,True
 
 @patch
 def after_batch(self:FullyShard):
+    "Reshard after a forward that no backward has followed"
     if not self.ran: self.sync_params() # the forward's parameters must not be taken for those of the next
 
 @patch
@@ -218,6 +223,7 @@ def check_used(self:FullyShard):
 # %% ../../nbs/strategy/06_fsdp.ipynb #a2f5b5e5
 @patch
 def average(self:FullyShard):
+    "Reduce what has been accumulated"
     if not self.unsynced: return
     self.unsynced,self.synced = False,True
     self.model.set_requires_gradient_sync(True)
@@ -233,6 +239,7 @@ def average(self:FullyShard):
 
 @patch
 def end_fit(self:FullyShard):
+    "Reshard, and look for unused parameters again in the next fit"
     self.sync_params()
     self.checked = False
 

@@ -152,12 +152,14 @@ def _fill_up(self:ShardedGradients):
 # %% ../../nbs/strategy/05_zero.ipynb #58fef526
 @patch
 def average(self:ShardedGradients):
+    "Reduce what has been accumulated, each shard to its owner"
     if not self.unsynced: return
     self._begin()
     self._finish()
 
 @patch
 def end_fit(self:ShardedGradients):
+    "Remove the hooks on the parameters"
     for h in self.handles: h.remove()
     self.handles,self.frozen = [],None
 
