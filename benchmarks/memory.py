@@ -20,7 +20,7 @@ from fastai.basics import *
 from fastai.callback.progress import ProgressCallback
 from torch.distributed.tensor import DTensor
 import fastdist.all
-from fastdist.comm.gather import tensors_in
+from fastdist.comm.pack import tensors_in
 from fastdist.callbacks.fastai_patches import trainer_of
 
 DEPTH, BATCH, CLASSES = 8, 240, 12

@@ -26,7 +26,7 @@ class ParallelTrainer(Callback):
     def __init__(self, device_ids # List of GPUs, by number; `None` for all of them
                 ):
         super().__init__()
-        self.device_ids,self.through,self.wrapped = device_ids,None,None
+        self.device_ids,self.proxy,self.wrapped = device_ids,None,None
 
     def before_fit(self):
         "Wrap the model, which is on its device by now"
@@ -35,18 +35,18 @@ class ParallelTrainer(Callback):
 
     def before_batch(self):
         "Let the forward that comes next be the wrapper's"
-        self.through = ForwardProxy(self.learn, self.wrapped)
+        self.proxy = ForwardProxy(self.learn, self.wrapped)
 
     def after_batch(self):
         "Give the model back, also where its forward was cancelled"
-        self.through.restore()
+        self.proxy.restore()
 
 # %% ../../nbs/callbacks/01_data_parallel.ipynb #39463391
 @patch
 def close(self:ParallelTrainer):
     "Give the model back and drop the wrapper"
-    if self.through is not None: self.through.restore()
-    self.through = self.wrapped = None
+    if self.proxy is not None: self.proxy.restore()
+    self.proxy = self.wrapped = None
 
 @patch
 def after_fit(self:ParallelTrainer):

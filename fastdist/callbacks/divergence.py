@@ -15,7 +15,8 @@ from fastai.callback.fp16 import MixedPrecision
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase
 from ..world.errors import refuse
-from ..comm.gather import as_bytes
+from ..comm.objects import all_gather_list
+from ..comm.pack import as_bytes
 from ..model.batchnorm import GlobalBatchNorm
 from .fastai_patches import trainer_of
 from ..world.ranks import get_rank
@@ -42,14 +43,14 @@ def tensor_hash(t # Strided tensor of any dtype, on any device
     return res
 
 # %% ../../nbs/callbacks/07_divergence.ipynb #d1fe000a
-def _whole(t): return not isinstance(t, DTensor) or all(p.is_replicate() for p in t.placements)
+def _replicated(t): return not isinstance(t, DTensor) or all(p.is_replicate() for p in t.placements)
 
 def _compared(model, grads, buffers):
     params = dict(model.named_parameters())
     found = dict(parameters=params, gradients={n:p.grad for n,p in params.items()} if grads else {},
                  buffers={n:b for nm,m in model.named_modules() if (buffers(m) if callable(buffers) else buffers)
                           for n,b in m.named_buffers(nm, recurse=False)})
-    return {k:{n:t for n,t in ts.items() if _whole(t)} for k,ts in found.items()}
+    return {k:{n:t for n,t in ts.items() if _replicated(t)} for k,ts in found.items()}
 
 # %% ../../nbs/callbacks/07_divergence.ipynb #d1fe0018
 def _plain(t):
@@ -101,16 +102,11 @@ def check_same(model, # The same `nn.Module` in all workers, wrapped or not
                when='', # For the error: at which point, such as `'after step 100'`
               ):
     "Raise the same `DivergenceError` in all workers if `model` is not the same in them, to the last bit; shards are not compared"
-    n = dist.get_world_size(group) if dist.is_initialized() else 1
-    if n <= 1: return
+    if not dist.is_initialized() or dist.get_world_size(group) <= 1: return
     kinds = _compared(model, grads, buffers)
-    mine = hashlib.sha256(repr([sorted(_described(ts).items()) for ts in kinds.values()]).encode()).digest()
-    mine = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to('cuda' if dist.get_backend(group)=='nccl' else 'cpu')
-    every = mine.new_empty(n, len(mine))
-    dist.all_gather(list(every.unbind()), mine, group=group)
-    if (every==every[0]).all(): return
-    every = [None]*n
-    dist.all_gather_object(every, {k:_described(ts, norms=True) for k,ts in kinds.items()}, group=group)
+    every = all_gather_list(hashlib.sha256(repr([sorted(_described(ts).items()) for ts in kinds.values()]).encode()).digest(), group)
+    if len(set(every))==1: return
+    every = all_gather_list({k:_described(ts, norms=True) for k,ts in kinds.items()}, group)
     raise DivergenceError(_report(every, dist.get_process_group_ranks(group), when))
 
 # %% ../../nbs/callbacks/07_divergence.ipynb #d1fe0015

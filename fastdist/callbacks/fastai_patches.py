@@ -28,7 +28,6 @@ def replace_in_fastai(new # `dict` from a function of fastai's to the one that t
         for old,f in new.items():
             if getattr(mod, old.__name__, None) is old: setattr(mod, old.__name__, f)
 
-# %% ../../nbs/callbacks/00_fastai_patches.ipynb #8ed61c8b
 replace_in_fastai({fastai.torch_core.maybe_gather:_maybe_gather, fastai.torch_core.distrib_barrier:_distrib_barrier})
 
 # %% ../../nbs/callbacks/00_fastai_patches.ipynb #cba8df17

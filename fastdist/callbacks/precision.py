@@ -10,6 +10,7 @@ import torch.distributed as dist
 from fastai.basics import *
 from fastai.callback.fp16 import AMPMode, MixedPrecision
 from torch.amp import autocast
+from ..comm.objects import broadcast_object
 from ..world.errors import refuse
 from ..world.ranks import get_world_size
 
@@ -25,21 +26,22 @@ class PrecisionSettings(Callback):
         super().__init__()
         self.autocast_kwargs,self.scaler_kwargs,self.scaler_cls = autocast,scaler,scaler_cls
 
-    def before_fit(self):
-        "Check the settings, and hand them over"
-        owners = self.learn._grab_cbs(MixedPrecision)
-        for h in (self.autocast_kwargs,self.scaler_kwargs):
-            if h is not None and not owners:
-                refuse('kwargs_handlers', h,
-                       "the learner trains without mixed precision, so it would have no effect: "
-                       "call learn.to_fp16() or learn.to_bf16(), or leave it out")
-        try:
-            for o in owners:
-                if self.scaler_kwargs is not None: self._scale(o)
-                if self.autocast_kwargs is not None: self._cast(o)
-        except BaseException:
-            for o in owners: o.after_fit() # it has begun the fit, and fastai would not end it
-            raise
+# %% ../../nbs/callbacks/05_precision.ipynb #2f7c5815
+@patch
+def before_fit(self:PrecisionSettings):
+    "Check the settings, and hand them over"
+    owners = self.learn._grab_cbs(MixedPrecision)
+    for h in (self.autocast_kwargs,self.scaler_kwargs):
+        if h is not None and not owners: refuse('kwargs_handlers', h,
+            "the learner trains without mixed precision, so it would have no effect: "
+            "call learn.to_fp16() or learn.to_bf16(), or leave it out")
+    try:
+        for o in owners:
+            if self.scaler_kwargs is not None: self._scale(o)
+            if self.autocast_kwargs is not None: self._cast(o)
+    except BaseException:
+        for o in owners: o.after_fit() # it has begun the fit, and fastai would not end it
+        raise
 
 # %% ../../nbs/callbacks/05_precision.ipynb #2011f0e2
 @patch
@@ -62,11 +64,7 @@ def _scale(self:PrecisionSettings, owner):
 # %% ../../nbs/callbacks/05_precision.ipynb #befd1982
 def synchronize_rng(rng_types # Some of 'torch', 'cuda' and 'generator', or `None`
                    ):
-    "Give all workers rank 0's random states; a collective for each of 'torch' and 'cuda'"
+    "Give all workers rank 0's random states; a message for each of 'torch' and 'cuda'"
     if not dist.is_initialized() or get_world_size()==1: return
     for kind,rng in (('torch',torch),('cuda',torch.cuda)):
-        if kind not in (rng_types or ()): continue
-        state = rng.get_rng_state()
-        state = state.cuda() if dist.get_backend()=='nccl' else state
-        dist.broadcast(state, 0)
-        rng.set_rng_state(state.cpu())
+        if kind in (rng_types or ()): rng.set_rng_state(broadcast_object(rng.get_rng_state()))

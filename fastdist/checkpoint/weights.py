@@ -20,7 +20,7 @@ class _Stated:
     def __init__(self, state): self.state = state
     def state_dict(self): return self.state
 
-def _whole_states(model, opt, keep):
+def _full_states(model, opt, keep):
     "Stand-ins for `model` and `opt` with their whole states, for those that `keep` them; the same objects where nothing is sharded"
     model = get_model(model)
     sharded = getattr(getattr(opt, 'state_dict', None), '__self__', None)
@@ -38,7 +38,7 @@ def is_sharded(model, opt=None):
 
 # %% ../../nbs/checkpoint/00_weights.ipynb #dbc7face
 def _save_model(file, model, opt=None, with_opt=True, **kwargs):
-    if is_sharded(model, opt): model,opt = _whole_states(model, opt if with_opt else None, get_rank()==0)
+    if is_sharded(model, opt): model,opt = _full_states(model, opt if with_opt else None, get_rank()==0)
     if not isinstance(file, (str,Path)): return _fastai_save(file, model, opt, with_opt, **kwargs)
     tmp = Path(f'{file}.{os.getpid()}.tmp') # so that the file is whole at any time, or not there
     try:
@@ -61,7 +61,7 @@ def save_in_this_rank(learn, # `Learner` to save, with its optimizer
                      ):
     "`learn.save` in a rank in which fastai would not write, for a file of its own. All ranks call it; rank 0 has saved already"
     model,opt = learn.model,learn.opt
-    if is_sharded(model, opt): model,opt = _whole_states(model, opt, get_rank()>0)
+    if is_sharded(model, opt): model,opt = _full_states(model, opt, get_rank()>0)
     if get_rank()==0: return
     path = join_path_file(file, learn.path/learn.model_dir, ext='.pth')
     torch.save(dict(model=get_model(model).state_dict(), opt=opt.state_dict()), path)

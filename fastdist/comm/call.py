@@ -126,15 +126,13 @@ def device(self:Call):
     return route(self.payload.device if len(routes)==1 and self.payload is not None else torch.device('cpu'), self.group)
 
 # %% ../../nbs/comm/01_call.ipynb #6d4b4f64
-def _padded(t, n): return F.pad(t, (0,n-len(t))) if len(t) < n else t
-
 @patch
 def _gather(self:Call, mine, sizes):
     "Of each worker, the `sizes` bytes that it sends"
     most = max(sizes)
     if self.n*most <= 2*sum(sizes):
         bufs = [mine.new_empty(most) for _ in sizes]
-        dist.all_gather(bufs, _padded(mine, most), group=self.group)
+        dist.all_gather(bufs, F.pad(mine, (0,most-len(mine))) if len(mine) < most else mine, group=self.group)
         return bufs
     # to fill all up to the largest would be most of what is sent
     bufs = [mine if i==self.me else mine.new_empty(s) for i,s in enumerate(sizes)]

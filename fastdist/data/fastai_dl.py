@@ -24,6 +24,11 @@ def _own(dl, *names):
     "Has `dl` one of these methods from elsewhere than fastai's `DataLoader`?"
     return any(o in vars(dl) or getattr(type(dl), o) is not getattr(FastaiDataLoader, o) for o in names)
 
+def _transforms(dl, nm):
+    "Does the loader's `nm`, such as `before_batch`, do anything? fastai's own does not, nor does an empty `Pipeline`"
+    f = vars(dl).get(nm)
+    return _own(dl, nm) if f is None else not (isinstance(f, Pipeline) and len(f.fs)==0)
+
 # %% ../../nbs/data/04_fastai_dl.ipynb #e12095ae
 def _begin_process(worker_id):
     "Begin a loader process; fastai's own would seed the processes of all workers alike"
@@ -38,10 +43,13 @@ def _begin_process(worker_id):
 # %% ../../nbs/data/04_fastai_dl.ipynb #2fff5a7a
 class FastaiAdapter(Adapter):
     "fastai's `DataLoader`, for `DistributedDL`"
-    overridable = 'wif randomize before_iter after_iter do_item create_item after_item do_batch before_batch create_batch retain after_batch'.split()
+    overridable = ('wif randomize before_iter after_iter do_item create_item after_item do_batch before_batch create_batch retain '
+                   'after_batch').split()
     bs = property(lambda self: self.dl.bs)
     n = property(lambda self: self.source.n)
     device = property(lambda self: self.dl.device)
+    num_workers = property(lambda self: self.fake_l.num_workers)
+    stream = property(lambda self: not self.dl.indexed)
     seeds = True # an epoch draws a seed for its processes
     counted = False # does the iterator that is being made yield `Counts` beside each batch?
 
@@ -51,29 +59,27 @@ class FastaiAdapter(Adapter):
         self.fake_l.worker_init_fn = _begin_process
         super().__init__(dl, *args, **kwargs)
 
-    def check(self):
-        "Raise a `TypeError` where the loader cannot be split"
-        dl,nm = self.dl,self.nm
-        for o in ('__iter__','sample','create_batches','chunkify'):
-            if _own(dl, o): raise TypeError(
-                f"{nm} has its own `{o}`, which splitting would replace: override get_idxs, create_item or create_batch instead")
-        if not dl.indexed and type(dl).do_item is not FastaiDataLoader.do_item:
-            raise TypeError(f"{nm} has its own `do_item` and reads an iterable data set, whose items workers read before they share them: "
-                            "override create_item or after_item instead")
+# %% ../../nbs/data/04_fastai_dl.ipynb #ab2b7843
+@patch
+def check(self:FastaiAdapter):
+    "Raise a `TypeError` where the loader cannot be split"
+    dl,nm = self.dl,self.nm
+    for o in ('__iter__','sample','create_batches','chunkify'):
+        if _own(dl, o): raise TypeError(
+            f"{nm} has its own `{o}`, which splitting would replace: override get_idxs, create_item or create_batch instead")
+    if self.stream and type(dl).do_item is not FastaiDataLoader.do_item: raise TypeError(
+        f"{nm} has its own `do_item` and reads an iterable data set, whose items workers read before they share them: "
+        "override create_item or after_item instead")
 
 # %% ../../nbs/data/04_fastai_dl.ipynb #cc05e602
 @patch
 def setup(self:FastaiAdapter):
     "What kind of data set and batches it has"
-    dl,nw = self.dl,self.fake_l.num_workers
-    self.stream,self.in_rows,self.source = not dl.indexed,reads_rows(dl),dl
-    if self.stream and self.mode=='slices' or self.in_rows and self.mode=='batches': self.mode = 'steps'
+    self.in_rows,self.source = reads_rows(self.dl),self.dl
+    if self.in_rows and self.mode=='batches': self.mode = 'steps'
     self.split = self.mode=='steps' and (bool(self.split_batches) or self.evaluate)
     if self.in_rows and self.mode=='steps' and not self.split: self.source = self._global_rows()
     self.global_bs = (self.source.bs or 1)*(1 if self.split or self.in_rows else self.world_size)
-    if self.stream and self.mode=='batches' and nw and self.world_size > 1: raise TypeError(
-        f"{self.nm} reads an iterable data set in {nw} processes, whose batches have no order that workers could share for evaluation: "
-        "use num_workers=0")
 
 @patch
 def _global_rows(self:FastaiAdapter):
@@ -87,19 +93,14 @@ def _global_rows(self:FastaiAdapter):
 
 # %% ../../nbs/data/04_fastai_dl.ipynb #44ed0fe8
 @patch
-def set(self:FastaiAdapter,
-        nm:str, # Name of the attribute
-        v, # Its value
-       ):
+def set(self:FastaiAdapter, nm, v):
     "Set an attribute of the loader, which may change how it is cut"
     for o in {id(o):o for o in (self.dl,self.source)}.values():
         if nm!='bs' or o is self.dl: setattr(o, nm, v)
     if nm=='bs': self.setup()
 
 @patch
-def place(self:FastaiAdapter,
-          device, # Where batches go
-         ):
+def as_device(self:FastaiAdapter, device):
     "`device` as the loader has it, with its transforms there"
     dl = copy(self.dl)
     dl.device = device
@@ -107,9 +108,7 @@ def place(self:FastaiAdapter,
 
 # %% ../../nbs/data/04_fastai_dl.ipynb #7a07ddb6
 @patch
-def original(self:FastaiAdapter,
-             nm:str, # Name of a method
-            ):
+def original(self:FastaiAdapter, nm):
     "The loader's own method; streams of text are cut by `source`"
     return getattr(self.source if nm=='create_item' else self.dl, nm)
 
@@ -119,18 +118,11 @@ def in_this_process(self:FastaiAdapter):
     return self.fake_l.no_multiproc()
 
 @patch
-def finish(self:FastaiAdapter,
-           b, # A batch, where it goes
-          ):
-    "Transform it there"
+def finish(self:FastaiAdapter, b):
+    "Transform batch `b` on its device"
     return self.hook('after_batch')(b)
 
 # %% ../../nbs/data/04_fastai_dl.ipynb #11ed8a5a
-@patch(as_prop=True)
-def in_processes(self:FastaiAdapter):
-    "Is an iterable data set read by processes, each at a position of its own?"
-    return self.stream and self.fake_l.num_workers > 0
-
 @patch(as_prop=True)
 def unsized(self:FastaiAdapter):
     "Why the length is not known, `None` if it is"
@@ -145,9 +137,7 @@ def expected_n(self:FastaiAdapter):
 @patch(as_prop=True)
 def draws(self:FastaiAdapter):
     "Can this process draw random numbers while it iterates?"
-    f = vars(self.dl).get('after_batch')
-    plain = type(self.dl).after_batch is FastaiDataLoader.after_batch if f is None else isinstance(f, Pipeline) and len(f.fs)==0
-    return self.fake_l.num_workers==0 or not plain or 'after_batch' in self.hooks
+    return self.num_workers==0 or 'after_batch' in self.hooks or _transforms(self.dl, 'after_batch')
 
 # %% ../../nbs/data/04_fastai_dl.ipynb #83da2254
 @patch
@@ -169,15 +159,10 @@ def from_rng(self:FastaiAdapter):
 
 # %% ../../nbs/data/04_fastai_dl.ipynb #7dd029bf
 @patch
-def order(self:FastaiAdapter,
-          new:bool, # Is this a new epoch's? Then the loader prepares for one
-          seeded:bool, # Draw the seed of its processes? Always, here
-         ):
-    "The epoch's order, as the loader draws it; and its `seed`"
+def order(self:FastaiAdapter, new, seeded):
+    "The epoch's order, as the loader draws it, once it has prepared for a `new` one; a `seed` is drawn each time"
     dl = self.source
-    if new:
-        (self.hook('randomize') if dl is self.dl else dl.randomize)()
-        (self.hook('before_iter') if dl is self.dl else dl.before_iter)()
+    for nm in ('randomize','before_iter') if new else (): (self.hook(nm) if dl is self.dl else getattr(dl, nm))()
     bs = dl.bs
     try:
         if self.mode=='steps' and bs is not None: dl.bs = self.global_bs # an order may depend on the batch size, as SortedDL's does
@@ -196,18 +181,13 @@ def shuffled(self:FastaiAdapter):
     if self.in_rows: return list(self.source.items.idxs)
 
 @patch
-def set_shuffled(self:FastaiAdapter,
-                 o, # What `shuffled` returned
-                ):
-    "Put it back"
+def set_shuffled(self:FastaiAdapter, o):
+    "Put the documents back in order `o`"
     if o is not None:
         for i,v in enumerate(o): self.source.items.idxs[i] = v
 
 @patch
-def partition(self:FastaiAdapter,
-              order, # The epoch's samples
-              start:int, # How many of them come before the first step
-             ):
+def partition(self:FastaiAdapter, order, start):
     "`order`, cut from sample `start` on"
     bs = self.source.bs or 1
     align = bs if self.in_rows else 1
@@ -218,16 +198,11 @@ def _has_own_batches(dl):
     "Does code that is not fastai's make a batch of the items?"
     return any(o in vars(dl) or not getattr(type(dl), o).__module__.startswith('fastai.') for o in ('create_batch','do_batch'))
 
-def _sees_batch(dl):
-    "Has `dl` transforms of a batch's items?"
-    f = vars(dl).get('before_batch')
-    if f is None: return type(dl).before_batch is not FastaiDataLoader.before_batch
-    return not (isinstance(f, Pipeline) and len(f.fs)==0)
-
 @patch
 def _reads_whole(self:FastaiAdapter, dl):
     "(Is a batch made whole, and then split? Are its items transformed together, and then split?)"
-    return self.split and (dl.bs is None or _has_own_batches(dl)), self.split and dl.bs is not None and _sees_batch(dl)
+    single = dl.bs is None
+    return self.split and (single or _has_own_batches(dl)), self.split and not single and _transforms(dl, 'before_batch')
 
 # %% ../../nbs/data/04_fastai_dl.ipynb #33d6a6f1
 @patch
@@ -238,18 +213,14 @@ def _batch_of(self:FastaiAdapter, dl, items, counts, read):
         "remove them from the data set, or use a larger batch size")
     single = dl.bs is None # an item is a batch, of a size that only its reader knows
     made_whole,seen_whole = self._reads_whole(dl)
-    if made_whole: return self._rows_of(dl.do_batch(items[0] if single else items), None if single else len(items))
-    if single: return dl.do_batch(items[0]),Counts(None if counts.mine else 0, None, counts.empty)
+    rows = partial(local_rows, self.nm, rank=self.rank, world_size=self.world_size)
+    if made_whole: return rows(dl.do_batch(items[0] if single else items), n=None if single else len(items))
+    if single: return dl.do_batch(items[0]),counts.unsized()
     if not seen_whole: return dl.do_batch(items),counts
     b = dl.before_batch(items)
-    if not isinstance(b, (list,L)) or len(b)!=len(items): return self._rows_of(dl.retain(dl.create_batch(b), b), len(items))
+    if not isinstance(b, (list,L)) or len(b)!=len(items): return rows(dl.retain(dl.create_batch(b), b), n=len(items))
     b = b[self.rank::self.world_size] or b[:1]
     return dl.retain(dl.create_batch(b), b),counts
-
-@patch
-def _rows_of(self:FastaiAdapter, b, n):
-    try: return local_rows(b, self.rank, self.world_size, n)
-    except TypeError as e: raise TypeError(f"{self.nm}: its batches cannot be split, as {e}; use split_batches=False") from e
 
 # %% ../../nbs/data/04_fastai_dl.ipynb #d887ca50
 @patch
@@ -290,10 +261,8 @@ def sample(self:FastaiAdapter):
     return itertools.count(dl.offs, dl.num_workers) if self.unsized else range(dl.offs, len(self.plan), dl.num_workers)
 
 @patch
-def create_batches(self:FastaiAdapter,
-                   steps, # Numbers of the steps, from `sample`
-                  ):
-    "A batch for each of `steps`"
+def create_batches(self:FastaiAdapter, steps):
+    "A batch for each of `steps`, from `sample`"
     batches = (self._read_stream if self.stream else self._read_batches)(self._source(), self.plan, steps)
     return batches if self.counted else (b for b,_ in batches)
 

@@ -52,7 +52,8 @@ def same_data(dls # `DataLoaders` of this worker
         for i,(a,b) in enumerate(zip_longest(every[0], mine)):
             if a!=b: raise ValueError(
                 f"rank {get_rank()}: loader {i} of rank {r} has other data than that of rank 0: {_brief(b)}, and {_brief(a)}. "
-                "All workers need the same: give the split a seed (RandomSplitter(seed=42), from_name_func(..., seed=42)), or call set_seed(42) before it")
+                "All workers need the same: give the split a seed (RandomSplitter(seed=42), from_name_func(..., seed=42)), "
+                "or call set_seed(42) before it")
 
 # %% ../../nbs/data/05_loaders.ipynb #6a53e528
 def loaders_in(dl # Any object
@@ -101,10 +102,7 @@ def target(self:SeveralAdapter):
     return self.twin
 
 @patch
-def set(self:SeveralAdapter,
-        nm:str, # Name of the attribute
-        v, # Its value
-       ):
+def set(self:SeveralAdapter, nm, v):
     "Set an attribute of the object and of its copy"
     for o in (self.dl,self.twin): setattr(o, nm, v)
     if nm in loaders_in(self.dl): self.setup()
@@ -134,10 +132,8 @@ def state_dict(self:SeveralAdapter):
     return dict(loaders=[o.state_dict() for o in self.parts])
 
 @patch
-def load_state_dict(self:SeveralAdapter,
-                    state:dict, # What `state_dict` of one with as many loaders returned
-                   ):
-    "Its loaders go on there; raises a `ValueError` if it has another number of them"
+def load_state_dict(self:SeveralAdapter, state):
+    "Its loaders go on there; raises a `ValueError` if `state` is that of another number of them"
     n,states = len(self.parts),state.get('loaders', ())
     if len(states)!=n: raise ValueError(
         f"{self.nm} has {n} loaders, and the state is that of {len(states)}: load what `state_dict` of the same kind of loader returned")

@@ -7,8 +7,9 @@ __all__ = ['GatheredPreds']
 
 # %% ../../nbs/metrics/01_predictions.ipynb #e2240645
 from fastai.basics import *
-from ..comm.gather import bytes_in, gather_pieces, gather_tensors, in_turn, interleave
+from ..comm.gather import gather_chunks, gather_tensors, in_turn, interleave
 from ..comm.objects import all_gather_list
+from ..comm.pack import bytes_in
 
 # %% ../../nbs/metrics/01_predictions.ipynb #b7952ca3
 class GatheredPreds:
@@ -57,5 +58,5 @@ def finish(self:GatheredPreds,
     ends = cut and all_gather_list({nm:self.sent[nm]+len(o) for nm,o in self.lists().items()})[cut[0]]
     if self.dst is not None: self._send()
     for nm,o in self.lists().items():
-        every = [b for parts in gather_pieces(o) for b in self.in_order(parts)] if self.dst is None else self.got[nm]
+        every = [b for parts in gather_chunks(o) for b in self.in_order(parts)] if self.dst is None else self.got[nm]
         setattr(self.cb, nm, every[:cut[2]+ends[nm]-cut[1]] if cut else every)

@@ -9,7 +9,7 @@ __all__ = ['Strategy', 'check_trainable', 'unused_error', 'callback_results', 'b
 # %% ../../nbs/strategy/00_base.ipynb #49e9f763
 import torch.distributed as dist
 from fastai.basics import *
-from ..comm.gather import as_bytes, tensors_in
+from ..comm.pack import as_bytes, tensors_in
 from ..model.batchnorm import GlobalBatchNorm
 from ..world.ranks import get_rank, get_world_size
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from fastai.basics import *
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from ..comm.gather import as_bytes
+from ..comm.pack import as_bytes
 from ..world.ranks import get_rank
 from ..world.state import current_world
 

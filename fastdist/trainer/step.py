@@ -12,7 +12,7 @@ from fastai.callback.rnn import RNNRegularizer
 from fastai.callback.training import GradientAccumulation
 from ..callbacks.grad_accumulation import AccumulateSteps
 from ..checkpoint.weights import save_in_this_rank
-from ..comm.gather import tensors_in
+from ..comm.pack import tensors_in
 from ..metrics.metrics import is_summed, loss_divisor, metric_kind
 from ..strategy.base import callback_results
 from ..world.ranks import get_rank, get_world_size

@@ -12,7 +12,7 @@ from fastai.basics import *
 from ..callbacks.activation_stats import ActivationStats, gather_stats
 from ..callbacks.data_parallel import ParallelTrainer
 from ..callbacks.grad_accumulation import AccumulateSteps
-from ..callbacks.loggers import HiddenLoggers, console_bars, without_logger
+from ..callbacks.loggers import HiddenLoggers, console_bars
 from ..callbacks.precision import PrecisionSettings, synchronize_rng
 from ..data.dl import DistributedDL
 from ..data.rng import WorkerRandom
@@ -119,7 +119,7 @@ def _show_in_rank0(self:DistributedTrainer):
     self.loggers = HiddenLoggers(self.learn)
     self.undo.enter_context(console_bars())
     if get_rank()==0: return
-    self.undo.enter_context(without_logger(self.learn))
+    self.undo.enter_context(self.learn.no_logging())
     self.undo.enter_context(self.loggers.hidden())
 
 # %% ../../nbs/trainer/06_trainer.ipynb #4006f1ac

@@ -188,24 +188,24 @@ def test_training_metrics(world, kind, keep):
         assert close(want, got, 3e-6), [(i, x, y) for i, (x, y) in enumerate(zip(want[0][0], got[0][0])) if not close(x, y, 3e-6)]
 
 
-def pieces(n):
-    "Gathered in one piece and in many"
-    from fastdist.comm.gather import gather_pieces, gather_tensors, in_turn
+def chunks(n):
+    "Gathered in one chunk and in many"
+    from fastdist.comm.gather import gather_chunks, gather_tensors, in_turn
     from fastdist.world import get_rank, get_world_size, init_group
     init_group()
     rank, size = get_rank(), get_world_size()
     mine = [(torch.full((3, i % 4), float(i)), {'odd': torch.full((1, 2), 1.)[:, 0], 'name': f'{i}', 'flag': torch.tensor(i % 2 == 0)}, torch.tensor([i]).bfloat16()) for i in range(n)][rank::size]
     res = []
-    for piece in (2**26, 100, 1):
-        parts = list(gather_pieces(mine, piece=piece))
+    for nbytes in (2**26, 100, 1):
+        parts = list(gather_chunks(mine, nbytes=nbytes))
         res.append((len(parts), [(t[2].item(), t[0].shape[1], t[1]['name'], t[1]['flag'].item(), t[0].sum().item()) for p in parts for t in in_turn(p)]))
     to = gather_tensors(mine, dst=size-1)
     return res, None if to is None else len(in_turn(to))
 
 
 @pytest.mark.parametrize('n', [0, 1, 2, 7, 20])
-def test_gathered_in_pieces(world, n):
-    got = world(pieces, n)
+def test_gathered_in_chunks(world, n):
+    got = world(chunks, n)
     for res, to in got:
         for k, items in res: assert items == [(i, i % 4, f'{i}', i % 2 == 0, 3.*i*(i % 4)) for i in range(n)]
         assert res[0][0] == (n > 0) and res[2][0] >= res[1][0] >= res[0][0] and (n < 20 or res[2][0] > 3)
