@@ -141,7 +141,7 @@ FAULTS = [Fault(*o) for o in [
      "if kind=='stream': getattr", "if kind=='stream' and args[1].strip(): getattr",
      ['tests/launch/test_launch_notebook.py::test_script']),
     ('interface-unchecked', 'P6', "fastdist check says ready although the network interface does not exist",
-     'node.node_findings(env, backend)+node.gpu_findings', 'node.gpu_findings',
+     'node.node_findings(backend),node.gpu_findings', 'node.gpu_findings',
      ['tests/launch/test_check.py::test_wrong_interface']),
     # P7: no silent argument
     ('argument-swallowed', 'P7', "device_placement is taken, and does nothing",
@@ -164,7 +164,7 @@ FAULTS = [Fault(*o) for o in [
      'import fastai.distributed # before', 'pass # before',
      ['tests/promises/test_p8_import.py::test_either_order[fastdist.trainer.learner-fastdist.all]']),
     ('torch-in-the-command-line', 'P8', "fastdist train imports torch before it has read the config: seconds, to say that a key is wrong",
-     'from .machine import check_gpus, n_gpus, why_cpu\n', 'from .machine import check_gpus, n_gpus, why_cpu\nimport torch\n',
+     'from .machine import check_gpus, n_gpus, plural, why_cpu\n', 'from .machine import check_gpus, n_gpus, plural, why_cpu\nimport torch\n',
      ['tests/launch/test_config.py::test_wrong_config_at_once']),
     ('thread-at-import', 'P8', "an import starts a thread",
      'World.on_begin(monitor)\n', 'World.on_begin(monitor)\nimport threading,time\nthreading.Thread(target=time.sleep, args=(1e6,), daemon=True).start()\n',

@@ -6,8 +6,9 @@
 __all__ = ['Report', 'Silent', 'Sent', 'receive']
 
 # %% ../../../nbs/launch/check/00_report.ipynb #a9f4c6b3
-import textwrap
+import json,textwrap
 from fastcore.basics import patch
+from ..machine import plural
 
 # %% ../../../nbs/launch/check/00_report.ipynb #d3b94116
 class Report:
@@ -22,30 +23,19 @@ class Report:
         lines = textwrap.wrap(text, self.width-n, break_long_words=False, break_on_hyphens=False) or ['']
         print('\n'.join(f'{head if i==0 else "":{n}}{o}' for i,o in enumerate(lines)), file=self.file, flush=True)
 
-    def row(self, name, # What is looked at
-            text, # What was seen
-           ):
-        "One line of the table; the same twice is printed once"
+    def row(self, name, text):
+        "One line of the table: what is looked at, and what was seen; the same twice is printed once"
         if (name,text) not in self.rows: self._print(name, 14, text)
         self.rows.add((name,text))
 
-    def find(self, found # Findings: (kind, text)
-            ):
-        "What is wrong; printed at the end"
-        self.findings = list(dict.fromkeys([*self.findings, *found]))
+    def find(self, found):
+        "Findings, (kind, text): what is wrong; printed at the end, once"
+        self.findings = list(dict.fromkeys([*self.findings, *map(tuple, found)]))
+
+    def step(self, text): self.at = text # it comes next, and may take long
+    def end(self): self.ended = True
 
 # %% ../../../nbs/launch/check/00_report.ipynb #eae16cd3
-@patch
-def step(self:Report, text # What is done
-        ):
-    "What comes next, and may take long"
-    self.at = text
-
-@patch
-def end(self:Report):
-    "All has been looked at"
-    self.ended = True
-
 @patch
 def finish(self:Report, ready # What is printed where there is no fault
           ):
@@ -53,7 +43,7 @@ def finish(self:Report, ready # What is printed where there is no fault
     if self.findings: print(file=self.file)
     for kind,text in sorted(self.findings, key=lambda o: o[0]!='FAULT'): self._print(kind, 7, text)
     n = sum(kind=='FAULT' for kind,_ in self.findings)
-    print(f"\n{n} fault{'s' if n > 1 else ''}" if n else f'\nready: {ready}', file=self.file, flush=True)
+    print(f"\n{plural(n, 'fault')}" if n else f'\nready: {ready}', file=self.file, flush=True)
     return 1 if n else 0
 
 # %% ../../../nbs/launch/check/00_report.ipynb #313b261b
@@ -62,31 +52,25 @@ class Silent(Report):
     def _print(self, *args): pass
 
 # %% ../../../nbs/launch/check/00_report.ipynb #912db5ba
-_mark = '#fastdist-check'
+_mark = '#fastdist-check '
 
 class Sent(Report):
-    "Of a worker that is read by `fastdist check`"
-    def _send(self, *parts):
-        fields = [o.replace('\t', ' ').replace('\n', ' ') for o in parts]
-        print('\t'.join([_mark, *fields]), file=self.file, flush=True)
-
+    "Of a worker that is read by `fastdist check`: what is called, as a line of JSON"
+    def _send(self, *call): print(_mark+json.dumps(call), file=self.file, flush=True)
     def row(self, name, text): self._send('row', name, text)
-    def find(self, found):
-        for o in found: self._send('find', *o)
+    def find(self, found): self._send('find', list(found))
+    def end(self): self._send('end')
     def step(self, text):
         self.at = text
         self._send('step', text)
-    def end(self): self._send('end')
-    def finish(self, ready): return 0
 
 # %% ../../../nbs/launch/check/00_report.ipynb #021e8507
 def receive(report, # The `Report` that is printed
             line, # Of a worker
            ):
     "Was it a line of `Sent`? Then do what it says"
-    _,mark,text = line.rstrip('\n').partition(_mark+'\t')
+    _,mark,call = line.partition(_mark)
     if not mark: return False
-    method,*args = text.split('\t')
-    if method=='find': args = [[tuple(args)]]
+    method,*args = json.loads(call)
     getattr(report, method)(*args)
     return True
