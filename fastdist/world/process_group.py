@@ -226,7 +226,8 @@ def call_main(main, # Called in each worker; it can be imported by name (a funct
     if n is not None: check_rank(0, n)
     if dist.is_initialized():
         if n not in (None, local := get_local_world_size()): raise ValueError(
-            f"rank {get_rank()}: n={n} workers cannot be started: there is a process group already, with {local} on this machine; leave n out")
+            f"rank {get_rank()}: n={n} workers cannot be started: there is a process group already, "
+            f"with {local} on this machine; leave n out")
         return main(*args, **kwargs)
     s = infer_init_method()
     if n is not None:
