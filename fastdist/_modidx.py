@@ -99,6 +99,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                               'fastdist/callbacks/divergence.py'),
                                                'fastdist.callbacks.divergence._report': ( 'callbacks/divergence.html#_report',
                                                                                           'fastdist/callbacks/divergence.py'),
+                                               'fastdist.callbacks.divergence._same_text': ( 'callbacks/divergence.html#_same_text',
+                                                                                             'fastdist/callbacks/divergence.py'),
                                                'fastdist.callbacks.divergence._weights': ( 'callbacks/divergence.html#_weights',
                                                                                            'fastdist/callbacks/divergence.py'),
                                                'fastdist.callbacks.divergence.check_same': ( 'callbacks/divergence.html#check_same',

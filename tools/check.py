@@ -94,6 +94,13 @@ def check_readme(root):
     return [f'README.md: no ```sh block runs `{o}`, which .ci/run relies on: add it to a ```sh block in nbs/index.ipynb'
             for o in ('fastdist launch', 'nbdev-test', 'pytest') if o not in cmds]
 
+def check_links(root):
+    "Every file of the tree that a page names or links to is there"
+    return [f'{page}: names {o}, which is not there: say where it is now'
+            for page in ('README.md', 'CHANGELOG.md', 'CONTRIBUTING.md', *(f.relative_to(root).as_posix() for f in sorted((root/'docs').glob('*.md'))))
+            for o in sorted(set(re.findall(r'(?:nbs|docs|tests|tools|examples|benchmarks)/[\w./-]+\.(?:ipynb|py|md|toml)', read(root, page))))
+            if not (root/o).exists() and 'ROOM' not in o]
+
 def check_version(root):
     "The version stands in fastdist/__init__.py and nowhere else"
     return [f'{n}: has a version of its own ({m[0].strip()!r}): delete it, the version lives in fastdist/__init__.py'
@@ -128,7 +135,7 @@ def check_changelog(root):
     if m and re.search(rf'(?<![\w.]){re.escape(version(root))}(?![\w.])', m[0]): return []
     return [f'CHANGELOG.md: the newest heading is {m[0] if m else None!r}, the version is {version(root)}: add a heading that names it']
 
-checks = check_clean, check_modules, check_rooms, check_readme, check_version, check_metadata, check_python, check_changelog
+checks = check_clean, check_modules, check_rooms, check_readme, check_links, check_version, check_metadata, check_python, check_changelog
 
 def main():
     faults = []

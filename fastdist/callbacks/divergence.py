@@ -94,6 +94,14 @@ def _report(every, ranks, when):
             f"Usual causes: {_causes[kind]}. To go on, give all workers rank 0's model "
             "(fastdist.strategy.base.same_everywhere(model, opt)), or go back to an older checkpoint")
 
+# %% ../../nbs/callbacks/07_divergence.ipynb #4f64dcde
+def _same_text(text, group=None):
+    "Is `text` the same in all workers? One message of 64 bytes, however many they are: the greatest digest, and the least"
+    digest = torch.frombuffer(bytearray(hashlib.sha256(text.encode()).digest()), dtype=torch.int64)
+    both = torch.stack([digest, ~digest]).to('cuda' if dist.get_backend(group)=='nccl' else 'cpu')
+    dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
+    return both[0].equal(~both[1])
+
 # %% ../../nbs/callbacks/07_divergence.ipynb #d1fe000e
 def check_same(model, # The same `nn.Module` in all workers, wrapped or not
                grads=True, # Compare gradients? When they have been averaged
@@ -104,8 +112,7 @@ def check_same(model, # The same `nn.Module` in all workers, wrapped or not
     "Raise the same `DivergenceError` in all workers if `model` is not the same in them, to the last bit; shards are not compared"
     if not dist.is_initialized() or dist.get_world_size(group) <= 1: return
     kinds = _compared(model, grads, buffers)
-    every = all_gather_list(hashlib.sha256(repr([sorted(_described(ts).items()) for ts in kinds.values()]).encode()).digest(), group)
-    if len(set(every))==1: return
+    if _same_text(repr([sorted(_described(ts).items()) for ts in kinds.values()]), group): return
     every = all_gather_list({k:_described(ts, norms=True) for k,ts in kinds.items()}, group)
     raise DivergenceError(_report(every, dist.get_process_group_ranks(group), when))
 
