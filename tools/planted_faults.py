@@ -170,7 +170,7 @@ FAULTS = [Fault(*o) for o in [
      'World.on_begin(monitor)\n', 'World.on_begin(monitor)\nimport threading,time\nthreading.Thread(target=time.sleep, args=(1e6,), daemon=True).start()\n',
      ['tests/promises/test_p8_import.py::test_either_order[fastdist.all-fastdist.all]']),
     ('port-at-import', 'P8', "an import opens a port: the store of a process alone is a TCPStore, and made at once",
-     'start_timeout = 600 #', "_alone = dist.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)\nstart_timeout = 600 #",
+     '_start_timeout = 600 #', "_alone = dist.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)\n_start_timeout = 600 #",
      ['tests/promises/test_p8_import.py::test_either_order[fastdist.all-fastdist.all]']),
 ]]
 
