@@ -14,7 +14,8 @@ from threading import Timer
 from types import SimpleNamespace
 
 import psutil
-from .machine import check_gpus, n_cores, n_gpus, plural, startup_seconds, thread_env, why_cpu
+from ..env import check_gpus
+from .machine import n_cores, n_gpus, plural, startup_seconds, thread_env, why_cpu
 from .nodes import own_options, rendezvous, slurm_srun
 from .processes import end_processes, handlers_kept, send_signal, torch_quiet
 

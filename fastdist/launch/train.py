@@ -15,7 +15,8 @@ from types import SimpleNamespace
 from urllib.parse import urlparse
 
 from .config_file import Source, function_signature, import_function, nearest, toml
-from .machine import check_gpus, n_gpus, plural, why_cpu
+from ..env import check_gpus
+from .machine import n_gpus, plural, why_cpu
 
 # %% ../../nbs/launch/07_train.ipynb #819c0ed8
 @dataclass

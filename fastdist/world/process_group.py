@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from urllib.parse import urlparse
 
 import torch, torch.distributed as dist
+from ..env import check_gpus
 from .state import World, current_world, enter_world
 from .ranks import accelerate_state, check_rank, get_local_world_size, get_rank, ranks_on_hosts, use_cpu
 from .store import KeyValueStore, seconds, wait_until
@@ -82,12 +83,6 @@ def _export(s, on_node, store):
     return _exported(new)
 
 # %% ../../nbs/world/05_process_group.ipynb #893f8222
-def _check_gpus(local):
-    "A `ValueError` where `local` workers have fewer GPUs"
-    n = torch.cuda.device_count()
-    if local > n: raise ValueError(f"{local} workers were started on a machine with {n} GPU(s), and each needs its own: "
-                                   f"start {n}, or set ACCELERATE_USE_CPU=true to train on the CPU")
-
 @contextmanager
 def _threads_kept():
     "Accelerate sets the number of threads to all cores for each worker of a machine, with a warning; keep what the launcher or torch chose"
@@ -125,7 +120,7 @@ def _make_group(s, cpu, kwargs):
     on_node = s.local_rank,s.local_world_size,s.node_rank
     if None in on_node: on_node = ranks_on_hosts(store, s.rank, s.world_size, limit or _start_timeout)
     alone = s.launcher=='slurm' and 'CUDA_VISIBLE_DEVICES' in os.environ # Slurm may let each task see its own GPU only
-    if not cpu and not alone: _check_gpus(on_node[1])
+    if not cpu and not alone: check_gpus(on_node[1], torch.cuda.device_count(), 'set ACCELERATE_USE_CPU=true')
     reach = partial(reachable, s) if on_node[1]!=s.world_size else nullcontext
     undo = _export(s, on_node, store)
     world.number += 1
@@ -255,5 +250,5 @@ def _launch_config(s):
 def _spawn(s, main, args, kwargs):
     "Start the workers of this node"
     from torch.distributed.launcher.api import elastic_launch
-    if not use_cpu(): _check_gpus(s.spawn)
+    if not use_cpu(): check_gpus(s.spawn, torch.cuda.device_count(), 'set ACCELERATE_USE_CPU=true')
     elastic_launch(_launch_config(s), _run_main)(main, args, kwargs)

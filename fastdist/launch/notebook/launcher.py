@@ -15,7 +15,8 @@ import psutil, torch.distributed as dist
 from fastai.basics import *
 from torch.distributed.elastic.multiprocessing import LogsDest,LogsSpecs,start_processes
 from ...data.rng import rng_state
-from ..machine import check_gpus, n_cores, n_gpus, thread_env, why_cpu
+from ...env import check_gpus
+from ..machine import n_cores, n_gpus, thread_env, why_cpu
 from .serialize import namespace, pack, unpack, why_not
 from ..processes import handlers_kept, send_signal, torch_quiet
 from ...world.errors import RemoteError
