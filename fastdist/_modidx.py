@@ -1332,6 +1332,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                          'fastdist/model/batchnorm.py'),
                                           'fastdist.model.batchnorm.GlobalBatchNorm._update': ( 'model/batchnorm.html#globalbatchnorm._update',
                                                                                                 'fastdist/model/batchnorm.py'),
+                                          'fastdist.model.batchnorm.GlobalBatchNorm.expect': ( 'model/batchnorm.html#globalbatchnorm.expect',
+                                                                                               'fastdist/model/batchnorm.py'),
                                           'fastdist.model.batchnorm.GlobalBatchNorm.forward': ( 'model/batchnorm.html#globalbatchnorm.forward',
                                                                                                 'fastdist/model/batchnorm.py'),
                                           'fastdist.model.batchnorm._check_count': ( 'model/batchnorm.html#_check_count',

@@ -54,8 +54,7 @@ def _check_count(n, x):
 
 class GlobalBatchNorm(_BatchNorm):
     "What a batch norm layer becomes while it trains: torch's `SyncBatchNorm`, that also runs on the CPU and with empty local batches"
-    # Of the batch that goes forward: does this worker's local batch count, and is there a worker whose does not?
-    share = SimpleNamespace(counts=True, empty=False)
+    share = SimpleNamespace(counts=True, empty=False) # of the batch that goes forward, see `expect`
     _check_non_zero_input_channels = nn.SyncBatchNorm._check_non_zero_input_channels
 
     def forward(self, x):
@@ -70,6 +69,14 @@ class GlobalBatchNorm(_BatchNorm):
     def __reduce_ex__(self, proto):
         # A copy or a pickle is of the layer as its user knows it
         return copyreg._reconstructor, (self.plain_cls, object, None), self.__getstate__()
+
+# %% ../../nbs/model/03_batchnorm.ipynb #3078a0a6
+@patch(cls_method=True)
+def expect(cls:GlobalBatchNorm, counts=True, # Does this worker's local batch count?
+           empty=False, # Is there a worker whose local batch does not?
+          ):
+    "What the batch is like that goes forward next"
+    vars(cls.share).update(counts=counts, empty=empty)
 
 # %% ../../nbs/model/03_batchnorm.ipynb #87723bef
 @patch

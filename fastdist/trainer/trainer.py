@@ -86,8 +86,7 @@ def _prepare(self:DistributedTrainer):
 @patch
 def _share_batch_norm(self:DistributedTrainer):
     "Take batch norm's statistics from the global batch"
-    # what they were in the last batch is nothing to a loop of one's own
-    self.undo.callback(vars(GlobalBatchNorm.share).update, counts=True, empty=False)
+    self.undo.callback(GlobalBatchNorm.expect) # of a loop of one's own each local batch counts
     if self.args['sync_bn']: self.undo.callback(sync_batch_norm(self.learn.model))
 
 # %% ../../nbs/trainer/06_trainer.ipynb #1ed02cb1
@@ -300,7 +299,7 @@ def before_batch(self:DistributedTrainer):
     "Work out what this worker's share of the batch weighs, or the number of the batch in the data set"
     if not self.training: return self.evaluation.number_batch()
     s = self.step = TrainingStep(self.learn, self.learn.dl.counts, self.accelerator.device)
-    GlobalBatchNorm.share.counts,GlobalBatchNorm.share.empty = s.counts,s.empty
+    GlobalBatchNorm.expect(s.counts, s.empty)
     self.dirty = True
 
 @patch
