@@ -131,7 +131,7 @@ _with_events,_call_one,_validation_context = Learner._with_events,Learner._call_
 
 def _around(learn, event_type):
     trainer = trainer_of(learn)
-    if trainer is None and event_type=='fit': _warn_apart()
+    if trainer is None and event_type=='fit' and not hasattr(learn, 'lr_finder'): _warn_apart() # it restores what it trains
     if trainer is None or event_type not in ('fit','validate'): return nullcontext()
     return trainer.fit_together() if event_type=='fit' else trainer.validate_together()
 

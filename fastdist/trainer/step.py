@@ -11,7 +11,6 @@ from fastai.basics import *
 from fastai.callback.rnn import RNNRegularizer
 from fastai.callback.training import GradientAccumulation
 from ..callbacks.grad_accumulation import AccumulateSteps
-from ..checkpoint.weights import save_in_this_rank
 from ..comm.pack import tensors_in
 from ..metrics.metrics import is_summed, loss_divisor, metric_kind
 from ..strategy.base import callback_results
@@ -142,11 +141,6 @@ class StrategyHooks(Callback):
                 ):
         super().__init__()
         self.trainer,self.strategy,self.each = trainer,strategy,each
-
-    def before_fit(self):
-        "Let each worker restore its own weights after `lr_find`, which saves them in a folder of its own"
-        finder = getattr(self.learn, 'lr_finder', None)
-        if finder is not None: save_in_this_rank(self.learn, f'{finder.tmp_p}/_tmp')
 
     def _alone(self): return any(callback_results(self.learn, 'steps_alone'))
 

@@ -87,6 +87,29 @@ def test_lr_find(world):
         assert diff(found, found1) < 1e-6 and diff(losses, losses1) < 1e-5 and moved == 0 and diff(w, w1) < 1e-6 and left == []
 
 
+def found_outside(distrib, opt):
+    "The notebook that everybody has: lr_find, and then a fit; and once more"
+    import tempfile
+    with tempfile.TemporaryDirectory() as tmp:
+        learn, res, moved = quiet(learner(n=22, bs=5, bn=True, opt=opt, path=tmp)), [], 0
+        for _ in range(2):
+            before = weights(learn)
+            learn.lr_find(num_it=8, stop_div=False, show_plot=False)
+            moved += diff(before, weights(learn))
+            with in_ctx(learn, distrib): learn.fit(1, 0.01)
+            res.append(weights(learn))
+        return moved, res, [str(o) for o in (Path(tmp)/'models').iterdir()]
+
+
+@pytest.mark.parametrize('opt', [Adam, SGD])
+def test_lr_find_outside_of_a_context(world, opt):
+    "It leaves the model and the optimizer as they were, in each worker"
+    moved, res, _ = found_outside(False, opt)
+    assert moved == 0
+    for moved1, res1, left in world(found_outside, True, opt):
+        assert moved1 == 0 and not left and all(diff(a, b) < 1e-6 for a, b in zip(res, res1))
+
+
 def test_lr_find_with_batches_of_its_own(worlds):
     "The number of iterations counts steps of all workers"
     for size in (2, 3):
