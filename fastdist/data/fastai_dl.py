@@ -160,7 +160,7 @@ def from_rng(self:FastaiAdapter):
 # %% ../../nbs/data/04_fastai_dl.ipynb #7dd029bf
 @patch
 def order(self:FastaiAdapter, new, seeded):
-    "The epoch's order, as the loader draws it, once it has prepared for a `new` one; a `seed` is drawn each time"
+    "The epoch's order, as the loader draws it; for a `new` one after what prepares it, and before the `seed` of its processes"
     dl = self.source
     for nm in ('randomize','before_iter') if new else (): (self.hook(nm) if dl is self.dl else getattr(dl, nm))()
     bs = dl.bs
@@ -171,7 +171,7 @@ def order(self:FastaiAdapter, new, seeded):
         elif not dl.shuffle: order = range(dl.n)
         else: order = dl.get_idxs() if _own(dl, 'shuffle_fn') else dl.shuffle_fn(range(dl.n))
     finally: dl.bs = bs
-    self.draw_seed()
+    if new: self.draw_seed()
     return order if isinstance(order, (list,range)) else list(order)
 
 # %% ../../nbs/data/04_fastai_dl.ipynb #0f6181dc

@@ -92,6 +92,25 @@ def written(n_val, folder):
     return paths, sorted(f.name for f in folder.iterdir())
 
 
+def stream_after(distrib, n_val, what):
+    "The next draws of a script that was seeded once, by kind"
+    import random
+    learn = quiet(learner(n=11, n_val=n_val, bs=4))
+    with ctx_of(learn, distrib):
+        set_seed(5)
+        dict(preds=learn.get_preds, train=lambda: learn.get_preds(ds_idx=0), unordered=lambda: learn.get_preds(reorder=False),
+             dl=lambda: learn.get_preds(dl=learn.dls.train), shuffled=lambda: learn.get_preds(dl=learn.dls.train.new(shuffle=True)),
+             validate=learn.validate, fit=lambda: (learn.fit(1), learn.get_preds()))[what]()
+    return random.random(), np.random.rand(), torch.rand(1).item()
+
+
+@pytest.mark.parametrize('what', ['preds', 'train', 'unordered', 'dl', 'shuffled', 'validate', 'fit'])
+@pytest.mark.parametrize('n_val', [1, 9])
+def test_what_is_drawn_after(world, n_val, what):
+    "The next fold of a loop that is seeded once starts from the weights of one process"
+    assert world(stream_after, True, n_val, what) == [stream_after(False, n_val, what)]*world.n
+
+
 @pytest.mark.parametrize('n_val', [3, 13])
 def test_no_file_is_written_by_two(world, n_val, tmp_path):
     "A single batch is evaluated by all: nobody reads what another one is writing again"
