@@ -185,7 +185,8 @@ def _draw(self:DistributedDL, new=True):
     with shared_order(a.generators(), synced, pending and pending['rng'], keep=not a.stream) as at:
         order = self._order(a.order(new, seeded), own)
     if synced and (own or not a.from_rng): _same_order(order, a.nm)
-    if new and a.seed is None: a.seed = seed_of(pending['epoch']) # that of the processes which were there is not in the state
+    if not new: a.seed = seed_of(at[0], at[2].numpy().tobytes(), repr(at[3])) # for who reads `fake_l` by himself; nothing is drawn
+    elif a.seed is None: a.seed = seed_of(pending['epoch']) # that of the processes which were there is not in the state
     a.plan,a.drawn_n = a.partition(order, pending['offset'] if pending else 0),len(order)
     return pending,(at,shuffled,seeded)
 
