@@ -6,14 +6,20 @@
 __all__ = ['n_batches', 'reads_in_processes', 'same_data', 'loaders_in', 'SeveralAdapter']
 
 # %% ../../nbs/data/05_loaders.ipynb #0502fa49
+import zlib
 from itertools import zip_longest
+from weakref import WeakSet
 
 from fastai.basics import *
 from fastai.data.load import DataLoader as FastaiDataLoader
+from torch.utils.data import ConcatDataset, Subset
 from ..comm.objects import all_gather_list
+from ..comm.pack import as_bytes
 from .adapter import Adapter
+from .rng import seed_of
 from .torch_dl import IterableDataset, TorchDataLoader
 from ..world.ranks import get_rank
+from ..world.state import current_world
 
 # %% ../../nbs/data/05_loaders.ipynb #6d142bd7
 def n_batches(dl # Any loader
@@ -29,30 +35,64 @@ def reads_in_processes(dl # Any loader
     return isinstance(dl, TorchDataLoader) and isinstance(dl.dataset, IterableDataset) and dl.num_workers > 0
 
 # %% ../../nbs/data/05_loaders.ipynb #9dc38da0
-def _some_items(dl, n=64):
-    if hasattr(dl, 'seq_len') and hasattr(dl, 'items'): return list(dl.items.idxs[:n]) # a language model's, which shuffles them in place
-    items = getattr(getattr(dl, 'dataset', None), 'items', None)
-    if not isinstance(items, (list,L)): return
-    # Of other types the text may hold an address; and hosts may have the same files in folders of different names
-    return [o.name if isinstance(o, Path) else o for o in items[::max(1, len(items)//n)] if isinstance(o, (str,Path,int))]
+_arrays = pd.DataFrame,pd.Series,np.ndarray,Tensor
 
-def _n_of(dl):
-    try: return getattr(dl, 'n', None) or len(dl.dataset)
-    except (AttributeError,TypeError): return None
+def _held(ds):
+    "What tells the samples of data set `ds` from those of another one: indices, rows, lists of items"
+    if isinstance(ds, Subset): return [ds.indices, *_held(ds.dataset)]
+    if isinstance(ds, ConcatDataset): return [o for d in ds.datasets for o in _held(d)]
+    if isinstance(ds, (list,tuple,L,*_arrays)): return [ds]
+    items = getattr(ds, 'items', None)
+    if isinstance(items, (list,tuple,L,*_arrays)): return [items]
+    # a data set of one's own, or PyTorch's `TensorDataset`: attributes that have as many rows as it has samples
+    found = [o for v in getattr(ds, '__dict__', {}).values() for o in (v if isinstance(v, tuple) else (v,))]
+    try: return [o for o in found if isinstance(o, (list,L,*_arrays)) and len(o)==len(ds)]
+    except TypeError: return [] # it has no length, or a tensor of no dimension
 
-def _brief(o): return 'none' if o is None else f"{o[0]} of {o[1]} samples, bs={o[2]}{f', such as {o[3][:3]}' if o[3] else ''}"
+# %% ../../nbs/data/05_loaders.ipynb #85b6fab4
+def _plain(o):
+    "What can be compared of an item: of a path its name, as hosts may have the same files in folders of different names"
+    if isinstance(o, (str,Path)): return str(o).rsplit('/', 1)[-1]
+    if isinstance(o, Tensor) and o.layout==torch.strided: o = as_bytes(o.detach().cpu()).numpy()
+    if isinstance(o, np.ndarray) and o.dtype!=object: return o.shape,zlib.crc32(np.ascontiguousarray(o))
+    if isinstance(o, (tuple,list,L,np.ndarray)): return [_plain(v) for v in o]
+    return o if isinstance(o, (int,float,bytes,np.number)) else type(o).__name__ # of other types the text may hold an address
+
+def _some_items(o, n=64):
+    "Up to `n` items of a list, or rows of an array or a frame, that lie evenly in it"
+    at = range(0, len(o), max(1, len(o)//n))
+    if isinstance(o, (pd.DataFrame,pd.Series)):
+        part = o.iloc[list(at)]
+        return [_plain([k,v]) for k,v in zip(part.index.tolist(), part.values.tolist())]
+    return [_plain(o[i]) for i in at]
+
+# %% ../../nbs/data/05_loaders.ipynb #687f819b
+def _seen(dl, new=True):
+    "Of a loader: its class, the number of samples, the batch size; of a `new` one some names or numbers, and a digest of more of them"
+    try: n = getattr(dl, 'n', None) or len(dl.dataset)
+    except (AttributeError,TypeError): n = None
+    bs = getattr(dl, 'bs', getattr(dl, 'batch_size', None))
+    if not new: return type(dl).__name__,n,bs,[],0
+    stream = hasattr(dl, 'seq_len') and hasattr(dl, 'items') # a language model's, which shuffles them in place
+    held = [list(dl.items.idxs)] if stream else _held(getattr(dl, 'dataset', None))
+    some = [_some_items(o) for o in held]
+    names = [o for o in (some[0] if some else []) if isinstance(o, (str,int))][:3]
+    return type(dl).__name__,n,bs,names,seed_of(repr(some))
+
+def _brief(o): return 'none' if o is None else f"{o[0]} of {o[1]} samples, bs={o[2]}{f', such as {o[3]}' if o[3] else ''}"
 
 # %% ../../nbs/data/05_loaders.ipynb #5ac8fc7c
 def same_data(dls # `DataLoaders` of this worker
              ):
-    "Raise a `ValueError` if the loaders of some worker differ from rank 0's in size, or in a sample of file names or numbers"
-    def seen(dl): return type(dl).__name__, _n_of(dl), getattr(dl, 'bs', getattr(dl, 'batch_size', None)), _some_items(dl)
-    every = all_gather_list([seen(dl) for dl in dls.loaders])
+    "Raise a `ValueError` if the loaders of some worker differ from rank 0's in size, or in the samples that are looked at"
+    compared = current_world().cached('same_data', WeakSet)
+    every = all_gather_list([_seen(dl, dls not in compared) for dl in dls.loaders])
+    compared.add(dls) # once: a data set may keep what it has read, which is not the same in all workers
     for r,mine in enumerate(every):
         for i,(a,b) in enumerate(zip_longest(every[0], mine)):
             if a!=b: raise ValueError(
                 f"rank {get_rank()}: loader {i} of rank {r} has other data than that of rank 0: {_brief(b)}, and {_brief(a)}. "
-                "All workers need the same: give the split a seed (RandomSplitter(seed=42), from_name_func(..., seed=42)), "
+                "All workers need the same: give the split a seed (RandomSplitter(seed=42), from_df(..., seed=42)), "
                 "or call set_seed(42) before it")
 
 # %% ../../nbs/data/05_loaders.ipynb #6a53e528

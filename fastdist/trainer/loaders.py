@@ -15,7 +15,7 @@ from fastai.data.load import DataLoader as FastaiDataLoader
 from torch.utils.data import DataLoader as TorchDataLoader
 from ..data.dl import DistributedDL
 from ..data.fastai_dl import reads_rows
-from ..data.loaders import loaders_in, n_batches, reads_in_processes, same_data
+from ..data.loaders import loaders_in, n_batches, reads_in_processes
 from ..metrics.metrics import EpochTotals
 from ..world.errors import refuse
 from ..world.ranks import get_rank, get_world_size
@@ -95,7 +95,6 @@ def _learner_to(learn, dls, device):
 def on_learner(self:SharedLoaders):
     "Give the learner this worker's parts of its loaders"
     learn,user = self.learn,self.learn.dls
-    same_data(user)
     shared,device = copy(user),getattr(user, '_device', None)
     first,*others = user.loaders
     shared.loaders = [self.part(first, False, get_rank(), get_world_size()), *map(self.evaluate, others)]

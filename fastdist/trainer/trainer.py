@@ -15,6 +15,7 @@ from ..callbacks.grad_accumulation import AccumulateSteps
 from ..callbacks.loggers import HiddenLoggers, console_bars
 from ..callbacks.precision import PrecisionSettings, synchronize_rng
 from ..data.dl import DistributedDL
+from ..data.loaders import same_data
 from ..data.rng import WorkerRandom
 from ..fault.cancel import Decisions
 from ..fault.supervisor import check_watchdog, handler_kept, scope, watchdog_time
@@ -68,7 +69,8 @@ def __call__(self:DistributedTrainer, event_name # Of a fit
 # %% ../../nbs/trainer/06_trainer.ipynb #72b96972
 @patch
 def _same_model(self:DistributedTrainer):
-    "All workers begin with rank 0's weights"
+    "All workers have the same data, and begin with rank 0's weights"
+    same_data(self.learn.dls) # first: vocabularies, and so models, may differ by it
     device = self.accelerator.device
     if device.type!='cpu': self.learn.model.to(device)
     same_everywhere(self.learn.model, self.learn.opt)

@@ -1,0 +1,104 @@
+"Workers that have drawn another split each do not train: rows that one validates on, another would train on"
+import pandas as pd
+import pytest
+from harness import WorkerError
+from learners import *
+
+
+def frame(n=40):
+    g = np.random.RandomState(3)
+    return pd.DataFrame(dict(a=g.rand(n), b=g.choice(list('xyz'), n), user=g.randint(0, 9, n), title=g.randint(0, 9, n), rating=g.rand(n)*5, y=g.randint(0, 2, n)))
+
+
+def tabular():
+    from fastai.tabular.all import Categorify, CategoryBlock, Normalize, TabularDataLoaders, tabular_learner
+    dls = TabularDataLoaders.from_df(frame(), procs=[Categorify, Normalize], cat_names=['b'], cont_names=['a'], y_names='y', y_block=CategoryBlock(), bs=8)
+    return tabular_learner(dls, layers=[4])
+
+
+def collab():
+    from fastai.collab import CollabDataLoaders, collab_learner
+    return collab_learner(CollabDataLoaders.from_df(frame(), user_name='user', item_name='title', rating_name='rating', bs=8), n_factors=3, y_range=(0, 5.5))
+
+
+def head(): return nn.Sequential(nn.Linear(1, 2))
+def mk(dls): return Learner(dls, head(), loss_func=CrossEntropyLossFlat())
+
+
+def block():
+    from fastai.data.all import ColReader, ColSplitter, DataBlock, RandomSplitter, TransformBlock
+    as_x, as_y = lambda o: tensor([float(o)]), lambda o: tensor(int(o))
+    blocks = TransformBlock(type_tfms=[as_x]), TransformBlock(type_tfms=[as_y])
+    return mk(DataBlock(blocks, get_x=ColReader('a'), get_y=ColReader('y'), splitter=RandomSplitter()).dataloaders(frame(), bs=8))
+
+
+def torchs(n=40): return torch.rand(n, 1, generator=torch.Generator().manual_seed(1)), torch.arange(n)%2
+
+
+def random_split():
+    from torch.utils.data import DataLoader, TensorDataset, random_split
+    return mk(DataLoaders(*(DataLoader(o, batch_size=8) for o in random_split(TensorDataset(*torchs()), [32, 8]))))
+
+
+def permuted(kind):
+    from torch.utils.data import TensorDataset
+    x, y = torchs()
+    p = np.random.permutation(40)
+    parts = [(x[o], y[o]) for o in (p[:32], p[32:])]
+    class Pairs:
+        def __init__(self, xs, ys): self.xs, self.ys = xs, ys
+        def __len__(self): return len(self.xs)
+        def __getitem__(self, i): return self.xs[i], self.ys[i]
+    of = dict(tensors=TensorDataset, own=Pairs, arrays=lambda x, y: Pairs(x.numpy(), y.numpy()), lists=lambda x, y: list(zip(x, y)))[kind]
+    return mk(DataLoaders.from_dsets(*(of(*o) for o in parts), bs=8))
+
+
+def numbered():
+    "A frame whose rows were shuffled, and then numbered anew"
+    from fastai.data.all import ColReader, DataBlock, IndexSplitter, TransformBlock
+    df = frame().sample(frac=1).reset_index(drop=True)
+    as_x, as_y = lambda o: tensor([float(o)]), lambda o: tensor(int(o))
+    blocks = TransformBlock(type_tfms=[as_x]), TransformBlock(type_tfms=[as_y])
+    return mk(DataBlock(blocks, get_x=ColReader('a'), get_y=ColReader('y'), splitter=IndexSplitter(range(32, 40))).dataloaders(df, bs=8))
+
+
+class Keeps:
+    "Keeps what it has read: the samples of this worker"
+    def __init__(self, n): self.read, self.seen = [None]*n, np.zeros(n)
+    def __len__(self): return len(self.read)
+    def __getitem__(self, i):
+        self.read[i], self.seen[i] = float(i), i+1
+        return tensor([float(i)]), tensor(i % 2)
+
+
+def twice():
+    import fastdist.all
+    learn = quiet(mk(DataLoaders(*(TfmdDL(Keeps(n), bs=8) for n in (20, 9)))))
+    for _ in range(2):
+        with learn.distrib_ctx(split_batches=True): learn.fit(1)
+    return int((learn.dls.train.dataset.seen > 0).sum())
+
+
+def test_a_data_set_that_keeps_what_it_has_read(world2):
+    assert max(world2(twice)) < 20
+
+
+KINDS = dict(tabular=tabular, collab=collab, block=block, random_split=random_split, numbered=numbered,
+             **{f'permuted_{o}': partial(permuted, o) for o in ('tensors', 'own', 'arrays', 'lists')})
+
+
+def seen(kind, seed):
+    import fastdist.all
+    from fastdist.world import get_rank
+    warnings.simplefilter('ignore')
+    set_seed(42 if seed else 1000+get_rank())
+    learn = quiet(KINDS[kind]())
+    try:
+        with learn.distrib_ctx(split_batches=True): learn.validate()
+    except ValueError as e: return str(e)
+
+
+@pytest.mark.parametrize('kind', list(KINDS))
+def test_a_split_of_its_own_in_each_worker(world3, kind):
+    assert world3(seen, kind, True) == [None]*3
+    for e in world3(seen, kind, False): assert 'has other data than that of rank 0' in e and 'set_seed(42) before it' in e, e
