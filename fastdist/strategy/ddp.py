@@ -6,6 +6,8 @@
 __all__ = ['Replica']
 
 # %% ../../nbs/strategy/02_ddp.ipynb #692d61ca
+from contextlib import contextmanager
+
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from fastai.basics import *
@@ -26,12 +28,24 @@ class _SetAside:
         for p,g in self.grads: p.grad = g if p.grad is None else p.grad+g
         self.grads = []
 
+# %% ../../nbs/strategy/02_ddp.ipynb #5e838759
+@contextmanager
+def _without_empty(model):
+    "Let a `DistributedDataParallel` that is made meanwhile leave out parameters without elements, which get no gradient"
+    nm = '_ddp_params_and_buffers_to_ignore'
+    before = vars(model).get(nm)
+    setattr(model, nm, [*(before or ()), *(k for k,p in model.named_parameters() if not p.numel())])
+    try: yield
+    finally:
+        if before is None: delattr(model, nm)
+        else: setattr(model, nm, before)
+
 # %% ../../nbs/strategy/02_ddp.ipynb #8af718ea
 def _make_ddp(learn, device, handler):
     "A `DistributedDataParallel` of the model, for the parameters that need gradients now, with hooks of `handler` and of callbacks"
     # Buffers are batch norm's in nearly all models, and those agree already; any others are made to once an epoch
     kwargs = dict(broadcast_buffers=False) if handler is None else handler.to_dict()
-    with warnings.catch_warnings():
+    with _without_empty(learn.model), warnings.catch_warnings():
         warnings.filterwarnings('ignore', message='.*broadcast_buffers') # its new name is not known to all torch versions supported
         ddp = DistributedDataParallel(learn.model, device_ids=None if device.type=='cpu' else [device], **kwargs)
     if handler is not None: handler.register_comm_hook(ddp)
@@ -105,7 +119,7 @@ def before_backward(self:Replica):
 def check_used(self:Replica):
     "After the first backward: raise an error that names the parameters that got no gradient"
     if self.checked or all(p.grad is None for p in self.model.parameters()): return # a callback has cancelled the backward
-    unused = [p for p in self.model.parameters() if p.requires_grad and p.grad is None]
+    unused = [p for p in self.model.parameters() if p.requires_grad and p.grad is None and p.numel()]
     self.old_grads.add()
     if unused and not self.ddp.find_unused_parameters and not self.ddp.static_graph: raise unused_error(self.model, unused)
     self.checked = True

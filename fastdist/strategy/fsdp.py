@@ -217,7 +217,7 @@ def check_used(self:FullyShard):
     "Before the first step: raise an error that names the parameters without a gradient"
     if self.checked or self.unsynced: return
     self.checked = True
-    unused = [p for p in self.model.parameters() if p.requires_grad and p.grad is None]
+    unused = [p for p in self.model.parameters() if p.requires_grad and p.grad is None and p.numel()]
     if unused: raise unused_error(self.model, unused, "use strategy='zero2' with ")
 
 # %% ../../nbs/strategy/06_fsdp.ipynb #a2f5b5e5

@@ -186,7 +186,8 @@ def _add_hooks(self:ShardedGradients, frozen):
     check_trainable(self.model)
     self.average()
     self.end_fit()
-    ps = list({id(p):p for p in self.model.parameters() if p.requires_grad}.values())[::-1] # about the order in which they get gradients
+    # about in the order in which they get gradients
+    ps = list({id(p):p for p in self.model.parameters() if p.requires_grad and p.numel()}.values())[::-1]
     self.buckets,self.frozen = buckets(ps),frozen
     self.bucket_of = {p:i for i,b in enumerate(self.buckets) for p in b}
     for p in ps: self.handles += [p.register_hook(partial(self._before, p)), p.register_post_accumulate_grad_hook(self._after)]

@@ -1,0 +1,38 @@
+"Parameters without elements, as tabular models without continuous columns have them"
+import pandas as pd
+import pytest
+from learners import *
+
+
+def frame(n=22):
+    g = np.random.RandomState(3)
+    return pd.DataFrame(dict(b=g.choice(list('xyz'), n), user=g.randint(0, 5, n), title=g.randint(0, 5, n), rating=g.rand(n)*5, y=g.randint(0, 2, n)))
+
+
+def tabular():
+    from fastai.tabular.all import Categorify, CategoryBlock, TabularDataLoaders, tabular_learner
+    dls = TabularDataLoaders.from_df(frame(), procs=[Categorify], cat_names=['b'], cont_names=[], y_names='y', y_block=CategoryBlock(), bs=5, valid_idx=range(17, 22), num_workers=0)
+    return tabular_learner(dls, layers=[4])
+
+
+def collab():
+    from fastai.collab import CollabDataLoaders, collab_learner
+    dls = CollabDataLoaders.from_df(frame(), user_name='user', item_name='title', rating_name='rating', bs=5, seed=1, num_workers=0)
+    return collab_learner(dls, use_nn=True, layers=[4], y_range=(0, 5.5))
+
+
+def trained_on(what, strategy=None):
+    warnings.simplefilter('ignore')
+    set_seed(3)
+    learn = quiet(dict(tabular=tabular, collab=collab)[what]())
+    with contextlib.nullcontext() if strategy is None else learn.distrib_ctx(split_batches=True, strategy=strategy): learn.fit(2, 0.01)
+    return weights(learn), list(learn.recorder.values[-1])
+
+
+@pytest.mark.parametrize('strategy', ['ddp', 'zero1', 'zero2', 'fsdp'])
+@pytest.mark.parametrize('what', ['tabular', 'collab'])
+def test_no_elements(world2, what, strategy):
+    import fastdist.all
+    want, values = trained_on(what)
+    assert any(v.numel() == 0 for v in want.values())
+    for got, values1 in world2(trained_on, what, strategy): assert diff(want, got) < 1e-5 and diff(values, values1) < 1e-5
