@@ -233,10 +233,10 @@ def call_main(main, # Called in each worker; it can be imported by name (a funct
     try: return main(*args, **kwargs)
     finally: teardown_distrib()
 
+# %% ../../nbs/world/05_process_group.ipynb #aadf5212
 def _run_main(main, args, kwargs):
     call_main(main, *args, **kwargs)
 
-# %% ../../nbs/world/05_process_group.ipynb #aadf5212
 def _launch_config(s):
     "torch's, for the workers of this node: under Slurm one of many, else all of them"
     from torch.distributed.launcher.api import LaunchConfig
