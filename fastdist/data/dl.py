@@ -170,6 +170,15 @@ def _same_shuffled(adapter):
     adapter.set_shuffled(msg[0])
     return msg[0]
 
+# %% ../../nbs/data/06_dl.ipynb #03dfc298
+@patch
+def _order(self:DistributedDL, order, own):
+    "`order`, or what a subclass's `get_idxs` makes of it"
+    if not own: return order
+    self._drawing = order
+    try: return list(self.get_idxs())
+    finally: self._drawing = None
+
 # %% ../../nbs/data/06_dl.ipynb #319974b7
 @patch
 def _draw(self:DistributedDL, new=True):
@@ -189,14 +198,6 @@ def _draw(self:DistributedDL, new=True):
     elif a.seed is None: a.seed = seed_of(pending['epoch']) # that of the processes which were there is not in the state
     a.plan,a.drawn_n = a.partition(order, pending['offset'] if pending else 0),len(order)
     return pending,(at,shuffled,seeded)
-
-@patch
-def _order(self:DistributedDL, order, own):
-    "`order`, or what a subclass's `get_idxs` makes of it"
-    if not own: return order
-    self._drawing = order
-    try: return list(self.get_idxs())
-    finally: self._drawing = None
 
 # %% ../../nbs/data/06_dl.ipynb #188ba935
 @patch
