@@ -1,5 +1,5 @@
 """Shared by all tests: warm processes, the worlds, the core tier, and what is said at the end of what could not run."""
-import os
+import os, signal
 from pathlib import Path
 
 import fastai.basics, hypothesis, pytest
@@ -10,6 +10,9 @@ from harness import Worlds
 from hosts import Slurm, why_no_slurm
 
 TESTS = Path(__file__).parent
+# a shell's background job has them ignored, and so would all that the tests start, also what they interrupt
+for s, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGQUIT, signal.SIG_DFL)):
+    if signal.getsignal(s) == signal.SIG_IGN: signal.signal(s, handler)
 # fastai's loaders have as many processes as there are cores, which took half of the suite's time: here they have those that a test gives them
 fastai.basics.defaults.cpus = 0
 warm.install(all_kinds=True)

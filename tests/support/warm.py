@@ -110,7 +110,6 @@ def _become(req, fds, kind):
     while True:
         for s in _SIGNALS: signal.signal(s, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        for s in req['ignored']: signal.signal(s, signal.SIG_IGN)
         _prctl(_PR_SET_PDEATHSIG, 0)
         if req['session']: os.setsid()
         elif req['group'] >= 0: os.setpgid(0, req['group'])
@@ -343,9 +342,7 @@ def start(args, env, cwd, targets, fds, session=False, group=-1, umask=-1, withi
         with _undisturbed():
             _prctl(_PR_SET_CHILD_SUBREAPER, 1)
             _send(sock, dict(args=[os.fsdecode(o) for o in args], options=parsed[0], rest=parsed[1], env=env, cwd=cwd, targets=targets,
-                             session=session, group=group, umask=umask, within=within,
-                             # a shell's background job has SIGINT ignored, and so has all that it starts
-                             ignored=[int(s) for s in _SIGNALS if signal.getsignal(s) == signal.SIG_IGN]), fds)
+                             session=session, group=group, umask=umask, within=within), fds)
             pid = _receive(sock)[0]['pid']
             _prctl(_PR_SET_CHILD_SUBREAPER, 0)
     return pid
