@@ -47,6 +47,7 @@ LOOP = '''
     import os, time, torch
     from fastai.basics import *
     from fastdist.all import *
+    torch.manual_seed(0)
     x = torch.randn(400, 3)
     dls = DataLoaders.from_dsets(list(zip(x, x.sum(1, keepdim=True))), list(zip(x, x)), bs=8)
     class Slow(Callback):
