@@ -6,7 +6,6 @@
 __all__ = ['tensor_hash', 'DivergenceError', 'check_same', 'DivergenceCheck']
 
 # %% ../../nbs/callbacks/07_divergence.ipynb #d1fe0003
-import hashlib
 from functools import lru_cache
 
 import torch.distributed as dist
@@ -15,6 +14,7 @@ from fastai.callback.fp16 import MixedPrecision
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase
 from ..world.errors import refuse
+from ..comm.call import same_text
 from ..comm.objects import all_gather_list
 from ..comm.pack import as_bytes
 from ..model.batchnorm import GlobalBatchNorm
@@ -94,14 +94,6 @@ def _report(every, ranks, when):
             f"Usual causes: {_causes[kind]}. To go on, give all workers rank 0's model "
             "(fastdist.strategy.base.same_everywhere(model, opt)), or go back to an older checkpoint")
 
-# %% ../../nbs/callbacks/07_divergence.ipynb #4f64dcde
-def _same_text(text, group=None):
-    "Is `text` the same in all workers? One message of 64 bytes, however many they are: the greatest digest, and the least"
-    digest = torch.frombuffer(bytearray(hashlib.sha256(text.encode()).digest()), dtype=torch.int64)
-    both = torch.stack([digest, ~digest]).to('cuda' if dist.get_backend(group)=='nccl' else 'cpu')
-    dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
-    return both[0].equal(~both[1])
-
 # %% ../../nbs/callbacks/07_divergence.ipynb #d1fe000e
 def check_same(model, # The same `nn.Module` in all workers, wrapped or not
                grads=True, # Compare gradients? When they have been averaged
@@ -112,7 +104,7 @@ def check_same(model, # The same `nn.Module` in all workers, wrapped or not
     "Raise the same `DivergenceError` in all workers if `model` is not the same in them, to the last bit; shards are not compared"
     if not dist.is_initialized() or dist.get_world_size(group) <= 1: return
     kinds = _compared(model, grads, buffers)
-    if _same_text(repr([sorted(_described(ts).items()) for ts in kinds.values()]), group): return
+    if same_text(repr([sorted(_described(ts).items()) for ts in kinds.values()]), group): return
     every = all_gather_list({k:_described(ts, norms=True) for k,ts in kinds.items()}, group)
     raise DivergenceError(_report(every, dist.get_process_group_ranks(group), when))
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from fastai.basics import *
 from fastai.callback.fp16 import AMPMode, MixedPrecision
 from torch.amp import autocast
-from ..comm.objects import broadcast_object
+from ..comm.objects import from_rank0
 from ..world.errors import refuse
 from ..world.ranks import get_world_size
 
@@ -67,4 +67,4 @@ def synchronize_rng(rng_types # Some of 'torch', 'cuda' and 'generator', or `Non
     "Give all workers rank 0's random states; a message for each of 'torch' and 'cuda'"
     if not dist.is_initialized() or get_world_size()==1: return
     for kind,rng in (('torch',torch),('cuda',torch.cuda)):
-        if kind in (rng_types or ()): rng.set_rng_state(broadcast_object(rng.get_rng_state()))
+        if kind in (rng_types or ()): rng.set_rng_state(from_rank0(rng.get_rng_state()))

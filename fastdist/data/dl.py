@@ -8,7 +8,6 @@ __all__ = ['DistributedDL']
 # %% ../../nbs/data/06_dl.ipynb #3cb3cbbe
 import hashlib,operator
 
-import torch.distributed as dist
 from fastai.basics import *
 from fastai.data.load import DataLoader as FastaiDataLoader
 from .adapter import IfLoaderHas, LoaderMethod, LoaderProxy
@@ -16,7 +15,8 @@ from .fastai_dl import FastaiAdapter
 from .loaders import SeveralAdapter
 from .rng import WorkerRandom, plain_state, seed_of, shared_order
 from .torch_dl import TorchAdapter, TorchDataLoader
-from ..comm.objects import all_gather_list
+from ..comm.call import same_text
+from ..comm.objects import all_gather_list, from_rank0
 from ..world.ranks import check_rank, get_rank, get_world_size
 
 # %% ../../nbs/data/06_dl.ipynb #3a6e3f04
@@ -154,9 +154,10 @@ def _same_order(order, nm):
     "Raise a `RuntimeError` that names the first worker whose order is not rank 0's"
     h = hashlib.sha256()
     for i in range(0, len(order), 10**5): h.update(repr(order[i:i+10**5]).encode())
+    if same_text(f'{len(order)} {h.hexdigest()}'): return
     every = all_gather_list((len(order), h.hexdigest()))
     differ = [r for r,o in enumerate(every) if o!=every[0]]
-    if differ: raise RuntimeError(
+    raise RuntimeError(
         f"{nm}: rank {differ[0]} has drawn another order ({every[differ[0]][0]} samples) than rank 0 ({every[0][0]} samples). "
         "Draw it from the global generators of random, numpy or torch, or keep the generator as an attribute of the loader "
         "or the sampler: those are agreed on")
@@ -164,11 +165,9 @@ def _same_order(order, nm):
 def _same_shuffled(adapter):
     "What has been shuffled in place, rank 0's in all workers: `one_batch` in one of them has moved it on there"
     shuffled = adapter.shuffled()
-    if shuffled is None or len({*all_gather_list(seed_of(*shuffled))})==1: return shuffled
-    msg = [shuffled]
-    dist.broadcast_object_list(msg, src=0)
-    adapter.set_shuffled(msg[0])
-    return msg[0]
+    if shuffled is None or same_text(f'{seed_of(*shuffled)}'): return shuffled
+    adapter.set_shuffled(from_rank0(shuffled))
+    return adapter.shuffled()
 
 # %% ../../nbs/data/06_dl.ipynb #03dfc298
 @patch

@@ -8,11 +8,12 @@ __all__ = ['n_batches', 'reads_in_processes', 'same_data', 'loaders_in', 'Severa
 # %% ../../nbs/data/05_loaders.ipynb #0502fa49
 import zlib
 from itertools import zip_longest
-from weakref import WeakSet
+from weakref import WeakValueDictionary
 
 from fastai.basics import *
 from fastai.data.load import DataLoader as FastaiDataLoader
 from torch.utils.data import ConcatDataset, Subset
+from ..comm.call import same_text
 from ..comm.objects import all_gather_list
 from ..comm.pack import as_bytes
 from .adapter import Adapter
@@ -85,15 +86,17 @@ def _brief(o): return 'none' if o is None else f"{o[0]} of {o[1]} samples, bs={o
 def same_data(dls # `DataLoaders` of this worker
              ):
     "Raise a `ValueError` if the loaders of some worker differ from rank 0's in size, or in the samples that are looked at"
-    compared = current_world().cached('same_data', WeakSet)
-    every = all_gather_list([_seen(dl, dls not in compared) for dl in dls.loaders])
-    compared.add(dls) # once: a data set may keep what it has read, which is not the same in all workers
-    for r,mine in enumerate(every):
-        for i,(a,b) in enumerate(zip_longest(every[0], mine)):
-            if a!=b: raise ValueError(
-                f"rank {get_rank()}: loader {i} of rank {r} has other data than that of rank 0: {_brief(b)}, and {_brief(a)}. "
-                "All workers need the same: give the split a seed (RandomSplitter(seed=42), from_df(..., seed=42)), "
-                "or call set_seed(42) before it")
+    compared = current_world().cached('same_data', WeakValueDictionary)
+    mine = [_seen(dl, compared.get(id(dls)) is not dls) for dl in dls.loaders]
+    compared[id(dls)] = dls # once: a data set may keep what it has read, which is not the same in all workers
+    if same_text(repr(mine)): return
+    every = all_gather_list(mine)
+    r = next(i for i,o in enumerate(every) if o!=every[0])
+    i,(a,b) = next((i,o) for i,o in enumerate(zip_longest(every[0], every[r])) if o[0]!=o[1])
+    raise ValueError(
+        f"rank {get_rank()}: loader {i} of rank {r} has other data than that of rank 0: {_brief(b)}, and {_brief(a)}. "
+        "All workers need the same: give the split a seed (RandomSplitter(seed=42), from_df(..., seed=42)), "
+        "or call set_seed(42) before it")
 
 # %% ../../nbs/data/05_loaders.ipynb #6a53e528
 def loaders_in(dl # Any object

@@ -13,6 +13,7 @@ import numpy as np
 import torch, torch.distributed as dist
 from fastai.torch_core import set_seed
 from fastcore.all import patch
+from ..comm.objects import from_rank0
 from ..world.ranks import get_world_size
 
 # %% ../../nbs/data/00_rng.ipynb #e374276a
@@ -123,9 +124,7 @@ def _start_state(mine, gens, state, sync):
         mine = (*map(_as_numpy, state[:3]), mine[3])
         _set_all(gens, state[3])
     if not sync or not dist.is_initialized() or get_world_size()==1: return mine
-    msg = [pickle.dumps((mine[:3], _get_all(gens)))]
-    dist.broadcast_object_list(msg, src=0)
-    first,vals = pickle.loads(msg[0])
+    first,vals = from_rank0((mine[:3], _get_all(gens)))
     _set_all(gens, vals)
     return *first,mine[3]
 

@@ -17,6 +17,7 @@ import torch, torch.distributed as dist
 from fastai.callback.core import (CancelBackwardException, CancelBatchException, CancelEpochException, CancelFitException,
                                   CancelStepException, CancelTrainException, CancelValidException, event)
 from fastcore.basics import noop, patch
+from ..comm.call import same_text
 from ..comm.objects import all_gather_list
 from .interrupt import Interrupts
 from .supervisor import monitor
@@ -139,7 +140,8 @@ def begin(self:Decisions):
         nm = f'{type(cb).__module__}.{type(cb).__qualname__}'
         self.keys[id(cb)] = (cb.order,nm,seen[nm])
         seen[nm] += 1
-    every = all_gather_list([(self.keys[id(cb)], may_cancel(cb)) for cb in self.learn.cbs])
+    mine = [(self.keys[id(cb)], may_cancel(cb)) for cb in self.learn.cbs]
+    every = [mine] if same_text(repr(mine)) else all_gather_list(mine)
     self.everywhere = set.intersection(*({k for k,_ in o} for o in every))
     points = defaultdict(dict)
     for o in every:

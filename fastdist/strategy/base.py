@@ -9,6 +9,8 @@ __all__ = ['Strategy', 'check_trainable', 'unused_error', 'callback_results', 'b
 # %% ../../nbs/strategy/00_base.ipynb #49e9f763
 import torch.distributed as dist
 from fastai.basics import *
+from ..comm.call import same_text
+from ..comm.objects import all_gather_list
 from ..comm.pack import as_bytes, tensors_in
 from ..model.batchnorm import GlobalBatchNorm
 from ..world.ranks import get_rank, get_world_size
@@ -100,9 +102,9 @@ def same_everywhere(model, # The same layers in all workers
     "Give all workers rank 0's parameters and buffers and, where it has any, optimizer state; a `ValueError` where they have other tensors"
     ts = [*model.state_dict(keep_vars=True).values(), *model.buffers()]
     ts = list({id(t):t for t in ts if isinstance(t, Tensor)}.values()) + (state_tensors(opt) if opt else [])
-    sigs = [None]*get_world_size()
-    dist.all_gather_object(sigs, [(tuple(t.shape), t.dtype) for t in ts])
-    for r,s in enumerate(sigs):
-        if s!=sigs[0]: raise ValueError(f"rank {get_rank()}: the model or the optimizer state of rank {r} has other tensors than rank 0's "
-                                        f"({len(s)} and {len(sigs[0])} of them): build the same learner in all workers")
+    if not same_text(repr([(tuple(t.shape), t.dtype) for t in ts])):
+        every = all_gather_list([(tuple(t.shape), t.dtype) for t in ts])
+        r = next(i for i,o in enumerate(every) if o!=every[0])
+        raise ValueError(f"rank {get_rank()}: the model or the optimizer state of rank {r} has other tensors than rank 0's "
+                         f"({len(every[r])} and {len(every[0])} of them): build the same learner in all workers")
     with torch.no_grad(): broadcast_tensors(ts)

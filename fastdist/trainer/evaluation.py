@@ -87,11 +87,12 @@ def _catch_up(self:Evaluation):
 # %% ../../nbs/trainer/04_evaluation.ipynb #2a05f3a4
 @contextmanager
 def _own_folder(cb, nm):
-    folder = Path(getattr(cb, nm))
+    given = getattr(cb, nm)
+    folder = Path(given)
     with tempfile.TemporaryDirectory(prefix='fastdist_', dir=folder.parent) as own:
         setattr(cb, nm, Path(own))
         try: yield
-        finally: setattr(cb, nm, folder)
+        finally: setattr(cb, nm, given)
         for f in Path(own).iterdir(): os.replace(f, folder/f.name)
 
 def _files_apart(learn # `Learner` that evaluates all of a loader, as other workers do

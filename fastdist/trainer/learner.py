@@ -124,7 +124,7 @@ def _warn_apart():
     world,n = current_world(),get_world_size()
     if n > 1 and get_rank()==0: world.cached('apart', lambda: warnings.warn(
         f"a fit outside of distrib_ctx: each of the {n} workers trains a model of its own, on all of the data. "
-        "To train one model together, fit in `with learn.distrib_ctx():`", stacklevel=2))
+        "To train one model together, fit in `with learn.distrib_ctx():`"))
 
 # %% ../../nbs/trainer/07_learner.ipynb #4a9c0007
 _with_events,_call_one,_validation_context = Learner._with_events,Learner._call_one,Learner.validation_context

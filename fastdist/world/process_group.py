@@ -174,7 +174,7 @@ def distributed_init(args=None, # An `init_method`, or fairseq's arguments, as `
                     ):
     "Make the process group, whoever started this process; returns its rank. With one process, and at a second call, there is nothing to do"
     made = dist.is_initialized()
-    if made and args is None: # nothing is to be found out, but whether this is what was expected
+    if made and args is None and init_method is None: # nothing is to be found out, but whether this is what was expected
         s = SimpleNamespace(rank=get_rank() if rank is None else rank, world_size=world_size or dist.get_world_size())
     else: s = infer_init_method(args, init_method, rank, world_size)
     backend = backend or getattr(args, 'distributed_backend', None)

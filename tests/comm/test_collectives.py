@@ -100,7 +100,7 @@ def frame_limit():
     import torch.distributed as dist
     talk, rank, n = start()
     seen, calls = [], []
-    for nm in ('all_gather', 'all_gather_into_tensor', 'broadcast', 'all_reduce'):
+    for nm in ('all_gather', 'all_gather_single', 'broadcast', 'all_reduce'):
         def counted(*a, _f=getattr(dist, nm), _nm=nm, **k):
             calls.append(_nm)
             return _f(*a, **k)
@@ -126,7 +126,7 @@ def frame_limit():
 def test_number_of_collectives(world2):
     for res, few, one, together in world2(frame_limit):
         assert set(res) == {1, 2} and res == sorted(res) and 400 < res.index(2) < 1024
-        assert few == ['all_gather_into_tensor']*4 and one == ['all_gather_into_tensor', 'all_reduce']
+        assert few == ['all_gather_single']*4 and one == ['all_gather_single', 'all_reduce']
         assert together.count('all_reduce') == 1 and len(together) <= 3
 
 
@@ -225,6 +225,7 @@ def test_wrong_src(world):
 
 def reference(ts, op):
     if op == 'mean': return reduce(torch.add, ts)/len(ts)
+    if ts[0].dtype == torch.uint16: return reference([t.int() for t in ts], op)  # not all of torch's releases compare them
     return reduce({'sum': torch.add, 'max': torch.maximum, 'min': torch.minimum}[op], ts)
 
 

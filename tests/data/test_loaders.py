@@ -1,5 +1,6 @@
 "P1 for every kind of loader: weights, losses, metrics and predictions of N workers are those of one process"
 import contextlib
+import pickle
 
 import pytest
 from loaders import *
@@ -146,7 +147,7 @@ def messages(kind, n):
     def note(nm):
         real[nm] = getattr(dist, nm)
         def f(o, *args, **kwargs):
-            sent.append(nm if nm != 'broadcast_object_list' else len(o[0]))
+            sent.append(nm if nm != 'broadcast_object_list' else len(pickle.dumps(o[0])))
             return real[nm](o, *args, **kwargs)
         setattr(dist, nm, f)
     make = dict(shuffled=lambda: TfmdDL(list(range(n)), bs=n//4, shuffle=True, num_workers=0), sequential=lambda: TfmdDL(list(range(n)), bs=n//4, num_workers=0),

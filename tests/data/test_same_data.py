@@ -1,7 +1,6 @@
 "Workers that have drawn another split each do not train: rows that one validates on, another would train on"
 import pandas as pd
 import pytest
-from harness import WorkerError
 from learners import *
 
 
@@ -21,15 +20,19 @@ def collab():
     return collab_learner(CollabDataLoaders.from_df(frame(), user_name='user', item_name='title', rating_name='rating', bs=8), n_factors=3, y_range=(0, 5.5))
 
 
-def head(): return nn.Sequential(nn.Linear(1, 2))
-def mk(dls): return Learner(dls, head(), loss_func=CrossEntropyLossFlat())
+def learner(dls): return Learner(dls, nn.Sequential(nn.Linear(1, 2)), loss_func=CrossEntropyLossFlat())
+
+
+def of_frame(splitter, df):
+    from fastai.data.all import ColReader, DataBlock, TransformBlock
+    as_x, as_y = lambda o: tensor([float(o)]), lambda o: tensor(int(o))
+    blocks = TransformBlock(type_tfms=[as_x]), TransformBlock(type_tfms=[as_y])
+    return learner(DataBlock(blocks, get_x=ColReader('a'), get_y=ColReader('y'), splitter=splitter).dataloaders(df, bs=8))
 
 
 def block():
-    from fastai.data.all import ColReader, ColSplitter, DataBlock, RandomSplitter, TransformBlock
-    as_x, as_y = lambda o: tensor([float(o)]), lambda o: tensor(int(o))
-    blocks = TransformBlock(type_tfms=[as_x]), TransformBlock(type_tfms=[as_y])
-    return mk(DataBlock(blocks, get_x=ColReader('a'), get_y=ColReader('y'), splitter=RandomSplitter()).dataloaders(frame(), bs=8))
+    from fastai.data.all import RandomSplitter
+    return of_frame(RandomSplitter(), frame())
 
 
 def torchs(n=40): return torch.rand(n, 1, generator=torch.Generator().manual_seed(1)), torch.arange(n)%2
@@ -37,7 +40,7 @@ def torchs(n=40): return torch.rand(n, 1, generator=torch.Generator().manual_see
 
 def random_split():
     from torch.utils.data import DataLoader, TensorDataset, random_split
-    return mk(DataLoaders(*(DataLoader(o, batch_size=8) for o in random_split(TensorDataset(*torchs()), [32, 8]))))
+    return learner(DataLoaders(*(DataLoader(o, batch_size=8) for o in random_split(TensorDataset(*torchs()), [32, 8]))))
 
 
 def permuted(kind):
@@ -50,16 +53,13 @@ def permuted(kind):
         def __len__(self): return len(self.xs)
         def __getitem__(self, i): return self.xs[i], self.ys[i]
     of = dict(tensors=TensorDataset, own=Pairs, arrays=lambda x, y: Pairs(x.numpy(), y.numpy()), lists=lambda x, y: list(zip(x, y)))[kind]
-    return mk(DataLoaders.from_dsets(*(of(*o) for o in parts), bs=8))
+    return learner(DataLoaders.from_dsets(*(of(*o) for o in parts), bs=8))
 
 
 def numbered():
     "A frame whose rows were shuffled, and then numbered anew"
-    from fastai.data.all import ColReader, DataBlock, IndexSplitter, TransformBlock
-    df = frame().sample(frac=1).reset_index(drop=True)
-    as_x, as_y = lambda o: tensor([float(o)]), lambda o: tensor(int(o))
-    blocks = TransformBlock(type_tfms=[as_x]), TransformBlock(type_tfms=[as_y])
-    return mk(DataBlock(blocks, get_x=ColReader('a'), get_y=ColReader('y'), splitter=IndexSplitter(range(32, 40))).dataloaders(df, bs=8))
+    from fastai.data.all import IndexSplitter
+    return of_frame(IndexSplitter(range(32, 40)), frame().sample(frac=1).reset_index(drop=True))
 
 
 class Keeps:
@@ -73,7 +73,7 @@ class Keeps:
 
 def twice():
     import fastdist.all
-    learn = quiet(mk(DataLoaders(*(TfmdDL(Keeps(n), bs=8) for n in (20, 9)))))
+    learn = quiet(learner(DataLoaders(*(TfmdDL(Keeps(n), bs=8) for n in (20, 9)))))
     for _ in range(2):
         with learn.distrib_ctx(split_batches=True): learn.fit(1)
     return int((learn.dls.train.dataset.seen > 0).sum())
