@@ -7,10 +7,13 @@ __all__ = ['replace_in_fastai', 'trainer_of']
 
 # %% ../../nbs/callbacks/00_fastai_patches.ipynb #cac5e82d
 import sys
+from functools import wraps
+
+from contextlib import nullcontext
 
 import fastai.learner
 from fastai.basics import *
-from fastai.callback.mixup import MixUp
+from fastai.callback.mixup import CutMix, MixUp
 
 # %% ../../nbs/callbacks/00_fastai_patches.ipynb #90dfbe92
 def _maybe_gather(x, axis=0):
@@ -44,3 +47,14 @@ def trainer_of(learn # Any `Learner`
               ):
     "The learner's `DistributedTrainer`, or `None`: fastai names callbacks after their class, and so does a subclass of it"
     return getattr(learn, 'distributed_trainer', None)
+
+# %% ../../nbs/callbacks/00_fastai_patches.ipynb #833c46fd
+def _draws_own(f):
+    "`f`, the event of a callback, that draws from the worker's own stream"
+    @wraps(f)
+    def run(self):
+        random = getattr(trainer_of(self.learn), 'random', None)
+        with nullcontext() if random is None else random.entered(): return f(self)
+    return run
+
+for _cls in (MixUp,CutMix): _cls.before_batch = _draws_own(_cls.before_batch)

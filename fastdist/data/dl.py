@@ -7,6 +7,7 @@ __all__ = ['DistributedDL']
 
 # %% ../../nbs/data/06_dl.ipynb #3cb3cbbe
 import hashlib,operator
+from contextlib import nullcontext
 
 from fastai.basics import *
 from fastai.data.load import DataLoader as FastaiDataLoader
@@ -239,18 +240,16 @@ def _sent(self:DistributedDL, b):
 # %% ../../nbs/data/06_dl.ipynb #ba21f87e
 @patch
 def __iter__(self:DistributedDL):
-    # in a fit another stream is entered already, and stays; and where other processes do all the work nothing is drawn in this one
+    # where other processes do all the work nothing is drawn in this one
     it,live = self._batches(),self._live
-    own = self.world_size > 1 and WorkerRandom.active is None and self._adapter.draws
+    own = self._random.entered if self.world_size > 1 and self._adapter.draws else nullcontext
     try:
         while True:
-            if own: self._random.enter()
             try:
-                b,self.counts = next(it)
-                b = self._sent(b)
+                with own():
+                    b,self.counts = next(it)
+                    b = self._sent(b)
             except StopIteration: break
-            finally:
-                if own: self._random.exit()
             if not self._alone: self._steps += 1
             yield b
         if not self._alone: self._ended = True

@@ -8,7 +8,7 @@ __all__ = ['cancels', 'may_cancel', 'Decisions']
 # %% ../../nbs/fault/04_cancel.ipynb #026677e9
 import inspect,sys,time
 from collections import Counter,defaultdict
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from operator import itemgetter
 from types import CodeType,FunctionType,ModuleType,SimpleNamespace
@@ -103,8 +103,9 @@ class Decisions:
     "Runs the callbacks of `learn`, so that a Cancel exception of one rank is raised in all"
     def __init__(self, learn, # `Learner` whose callbacks decide
                  device, # Where the process group takes tensors from
+                 aside=nullcontext, # Context around what one rank does alone, which must not move the shared random numbers
                 ):
-        self.learn,self.device = learn,device
+        self.learn,self.device,self.aside = learn,device,aside
         m = monitor()
         self.interrupts = Interrupts() if m is None else m.interrupts
         self.cut = None # where a callback has ended an evaluation
@@ -173,7 +174,8 @@ def _run(self:Decisions, cb, event):
     "Call one callback"
     if self.keys.get(id(cb)) in self.everywhere or id(cb) not in self.keys: return cb(event)
     before = {id(o) for o in self.learn.cbs}
-    with self.by_itself(): cb(event)
+    draws = hasattr(cb, event) and type(cb).__module__.split('.')[0] not in ('fastai','fastdist')
+    with self.by_itself(), self.aside() if draws else nullcontext(): cb(event)
     for o in self.learn.cbs: # what it has added runs alone too
         if id(o) not in before: self.keys[id(o)] = None
 

@@ -21,6 +21,7 @@ class Strategy:
     name = 'own'
     shards_params = False # Does a forward pass need the other workers, as each has a shard of the parameters?
     gathers = False # Does `close` need the other workers?
+    splits = () # What is in shards when the optimizer steps: 'parameters', 'gradients'
     def __init__(self): self.learn,self.model,self.device,self.unsynced = None,None,None,False
     def setup(self, learn, # `Learner` whose context begins; its weights are the same in all workers
               device, # This worker's `torch.device`

@@ -54,7 +54,7 @@ def _put_params(slots):
 # %% ../../nbs/strategy/06_fsdp.ipynb #5f300806
 class FullyShard(Strategy):
     "`'fsdp'`: parameters, gradients and optimizer state sharded over all workers; `'hsdp'`: in each node, and replicated across nodes"
-    shards_params,gathers = True,True
+    shards_params,gathers,splits = True,True,('gradients','parameters')
     def __init__(self, shard=None, # Workers that share one model; all, if `None`
                  modules=None, # The parts that are gathered as one, as for `units`; chosen by size, if `None`
                  min_numel=None, # Parameters of the smallest part; as `units` chooses, if `None`

@@ -38,7 +38,7 @@ class _ShardedSteps:
 
 class ShardedSteps(_ShardedSteps, Replica):
     "`'zero1'`: gradients averaged by `DistributedDataParallel`, sharded steps and optimizer state"
-    name = 'zero1'
+    name,splits = 'zero1',('parameters',)
 
 # %% ../../nbs/strategy/05_zero.ipynb #3bf6e362
 def _is_new(g): return g is not None and not isinstance(g, DTensor) # not the shard of an earlier one
@@ -81,7 +81,7 @@ def send(self:_RowSums, ps # Parameters of a bucket, with gradients
 # %% ../../nbs/strategy/05_zero.ipynb #bd17e169
 class ShardedGradients(_ShardedSteps, Strategy):
     "`'zero2'`: sharded steps, optimizer state and gradients"
-    name = 'zero2'
+    name,splits = 'zero2',('gradients','parameters')
     def __init__(self, handler=None # Accelerate's `DistributedDataParallelKwargs`, of which `find_unused_parameters` counts
                 ):
         super().__init__()

@@ -147,8 +147,9 @@ def _with_events(self:Learner, f, event_type, ex, final=noop):
 
 @patch
 def _call_one(self:Learner, event_name):
-    decisions = _decisions(self)
-    return _call_one(self, event_name) if decisions is None or decisions.alone else decisions.call(event_name)
+    decisions,trainer = _decisions(self),trainer_of(self)
+    with nullcontext() if trainer is None else trainer.draws_of(event_name):
+        return _call_one(self, event_name) if decisions is None or decisions.alone else decisions.call(event_name)
 
 @patch
 def validation_context(self:Learner, cbs=None, inner=False):

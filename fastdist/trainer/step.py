@@ -29,7 +29,7 @@ class TrainingStep:
         # where it is known, the number of samples: a batch may have several rows for each of them, or have lost some
         self.n = self.samples = float(self.bs if mine is None else mine)
         self.rows = None if self.total is None else self.bs*self.total//max(mine, 1)
-        self.has_loss,self.loss,self.sums,self.kept = False,None,None,[]
+        self.has_loss,self.loss,self.sums,self.kept,self.drawn = False,None,None,[],None
         self._sum_weights()
 
     def _sum_weights(self):
@@ -73,6 +73,25 @@ def send_loss(self:TrainingStep, interrupted=False # Was Ctrl-C pressed in this 
     if weight: value = self.learn.loss.detach().double().mean().as_subclass(Tensor)*weight
     self.loss = torch.stack([value, torch.full_like(value, weight), torch.full_like(value, bool(interrupted))])
     self.sent = dist.all_reduce(self.loss, async_op=True)
+
+# %% ../../nbs/trainer/03_step.ipynb #b2ddba69
+def _torch_states(): return [torch.get_rng_state()]+([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])
+
+@patch
+def note_draws(self:TrainingStep):
+    "From here to the end of the optimizer's step, torch's random numbers are drawn for a part of the parameters, if any are"
+    if self.drawn is None: self.drawn = _torch_states()
+
+@patch
+def check_draws(self:TrainingStep, strategy # `Strategy` that shards what the optimizer steps
+               ):
+    "Raise a `RuntimeError` if random numbers have been drawn since `note_draws`"
+    if self.drawn is None or all(a.equal(b) for a,b in zip(self.drawn, _torch_states())): return
+    where = "before_step, or " if 'gradients' in strategy.splits else ''
+    raise RuntimeError(
+        f"rank {get_rank()}: torch's random numbers were drawn in {where}the optimizer's step. With strategy={strategy.name!r} each worker has "
+        f"a part of the {' and '.join(strategy.splits)} only, so what it draws is not what one process does: use strategy='ddp', "
+        "or draw from a torch.Generator of your own")
 
 # %% ../../nbs/trainer/03_step.ipynb #ef597367
 @patch
@@ -168,6 +187,7 @@ def before_step(self:StrategyHooks):
     if self.strategy.unsynced and not self._alone(): raise RuntimeError(
         f"rank {get_rank()}: a step was made for a batch that GradientAccumulation would not step for, by its n_acc and count: "
         "leave both to it")
+    if self.strategy.splits: self.trainer.step.note_draws()
 
 @patch
 def after_batch(self:StrategyHooks):

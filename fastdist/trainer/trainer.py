@@ -16,7 +16,7 @@ from ..callbacks.loggers import HiddenLoggers, console_bars
 from ..callbacks.precision import PrecisionSettings, synchronize_rng
 from ..data.dl import DistributedDL
 from ..data.loaders import same_data
-from ..data.rng import WorkerRandom
+from ..data.rng import WorkerRandom, rank0_stream, rejoin_streams
 from ..fault.cancel import Decisions
 from ..fault.supervisor import check_watchdog, handler_kept, scope, watchdog_time
 from ..metrics.metrics import EpochTotals
@@ -55,7 +55,7 @@ class DistributedTrainer(UndoneCallback):
         self.settings = check_args(kwargs, strategy)
         check_own(own, self.settings)
         self.args,self.watchdog = {**own, **not_default(kwargs)},own['watchdog']
-        self.accelerator = self.decisions = self.strategy = self.step = self.evaluation = self.loggers = None
+        self.accelerator = self.decisions = self.strategy = self.step = self.evaluation = self.loggers = self.random = None
         self.by_fit = self.in_fit = self.in_scope = False
         self.preds_to = None # the one rank that gets predictions, or all do
 
@@ -79,11 +79,17 @@ def _same_model(self:DistributedTrainer):
 def _prepare(self:DistributedTrainer):
     "Random numbers of one's own, decisions in common, and what events hand over to"
     learn,device = self.learn,self.accelerator.device
-    self.random,self.decisions,self.totals = WorkerRandom(get_rank()),Decisions(learn, device),EpochTotals(learn)
+    self.random,self.totals = WorkerRandom(get_rank()),EpochTotals(learn)
+    self.decisions = Decisions(learn, device, WorkerRandom(get_rank()).entered)
     self.loaders,self.evaluation = SharedLoaders(learn, device, self.settings.split),Evaluation(learn, self.decisions)
     self.evaluated = False # have the workers shared an evaluation since the epoch began?
     self.dirty = False # have buffers changed since the workers agreed on them?
-    self.undo.callback(self.random.exit)
+    self.undo.callback(self._leave_stream)
+
+@patch
+def _leave_stream(self:DistributedTrainer):
+    random,self.random = self.random,None
+    random.exit()
 
 @patch
 def _share_batch_norm(self:DistributedTrainer):
@@ -237,10 +243,26 @@ def _agree_buffers(self:DistributedTrainer):
     if self.dirty: sync_buffers(self.learn.model)
     self.dirty = False
 
+# %% ../../nbs/trainer/06_trainer.ipynb #c01f9c86
+_own_events = {'after_pred','after_loss','before_backward'} # those from a forward to the end of its backward
+
+@patch
+@contextmanager
+def draws_of(self:DistributedTrainer, event_name # Of a fit or an evaluation
+            ):
+    "Around the callbacks of an event: they draw from the shared stream; forward and backward, which follow `before_batch`, from the worker's own"
+    if self.random is not None and event_name not in _own_events: self.random.exit()
+    yield
+    if self.random is not None and event_name=='before_batch': self.random.enter()
+
+@patch
+def _to_shared_stream(self:DistributedTrainer):
+    if self.random is not None: self.random.exit()
+
 # %% ../../nbs/trainer/06_trainer.ipynb #72021c52
 @patch
 def before_fit(self:DistributedTrainer):
-    "Set up, if no context has; begin with random numbers of one's own, and with the optimizer that the learner has now"
+    "Set up, if no context has; begin with the optimizer that the learner has now, and with other random numbers after another seed"
     if self.undo is None:
         self.attach()
         self.by_fit = True
@@ -248,7 +270,6 @@ def before_fit(self:DistributedTrainer):
     check_precision(self.learn)
     if self.is_inner: return
     self.random.restart_if_seeded()
-    self.random.enter()
     self.strategy.end_fit()
     self.strategy.set_opt(self.learn.opt)
 
@@ -266,7 +287,7 @@ def _end_fit(self:DistributedTrainer):
     if self.in_fit:
         self.strategy.average()
         for cb in self.learn._grab_cbs(ActivationStats): gather_stats(cb)
-    self.random.exit()
+    self.random.leave()
 
 # %% ../../nbs/trainer/06_trainer.ipynb #a8ce27a3
 @patch
@@ -284,7 +305,7 @@ def after_epoch(self:DistributedTrainer):
 def before_train(self:DistributedTrainer):
     "Take this worker's part of the training loader"
     self._check_model()
-    self.random.enter()
+    if not self.decisions.inner: rejoin_streams()
     synchronize_rng(self.settings.rng_types)
     self.learn.dl = self.loaders.train(self.learn.dl)
     self.totals.reset()
@@ -319,6 +340,12 @@ def before_step(self:DistributedTrainer):
     "Count the samples of all workers where gradients are accumulated"
     self.strategy.check_used()
     self.step.count_rows()
+    if 'gradients' in self.strategy.splits: self.step.note_draws()
+
+@patch
+def after_step(self:DistributedTrainer):
+    "What a worker draws for its part of the parameters is not what one process draws for all of them"
+    self.step.check_draws(self.strategy)
 
 # %% ../../nbs/trainer/06_trainer.ipynb #8415bd89
 @patch
@@ -356,7 +383,9 @@ def fit_together(self:DistributedTrainer):
                 if not self.in_scope: # else the context does that
                     undo.enter_context(handler_kept())
                     together = undo.enter_context(scope(self.watchdog))
+                undo.enter_context(rank0_stream())
                 undo.enter_context(self._decide())
+                undo.callback(self._to_shared_stream)
             yield
     finally:
         self.in_fit = outer
@@ -397,4 +426,6 @@ def validate_together(self:DistributedTrainer):
         with self.evaluation.together():
             yield
             self.evaluated |= self.evaluation.shared
-    finally: self.evaluation = outer
+    finally:
+        self.evaluation = outer
+        self._to_shared_stream()

@@ -366,7 +366,7 @@ def set_by_a_seed(rank_too):
     set_seed(42 + (get_rank() if rank_too else 0))
     drawn = []
     class Draw(Callback):
-        def before_batch(self): drawn.append((random.random(), np.random.rand(), torch.rand(1).item()))
+        def after_pred(self): drawn.append((random.random(), np.random.rand(), torch.rand(1).item()))
     with learn.distrib_ctx(**SPLIT):
         learn.fit(1, cbs=Draw())
         learn.fit(1, cbs=Draw())
@@ -374,7 +374,7 @@ def set_by_a_seed(rank_too):
 
 
 def test_augmentations_differ_and_splits_do_not(world3):
-    "Workers draw from streams of their own in a fit, the same again after the same seed; afterwards the script's stream goes on in all alike"
+    "Workers draw from streams of their own from forward to backward, the same again after the same seed; afterwards the script's stream goes on in all alike"
     res, again = world3(set_by_a_seed, False), world3(set_by_a_seed, False)
     drawn = [d for ds, _ in res for d in ds]
     assert len(set(drawn)) == len(drawn)

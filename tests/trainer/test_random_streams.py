@@ -1,0 +1,179 @@
+"What is drawn outside of loader, forward and backward is drawn from one stream: the same in all workers, and in one process"
+import pytest
+from learners import *
+from fastai.callback.mixup import MixUp
+from fastai.optimizer import Optimizer, sgd_step, weight_decay
+
+SPLIT = dict(split_batches=True)
+
+
+@pytest.fixture(params=[2, 3])
+def world(request, worlds): return worlds(request.param)
+
+
+def noise(t): return t.new_tensor(random.random()) + t.new_tensor(np.random.randn()) + torch.randn_like(t)
+
+
+class GradientNoise(Callback):
+    def __init__(self, event): setattr(self, event, self._add)
+    def _add(self):
+        for p in self.model.parameters():
+            if p.grad is not None: p.grad += 0.1*noise(p.grad)
+
+
+class WeightNoise(Callback):
+    run_valid = False
+    def __init__(self, event): setattr(self, event, self._add)
+    def _add(self):
+        for p in self.model.parameters(): p.data += 0.1*noise(p.data)
+
+
+class Mask(Callback):
+    "A part of the weights that is held at 0, drawn once; a layer that begins anew with each epoch"
+    def before_fit(self): self.held = (torch.rand_like(self.model[0].weight) > 0.3).to(self.model[0].weight.dtype)
+    def before_epoch(self): nn.init.normal_(self.model[-1].weight)
+    def after_step(self): self.model[0].weight.data.mul_(self.held)
+
+
+class Rarely(Callback):
+    "By chance no step is made"
+    def before_step(self):
+        from fastai.callback.core import CancelStepException  # else a copy of it is sent to the workers
+        if np.random.rand() > 0.5: raise CancelStepException
+
+
+def langevin_step(p, lr, **kwargs): p.data.add_(noise(p), alpha=0.1*lr)
+def SGLD(params, lr, **kwargs): return Optimizer(params, [sgd_step, langevin_step], lr=lr)
+
+
+CASES = {**{f'gradients_{o}': dict(cbs=[partial(GradientNoise, o)]) for o in ('after_backward', 'before_step')},
+         **{f'weights_{o}': dict(cbs=[partial(WeightNoise, o)]) for o in ('before_fit', 'before_train', 'before_batch', 'after_step', 'after_batch', 'after_epoch', 'after_validate')},
+         'mask': dict(cbs=[Mask]), 'sgld': dict(opt=SGLD), 'both': dict(opt=SGLD, cbs=[Mask, partial(GradientNoise, 'before_step')]),
+         'rarely': dict(cbs=[Rarely])}
+
+
+def drawn(): return random.random(), np.random.randn(), torch.rand(1).item()
+
+
+def run(kinds, distrib, strategy='ddp', apart=False):
+    "By kind: weights, and what the script draws next"
+    res = {}
+    for k in kinds:
+        args = dict(CASES[k])
+        learn = quiet(learner(n=22, bs=5, **{**args, 'cbs': [o() for o in args.get('cbs', ())]}))
+        from fastdist.world import get_rank
+        set_seed(42+get_rank()*apart)
+        np.random.randn()  # it draws two, and keeps one
+        if distrib:
+            import fastdist.all
+            with learn.distrib_ctx(**SPLIT, strategy=strategy):
+                learn.fit(1)
+                learn.fit(1)
+        else:
+            learn.fit(1)
+            learn.fit(1)
+        res[k] = weights(learn), drawn()
+    return res
+
+
+def test_one_stream(world):
+    one = run(CASES, False)
+    for res in world(run, CASES, True):
+        assert {k: diff(w, one[k][0]) for k, (w, _) in res.items() if diff(w, one[k][0]) > 1e-6} == {}
+        assert {k for k, (_, d) in res.items() if d != one[k][1]} == set()
+
+
+def test_each_worker_seeded_otherwise(world2):
+    "Rank 0's stream counts in a fit; another worker's own goes on after it"
+    few = ['gradients_before_step', 'mask']
+    one = run(few, False)
+    (first, second) = world2(run, few, True, apart=True)
+    for k in few:
+        for res in first, second: assert diff(res[k][0], one[k][0]) < 1e-6
+        assert first[k][1] == one[k][1] != second[k][1]
+
+
+SHARDED = [('zero1', 'sgld'), ('zero2', 'sgld'), ('zero2', 'gradients_before_step'), ('fsdp', 'sgld'), ('fsdp', 'gradients_before_step')]
+
+
+def refused():
+    res = []
+    for strategy, kind in SHARDED:
+        try: run([kind], True, strategy)
+        except RuntimeError as e: res.append((strategy, kind, str(e)))
+    return res, run(['mask', 'gradients_before_step'], True, 'zero1')
+
+
+def test_noise_for_a_part_of_the_parameters(world2):
+    "is not that of one process, and is refused; where each worker has all of them it is exact"
+    one = run(['mask', 'gradients_before_step'], False)
+    for texts, res in world2(refused):
+        assert [o[:2] for o in texts] == SHARDED
+        for strategy, _, e in texts: assert f'strategy={strategy!r} each worker has a part' in e and "use strategy='ddp'" in e
+        assert max(diff(w, one[k][0]) for k, (w, _) in res.items()) < 1e-6
+
+
+class Draws(nn.Module):
+    def __init__(self): super().__init__(); self.seen = []
+    def forward(self, x):
+        self.seen.append(drawn())
+        return x
+
+
+def own_and_shared():
+    import fastdist.all
+    from fastdist.world import get_rank
+    draws, shared, lams = Draws(), [], []
+    class See(Callback):
+        def before_batch(self): shared.append(drawn())
+    class Lam(Callback):
+        order, run_valid = 1, False
+        def before_batch(self): lams.append(self.learn.mix_up.lam.tolist())
+    class Alone(Callback):
+        def before_step(self): drawn()
+        def after_pred(self): drawn()
+    learn = quiet(learner(n=22, bs=6, model=lambda: nn.Sequential(draws, mlp(dtype=torch.float32)), dtype=torch.float32, loss=CrossEntropyLossFlat()))
+    set_seed(42)
+    with learn.distrib_ctx(**SPLIT):
+        if get_rank() == 1: learn.add_cb(Alone())
+        learn.fit(1, cbs=[See()])
+        learn.fit(1, cbs=[See(), MixUp(), Lam()])
+    after = drawn()
+    try:
+        with learn.distrib_ctx(**SPLIT):
+            class Fails(Callback):
+                def after_pred(self): raise ZeroDivisionError('in one forward')
+            learn.fit(1, cbs=[Fails()])
+    except ZeroDivisionError: pass
+    from fastdist.data.rng import WorkerRandom
+    return draws.seen, shared, lams, after, WorkerRandom.active
+
+
+def test_own_and_shared(world2):
+    "Forwards and MixUp draw other numbers in each worker, callbacks the same; one that a rank has alone, or an error, moves none of them"
+    (seen, shared, lams, after, active), (seen1, shared1, lams1, after1, active1) = world2(own_and_shared)
+    n = len(seen)
+    assert len({*seen, *seen1}) == 2*n and len(set(shared)) == len(shared)
+    assert shared == shared1 and after == after1
+    assert lams != lams1 and active is active1 is None
+
+
+def parts():
+    "Draws for each sample, where the shares are not of one size"
+    import fastdist.all
+    first = []
+    class PerSample(Callback):
+        def before_epoch(self): first.append(drawn())
+        def before_batch(self): torch.rand(len(self.xb[0]))
+    learn = quiet(learner(n=22, bs=5, cbs=PerSample()))
+    set_seed(42)
+    with warnings.catch_warnings(record=True) as seen, learn.distrib_ctx(**SPLIT):
+        warnings.simplefilter('always')
+        learn.fit(3)
+    return first, [str(w.message) for w in seen if 'random numbers' in str(w.message)]
+
+
+def test_streams_that_part_meet_again(world3):
+    res = world3(parts)
+    assert len(set(res[0][0])) == 3 and all(o[0][:1] == res[0][0][:1] for o in res)
+    assert [len(o[1]) for o in res] == [1, 0, 0] and 'draws for each sample' in res[0][1][0]
