@@ -21,7 +21,7 @@ from ..comm.call import same_text
 from ..comm.objects import all_gather_list
 from .interrupt import Interrupts
 from .supervisor import monitor
-from ..world.ranks import get_rank
+from ..world.ranks import get_rank, get_world_size
 
 # %% ../../nbs/fault/04_cancel.ipynb #f4ce954d
 # From the one that ends most: that one counts, where ranks raise different ones
@@ -77,6 +77,7 @@ def _mentions(f, cb):
     return False
 
 _all_events = [o for o in vars(event) if not o.startswith('_')]
+_in_batches = {f'{o}_{e}' for o in ('before','after','after_cancel') for e in ('batch','backward','step')} | {'after_pred','after_loss'}
 
 def may_cancel(cb, # A callback
               ):
@@ -84,7 +85,8 @@ def may_cancel(cb, # A callback
     if type(cb).__module__.split('.')[0] in ('fastai','fastdist'): return []
     declared = inspect.getattr_static(cb, 'may_cancel', None)
     found = {o:_attributes(cb, [o]) for o in _all_events}
-    return [o for o,fs in found.items() if fs and (declared if declared is not None else any(_mentions(f, cb) for f in fs))]
+    def may(e, fs): return e not in _in_batches or any(_mentions(f, cb) for f in fs)
+    return [o for o,fs in found.items() if fs and (may(o, fs) if declared is None else declared)]
 
 # %% ../../nbs/fault/04_cancel.ipynb #690d09ac
 _batch_events = {'before_batch','after_pred','after_loss','after_batch','after_cancel_batch'}
@@ -131,6 +133,13 @@ def agree(self:Decisions, code=0 # 1 to 7 for a Cancel exception, 8 for `Keyboar
     dist.all_reduce(t, dist.ReduceOp.MAX)
     return t.item()
 
+# %% ../../nbs/fault/04_cancel.ipynb #96edd5f2
+@patch
+def _count(self:Decisions, new_fit=False):
+    "Count the events that all ranks have, by which those that wait at one are found"
+    m = monitor()
+    if m is not None: m.point = (m.point[0]+1,0) if new_fit else (m.point[0],m.point[1]+1)
+
 # %% ../../nbs/fault/04_cancel.ipynb #04e60481
 @patch
 def begin(self:Decisions):
@@ -150,6 +159,7 @@ def begin(self:Decisions):
             for e in evs: points[e][k] = None
     self.points = {e:sorted(ks, key=itemgetter(0)) for e,ks in points.items()}
     self.active = True
+    self._count(new_fit=True)
 
 # %% ../../nbs/fault/04_cancel.ipynb #a42b16ab
 @patch
@@ -165,9 +175,10 @@ def _undecided(self:Decisions, cb, event, e):
     if isinstance(e, KeyboardInterrupt) and of!='fastdist' and self.interrupts.holds and not self.interrupted:
         self.interrupts.held = time.monotonic() # the others learn of it soon
     elif isinstance(e, KeyboardInterrupt) or self.inner or of in ('fastai','fastdist'): raise e
+    elif self.keys.get(id(cb)) in self.everywhere and (get_world_size()==1 or monitor().meet()): self._raise_in_all(e)
     else: raise RuntimeError(
-        f"rank {get_rank()}: {type(cb).__name__}.{event} raised {type(e).__name__}, which its code does not show, "
-        "so the ranks do not agree: mention the exception in that method, or give the class `may_cancel = True`") from e
+        f"rank {get_rank()}: {type(cb).__name__}.{event} raised {type(e).__name__}, other ranks did not, and its code does not show that "
+        "it may: mention the exception in that method, or give the class `may_cancel = True`, and all ranks will do what one decides") from e
 
 @patch
 def _run(self:Decisions, cb, event):
@@ -187,6 +198,7 @@ def call(self:Decisions, event # Name of an event
     if self.loop is not None:
         if event in _batch_events: return self._in_own_loop(event)
         if event in ('after_cancel_validate','after_validate'): self._close_loop(event)
+    if not self.inner: self._count()
     points = [] if self.inner else list(self.points.get(event, ())) # rank 0 alone may call `predict`
     for cb in self.learn.cbs.sorted('order'):
         k = self.keys.get(id(cb))

@@ -93,9 +93,9 @@ def test_augmentations_differ_and_come_again(world3, kind, num_workers):
 
 
 class Draws(Callback):
-    "What dropout, and an augmentation in the main process, draw in each training batch"
+    "What dropout draws in each training batch"
     def before_fit(self): self.drawn = []
-    def after_batch(self):
+    def after_pred(self):
         if self.training: self.drawn.append(torch.rand(1).item())
 
 

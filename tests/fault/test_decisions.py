@@ -200,20 +200,57 @@ def test_a_callback_of_one_worker_alone(worlds):
             for (w, n1, e), (w1, n2, e1) in zip(first, o): assert diff(w, w1) == 0 and e == e1 and abs(n1-n2) <= 1
 
 
-def unseen():
+class Hides(Callback):
+    "Raises what its code does not show: `exc` in the ranks of `ranks`, at one batch of `event`"
+    def __init__(self, event, exc, ranks): self.exc, self.ranks = exc, ranks; setattr(self, event, self._decide)
+    def _decide(self):
+        from fastdist.world import get_rank
+        once, self.n = getattr(self, 'n', 0)+1, getattr(self, 'n', 0)+1
+        if once == 3 and get_rank() in self.ranks: raise vars(sys.modules['fastai.callback.core'])[self.exc](f'rank {get_rank()}')
+
+
+HIDDEN = [('before_batch', 'CancelBatchException'), ('before_batch', 'CancelFitException'), ('after_loss', 'CancelBatchException'), ('before_backward', 'CancelBackwardException'),
+          ('before_step', 'CancelStepException'), ('after_step', 'CancelTrainException'), ('after_batch', 'CancelEpochException'),
+          *((e, 'CancelFitException') for e in ('before_epoch', 'before_train', 'after_train', 'after_epoch')), ('before_validate', 'CancelValidException')]
+
+
+def hidden(distrib, ranks, events):
+    "After a fit with one that raises: weights, batches that have been trained, and whether it took more than one rank to raise"
+    res = []
+    for event, exc in events:
+        learn = quiet(learner(n=22, bs=5, opt=SGD))
+        with distrib_or_not(learn, distrib): learn.fit(4, cbs=Hides(event, exc, ranks))
+        res.append((weights(learn), len(learn.recorder.losses), learn.epoch))
+    return res
+
+
+def distrib_or_not(learn, distrib):
+    import contextlib
+    if not distrib: return contextlib.nullcontext()
     import fastdist.all
-    from fastdist.world import get_rank
-    class Hides(Callback):
-        def before_batch(self):
-            if get_rank() == 1 and self.iter == 1: raise getattr(__import__('fastai.learner').learner, 'Cancel'+'FitException')()
-    learn = quiet(learner())
-    with learn.distrib_ctx(): learn.fit(1, cbs=Hides())
+    return learn.distrib_ctx(split_batches=True)
 
 
-def test_an_exception_that_the_code_does_not_show(world2):
+def test_all_raise_what_their_code_does_not_show(worlds):
+    one = hidden(False, [0], HIDDEN)
+    for n in 2, 3:
+        for res in worlds(n)(hidden, True, range(n), HIDDEN):
+            for (w, *more), (w1, *more1) in zip(res, one): assert diff(w, w1) < 1e-6 and more == more1
+
+
+def test_one_raises_between_batches(world3):
+    "what its code does not show"
+    events = [o for o in HIDDEN if 'batch' not in o[0] and 'step' not in o[0] and 'loss' not in o[0] and 'backward' not in o[0]]
+    one = hidden(False, [0], events)
+    for res in world3(hidden, True, [1], events):
+        for (w, *more), (w1, *more1) in zip(res, one): assert diff(w, w1) < 1e-6 and more == more1
+
+
+@pytest.mark.parametrize('event,exc', [('before_batch', 'CancelFitException'), ('after_step', 'CancelTrainException')])
+def test_one_raises_what_its_code_does_not_show(world3, event, exc):
     from harness import WorkerError
-    with pytest.raises(WorkerError) as e: world2(unseen, grace=2)
-    assert 'may_cancel = True' in e.value.problems[1] and 'Hides.before_batch' in e.value.problems[1]
+    with pytest.raises(WorkerError) as e: world3(hidden, True, [1], [(event, exc)], grace=2)
+    assert 'may_cancel = True' in e.value.problems[1] and f'Hides.{event} raised {exc}, other ranks did not' in e.value.problems[1]
 
 
 def interrupted(when):
