@@ -70,7 +70,7 @@ def differs(a, b):
     return bad + [k for k in ('losses', 'values') if not alike(a[k], b[k])]
 
 
-def all_of(distrib, cases): return [state_after(distrib, raises(*case)) for case in cases]
+def all_of(distrib, cases): return [state_after(distrib, raises(*case), again=i%3==0) for i, case in enumerate(cases)]
 
 
 def compare(world, subset, cases, refs=None):

@@ -1,4 +1,6 @@
 "Every strategy gives the weights, the numbers and the optimizer state of one process, and leaves no trace"
+import itertools
+
 import pytest
 from strategies import *
 
@@ -12,19 +14,21 @@ def reference(case, opt):
     return REFERENCE[case, opt]
 
 
-def differences(world, strategy, cases, opts, **ctx):
+def differences(world, strategy, pairs, **ctx):
     "The largest differences to one process, of all workers, by case and optimizer"
-    every = world(fits, ctx_of(strategy, **ctx), cases, opts, timeout=300)
+    every = world(fits, ctx_of(strategy, **ctx), pairs, timeout=300)
     return {k: {o: max((diff(getattr(reference(*k), o), getattr(m[k], o)) for m in every), default=0.) for o in TOL} for k in every[0]}
 
 
 @pytest.mark.parametrize('strategy', STRATEGIES)
 @pytest.mark.parametrize('n', [1, 2, 3])
 def test_matrix(worlds, n, strategy):
-    "10 steps with each optimizer, in each mode of stepping. What bf16 rounds depends on how a batch is divided, as much for 'ddp' as for the others"
-    found = differences(worlds(n), strategy, CASES, [*OPTS])
+    """10 steps with each optimizer, in each mode of stepping, by three workers; by one and by two, whose shares are cut in the same way, each of them
+    once. What bf16 rounds depends on how a batch is divided, as much for 'ddp' as for the others"""
+    pairs = [*itertools.product(CASES, OPTS)] if n==3 else [*zip(CASES, itertools.cycle(OPTS))]
+    found = differences(worlds(n), strategy, pairs)
     for (case, opt), d in found.items(): print(f"{strategy} {n} {case} {opt}: {d['weights']:.1e}")
-    assert len(found)==len(CASES)*len(OPTS)
+    assert [*found]==pairs
     for (case, opt), d in found.items():
         if case=='bf16': assert d['weights'] < (1e-9 if n==1 else 0.05), (case, opt, d)
         else: assert all(d[k] < TOL[k] for k in TOL), (case, opt, d)
@@ -32,14 +36,15 @@ def test_matrix(worlds, n, strategy):
 
 @pytest.mark.parametrize('strategy', STRATEGIES[1:])
 def test_bf16_is_that_of_ddp(world3, strategy):
-    ddp, m = (world3(fits, ctx_of(s), ['bf16'], [*OPTS])[0] for s in ('ddp', strategy))
+    ddp, m = (world3(fits, ctx_of(s), [('bf16', o) for o in OPTS])[0] for s in ('ddp', strategy))
     for k in ddp: assert diff(ddp[k].weights, m[k].weights) < 2e-6
 
 
 @pytest.mark.parametrize('strategy', STRATEGIES[1:])
 def test_optimizers(world3, strategy):
     opts = [o for o in MORE_OPTS if o!='adafactor']
-    for k, d in differences(world3, strategy, ['plain', 'frozen', 'clip'], opts).items(): assert all(d[o] < TOL[o] for o in TOL), (k, d)
+    pairs = [*itertools.product(['plain'], opts), *zip(itertools.cycle(['frozen', 'clip']), opts)]  # which parameters step, and how their gradients came to be, is no optimizer's business
+    for k, d in differences(world3, strategy, pairs).items(): assert all(d[o] < TOL[o] for o in TOL), (k, d)
 
 
 def fails(ctx, opt):

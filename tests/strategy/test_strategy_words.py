@@ -156,7 +156,7 @@ def test_mixed_precision_policy(world2, reduce):
 def offloaded(reshard):
     import fastdist.all
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy='size_based_wrap', min_num_params=1, cpu_offload=True, reshard_after_forward=reshard)
-    return fits(dict(split_batches=True, fsdp_plugin=plugin), ['plain', 'clip'], ['adam'])
+    return fits(dict(split_batches=True, fsdp_plugin=plugin), [('plain', 'adam'), ('clip', 'adam')])
 
 
 @pytest.mark.parametrize('reshard', [False, True])

@@ -70,7 +70,7 @@ def state_of(opt):
     return {**res, **{f'slow {i}': p for i, p in enumerate(p for pg in sd.get('slow_weights') or [] for p in pg)}}
 
 
-def fits(ctx, cases, opts): return {(c, o): fit(c, {**OPTS, **MORE_OPTS}[o], ctx) for c in cases for o in opts}
+def fits(ctx, pairs): return {(c, o): fit(c, {**OPTS, **MORE_OPTS}[o], ctx) for c, o in pairs}
 
 
 __all__ = [o for o in dir() if not o.startswith('_')]
