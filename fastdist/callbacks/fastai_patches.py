@@ -11,7 +11,7 @@ from functools import wraps
 
 from contextlib import nullcontext
 
-import fastai.learner
+import fastai.callback.core,fastai.learner
 from fastai.basics import *
 from fastai.callback.mixup import CutMix, MixUp
 
@@ -32,6 +32,10 @@ def replace_in_fastai(new # `dict` from a function of fastai's to the one that t
             if getattr(mod, old.__name__, None) is old: setattr(mod, old.__name__, f)
 
 replace_in_fastai({fastai.torch_core.maybe_gather:_maybe_gather, fastai.torch_core.distrib_barrier:_distrib_barrier})
+
+# %% ../../nbs/callbacks/00_fastai_patches.ipynb #4301a8f8
+for _o in vars(fastai.callback.core).values():
+    if isinstance(_o, type) and issubclass(_o, Exception) and _o.__module__=='fastcore.basics': _o.__module__ = 'fastai.callback.core'
 
 # %% ../../nbs/callbacks/00_fastai_patches.ipynb #cba8df17
 _mixup = MixUp.before_batch
