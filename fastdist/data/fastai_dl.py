@@ -40,6 +40,14 @@ def _begin_process(worker_id):
     else: set_seed(a.seed+info.id)
     a.hook('wif')()
 
+# %% ../../nbs/data/04_fastai_dl.ipynb #3ce2933d
+class _SeededFakeLoader(_FakeLoader):
+    "fastai's object between a loader and torch's iterators, which draw the seed of their processes from its `generator`"
+    @property
+    def generator(self):
+        # not kept: processes that are spawned are sent this object, and torch loses the shared memory of a generator's state on the way
+        return self.d.seed_generator() if self.d.counted else None
+
 # %% ../../nbs/data/04_fastai_dl.ipynb #2fff5a7a
 class FastaiAdapter(Adapter):
     "fastai's `DataLoader`, for `DistributedDL`"
@@ -55,7 +63,7 @@ class FastaiAdapter(Adapter):
 
     def __init__(self, dl, *args, **kwargs):
         f = dl.fake_l
-        self.fake_l = _FakeLoader(self, f.pin_memory, f.num_workers, f.timeout, f.persistent_workers, f.pin_memory_device)
+        self.fake_l = _SeededFakeLoader(self, f.pin_memory, f.num_workers, f.timeout, f.persistent_workers, f.pin_memory_device)
         self.fake_l.worker_init_fn = _begin_process
         super().__init__(dl, *args, **kwargs)
 
@@ -280,7 +288,7 @@ def _source(self:FastaiAdapter):
 @patch
 def batches(self:FastaiAdapter):
     "Batches with their `Counts`, before `finish`"
-    self.counted,self.fake_l.generator = True,self.seed_generator()
+    self.counted = True
     try: it = _loaders[self.fake_l.num_workers==0](self.fake_l)
     finally: self.counted = False
     try:
