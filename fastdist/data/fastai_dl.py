@@ -266,7 +266,8 @@ def sample(self:FastaiAdapter):
     "The steps of which this loader process makes batches"
     if self.plan is None: raise RuntimeError(f"{self.nm} has no order yet: call get_idxs before its `fake_l` is iterated over")
     dl = self.dl
-    return itertools.count(dl.offs, dl.num_workers) if self.unsized else range(dl.offs, len(self.plan), dl.num_workers)
+    until_the_end = self.unsized or self.stream and self.mode=='batches' # of a stream that is shorter than it says
+    return itertools.count(dl.offs, dl.num_workers) if until_the_end else range(dl.offs, len(self.plan), dl.num_workers)
 
 @patch
 def create_batches(self:FastaiAdapter, steps):
