@@ -13,7 +13,7 @@ from fastai.basics import *
 from fastai.data.load import DataLoader as FastaiDataLoader
 from .adapter import IfLoaderHas, LoaderMethod, LoaderProxy
 from .fastai_dl import FastaiAdapter
-from .loaders import SeveralAdapter
+from .loaders import SeveralAdapter, n_batches
 from .rng import WorkerRandom, plain_state, seed_of, shared_order
 from .torch_dl import TorchAdapter, TorchDataLoader
 from ..comm.call import same_text
@@ -269,6 +269,12 @@ def plan(self:DistributedDL):
 def global_bs(self:DistributedDL):
     "Number of samples that all workers together take in a full step"
     return self.plan.global_bs
+
+@patch(as_prop=True)
+def rounds(self:DistributedDL):
+    "How many batches some worker has, where they are taken in turn: of a stream that has been read as many as there were"
+    rounds = getattr(self._adapter.plan, 'rounds', None)
+    return -(-(n_batches(self.dl) or 0)//self.world_size) if rounds is None else rounds
 
 @patch
 def __len__(self:DistributedDL):

@@ -40,6 +40,14 @@ def _begin_process(worker_id):
     else: set_seed(a.seed+info.id)
     a.hook('wif')()
 
+# %% ../../nbs/data/04_fastai_dl.ipynb #3ce2933d
+class _SeededFakeLoader(_FakeLoader):
+    "fastai's object between a loader and torch's iterators, which draw the seed of their processes from its `generator`"
+    @property
+    def generator(self):
+        # not kept: processes that are spawned are sent this object, and torch loses the shared memory of a generator's state on the way
+        return self.d.seed_generator() if self.d.counted else None
+
 # %% ../../nbs/data/04_fastai_dl.ipynb #2fff5a7a
 class FastaiAdapter(Adapter):
     "fastai's `DataLoader`, for `DistributedDL`"
@@ -55,7 +63,7 @@ class FastaiAdapter(Adapter):
 
     def __init__(self, dl, *args, **kwargs):
         f = dl.fake_l
-        self.fake_l = _FakeLoader(self, f.pin_memory, f.num_workers, f.timeout, f.persistent_workers, f.pin_memory_device)
+        self.fake_l = _SeededFakeLoader(self, f.pin_memory, f.num_workers, f.timeout, f.persistent_workers, f.pin_memory_device)
         self.fake_l.worker_init_fn = _begin_process
         super().__init__(dl, *args, **kwargs)
 
@@ -258,7 +266,8 @@ def sample(self:FastaiAdapter):
     "The steps of which this loader process makes batches"
     if self.plan is None: raise RuntimeError(f"{self.nm} has no order yet: call get_idxs before its `fake_l` is iterated over")
     dl = self.dl
-    return itertools.count(dl.offs, dl.num_workers) if self.unsized else range(dl.offs, len(self.plan), dl.num_workers)
+    until_the_end = self.unsized or self.stream and self.mode=='batches' # of a stream that is shorter than it says
+    return itertools.count(dl.offs, dl.num_workers) if until_the_end else range(dl.offs, len(self.plan), dl.num_workers)
 
 @patch
 def create_batches(self:FastaiAdapter, steps):
@@ -280,7 +289,7 @@ def _source(self:FastaiAdapter):
 @patch
 def batches(self:FastaiAdapter):
     "Batches with their `Counts`, before `finish`"
-    self.counted,self.fake_l.generator = True,self.seed_generator()
+    self.counted = True
     try: it = _loaders[self.fake_l.num_workers==0](self.fake_l)
     finally: self.counted = False
     try:

@@ -37,6 +37,7 @@ class Counts(namedtuple('Counts', 'mine total empty')):
 class Partition:
     "Which part of each step of an epoch belongs to `rank`. Raises a `ValueError` for another `mode` than one of `modes`"
     modes = 'steps','batches','slices'
+    rounds = None # in `batches`: how many a worker of a stream has had at most, once the stream has ended
     def __init__(self,
         order, # Sequence of the whole epoch's samples, the same in all workers; it is never copied
         bs:int, # Batch size of one process
@@ -200,13 +201,16 @@ def read(self:Partition,
     def next_batch(i):
         left = size if steps is None else min(size, len(self.order)-self.start-i*size)
         return _read_step(it, left) if left > 0 else []
+    def counts_for_nothing(b): return not b or self.drop_last and len(b) < size
     for k in itertools.count() if steps is None else steps:
         if in_turn: # the others' batches are read as well
-            whole = mine = [next_batch(k*self.world_size+r) for r in range(self.world_size)][self.rank]
+            every = [next_batch(k*self.world_size+r) for r in range(self.world_size)]
+            whole = mine = every[self.rank]
             counts = Counts(len(mine), len(mine), False)
+            if counts_for_nothing(mine): self.rounds = k + (not counts_for_nothing(every[0]))
         else:
             whole = next_batch(k)
             mine = whole[self.rank::self.world_size] or whole[:1]
             counts = Counts.split(len(whole), self.rank, self.world_size)
-        if not whole or self.drop_last and len(whole) < size: return
+        if counts_for_nothing(whole): return
         yield whole,mine,counts

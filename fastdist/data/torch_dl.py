@@ -104,17 +104,22 @@ def draws(self:TorchAdapter):
     return self.num_workers==0
 
 @patch(as_prop=True)
+def own_len(self:TorchAdapter):
+    "Does the loader's class say by itself how many batches there are?"
+    return type(self.dl).__len__ is not TorchDataLoader.__len__
+
+@patch(as_prop=True)
 def unsized(self:TorchAdapter):
     "Why the length is not known, `None` if it is"
-    if self.stream and not hasattr(self.dl.dataset, '__len__'):
-        return "reads an iterable data set whose length is not known: give it a __len__"
+    if self.stream and not self.own_len and not hasattr(self.dl.dataset, '__len__'):
+        return "reads an iterable data set whose length is not known, which a Learner needs: give the data set a __len__"
 
 # %% ../../nbs/data/03_torch_dl.ipynb #02f45e71
 @patch(as_prop=True)
 def expected_n(self:TorchAdapter):
     "Length of the next order, in samples, or in batches where a batch sampler makes them; `None` if it is not known"
     if self.unsized: return None
-    if self.stream: return len(self.dl.dataset)
+    if self.stream: return len(self.dl)*(self.bs or 1) if self.own_len else len(self.dl.dataset)
     if self.drawn_n is not None: return self.drawn_n
     return len(self.dl.batch_sampler if self.made else self.dl.sampler)
 

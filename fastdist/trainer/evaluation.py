@@ -6,7 +6,7 @@
 __all__ = ['Evaluation', 'same_log']
 
 # %% ../../nbs/trainer/04_evaluation.ipynb #6e2f0003
-import math,tempfile
+import tempfile
 from contextlib import contextmanager, nullcontext
 
 from fastai.basics import *
@@ -77,7 +77,7 @@ def finish(self:Evaluation):
 def _catch_up(self:Evaluation):
     "Do what others do in batches for which this worker has none: send predictions and, where parameters are sharded, make the forward"
     learn,dl = self.learn,self.learn.dl
-    most,gathers = math.ceil(n_batches(dl.dl)/dl.world_size),self.gathers or is_sharded(learn.model) # the strategy's doing, or its user's
+    most,gathers = dl.rounds,self.gathers or is_sharded(learn.model) # the strategy's doing, or its user's
     if gathers and (learn.xb is None or learn.xb==(None,)): learn._split(learn._set_device(dl.dl.one_batch()))
     for i in range(self.forwards, most):
         for o in self.preds: o.send(i)

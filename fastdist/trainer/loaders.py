@@ -54,12 +54,18 @@ def _check_steps(dl):
         f"rank {get_rank()}: {n} samples do not fill one global batch of {dl.global_bs} (bs={bs} on each of {dl.world_size} workers) "
         "and drop_last=True, so nothing would be trained: use a smaller bs, or split_batches=True, by which bs is the global batch")
 
+def _check_lengths(learn):
+    "fastai asks for the number of batches when it begins to validate, after an epoch of training; `lr_find` never does"
+    if not hasattr(learn, 'lr_finder'):
+        for dl in learn.dls.loaders[:2]: len(dl)
+
 @patch
 def train(self:SharedLoaders, dl # Loader of the learner's
          ):
-    "This worker's part of `dl`, to train; a `ValueError` where there are too few samples for a step"
+    "This worker's part of `dl`, to train; a `ValueError` where there are too few samples for a step, a `TypeError` where no one knows how many"
     res = self.part(dl, False, get_rank(), get_world_size())
     _check_steps(res)
+    _check_lengths(self.learn)
     return res
 
 @patch

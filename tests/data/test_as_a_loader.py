@@ -222,3 +222,19 @@ def test_processes_that_persist_are_kept():
 def test_an_unpickled_loader_of_a_wrong_attribute_says_so():
     with pytest.raises(AttributeError, match='no_such'): DistributedDL(made('tfmd'), 0, 2).no_such
     with pytest.raises(AttributeError): object.__new__(DistributedDL).anything
+
+
+class Negative(DistributedDL):
+    def after_item(self, o): return -super().after_item(o)
+
+
+@pytest.mark.parametrize('kind,cls', [('processes', DistributedDL), ('processes', Negative), ('torch_persistent', DistributedDL)])
+def test_processes_that_are_spawned(kind, cls):
+    "They bring what those that are forked do; fastai's loader was sent with a generator, and they ended with 'unable to resize file'"
+    import multiprocessing
+    def read(method):
+        multiprocessing.set_start_method(method, force=True)
+        return [listed(cls(made(kind), 1, 2, split_batches=True)) for _ in range(2)]
+    was = multiprocessing.get_start_method(allow_none=True)
+    try: assert read('spawn') == read('fork')
+    finally: multiprocessing.set_start_method(was, force=True)

@@ -256,6 +256,72 @@ def test_looking_at_a_loader_in_one_rank(world2):
     assert diff(a, b) == 0
 
 
+class SaysBatches(TorchDL):
+    "A loader that says by itself how many batches there are"
+    def __len__(self): return self.n_batches
+
+def of_length(ds, bs, n_batches, num_workers=0):
+    "`n_batches`: as many as the data set says, or the loader does, or `None` where neither does"
+    if n_batches is None: return TorchDL(ds, batch_size=bs, num_workers=num_workers)
+    if isinstance(n_batches, str): return FastaiDL(ds, bs=bs, n=int(n_batches)*bs, num_workers=num_workers)
+    dl = SaysBatches(ds, batch_size=bs, num_workers=num_workers)
+    dl.n_batches = n_batches
+    return dl
+
+def said_lengths(distrib, fsdp, lengths, num_workers=0):
+    "Fits over streams of 5 and 5 batches that say another length; what there is in the end, and in evaluation"
+    def one(trn, val):
+        set_seed(7)
+        learn = learn_of(of_length(Stream(22, sized=False), 5, trn, num_workers), of_length(Stream(13, sized=False, shuffle=False, seed=1), 3, val, num_workers))
+        with (learn.distrib_ctx(split_batches=True, watchdog=60, **kwargs) if distrib else contextlib.nullcontext()):
+            learn.fit(2)
+            values = [list(v) for v in learn.recorder.values]
+            preds = learn.get_preds(dl=learn.dls.valid, reorder=False)
+        return SimpleNamespace(weights=weights(learn), values=values, preds=preds)
+    kwargs = {}
+    if distrib: import fastdist.all
+    if fsdp:
+        from accelerate import FullyShardedDataParallelPlugin # each layer is gathered by itself, in each forward
+        kwargs = dict(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy='size_based_wrap', min_num_params=10, reshard_after_forward=True))
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore') # torch says that there are more samples than there should be
+        return [one(*o) for o in lengths]
+
+
+@pytest.mark.parametrize('fsdp', [False, True])
+@pytest.mark.parametrize('world', [2, 3])
+def test_streams_that_say_another_length(worlds, world, fsdp):
+    "5 batches: as many, fewer and more than it has been said"
+    lengths = [(5, 5), (1, 1), (9, 11), ('5', '7')]
+    one = said_lengths(False, fsdp, lengths)
+    for m in worlds(world)(said_lengths, True, fsdp, lengths):
+        for a, b in zip(one, m, strict=True):
+            assert diff(a.weights, b.weights) < 2e-7 and diff(a.values, b.values) < 1e-6
+            for p, q in zip(a.preds, b.preds, strict=True): assert diff(p, q) < 1e-6
+
+
+def unsized(where, num_workers):
+    "A loader whose length nobody knows: what a fit says, how many batches were trained, and whether `lr_find` goes"
+    import fastdist.all
+    lengths = {'train': (None, 5), 'valid': (5, None)}[where]
+    learn = learn_of(of_length(Stream(22, sized=False), 5, lengths[0], num_workers), of_length(Stream(13, sized=False), 3, lengths[1], num_workers))
+    said = []
+    for f in (lambda: learn.fit(2), lambda: learn.lr_find(num_it=12, stop_div=False, show_plot=False)):
+        try:
+            with learn.distrib_ctx(split_batches=True): said.append(f())
+        except TypeError as e: said.append(str(e))
+    return said, len(learn.recorder.losses)
+
+
+@pytest.mark.parametrize('where,num_workers', [('train', 0), ('train', 2), ('valid', 0), ('valid', 2)])
+def test_streams_of_unknown_length_in_a_fit(world2, where, num_workers):
+    "fastai has to know it, in one process too: here all workers say so before they train anything, but `lr_find` needs that of the training set only"
+    for r, ((fit, found), n) in enumerate(world2(unsized, where, num_workers)):
+        assert f'rank {r}: torch.utils.data.dataloader.DataLoader reads an iterable data set whose length is not known' in fit and 'give the data set a __len__' in fit
+        assert 'length is not known' in str(found) if where == 'train' else found.valley > 0, found
+        assert n == 0 or where == 'valid'
+
+
 def part_of_an_epoch():
     "A fit that goes on in the middle of an epoch, by the state of its loader"
     learn = quiet(learner(n=22, bs=4))
