@@ -9,7 +9,7 @@ __all__ = ['AccumulateSteps']
 from fastai.basics import *
 from fastai.callback.fp16 import MixedPrecision
 from fastai.callback.training import GradientAccumulation
-from ..metrics.metrics import is_summed, loss_divisor
+from ..metrics.losses import is_summed, loss_divisor
 from ..world.ranks import get_rank
 
 # %% ../../nbs/callbacks/04_grad_accumulation.ipynb #7c3e0006

@@ -12,7 +12,8 @@ from fastai.callback.rnn import RNNRegularizer
 from fastai.callback.training import GradientAccumulation
 from ..callbacks.grad_accumulation import AccumulateSteps
 from ..comm.pack import tensors_in
-from ..metrics.metrics import is_summed, loss_divisor, metric_kind
+from ..metrics.losses import GlobalBatchLoss, is_summed, loss_divisor
+from ..metrics.metrics import metric_kind
 from ..strategy.base import callback_results
 from ..world.ranks import get_rank, get_world_size
 
