@@ -12,7 +12,7 @@ from fastai.callback.rnn import RNNRegularizer
 from fastai.callback.training import GradientAccumulation
 from ..callbacks.grad_accumulation import AccumulateSteps
 from ..comm.pack import tensors_in
-from ..metrics.losses import GlobalBatchLoss, is_summed, loss_divisor
+from ..metrics.losses import GlobalBatchLoss, LossCheck, is_summed, loss_divisor
 from ..metrics.metrics import metric_kind
 from ..strategy.base import callback_results
 from ..world.ranks import get_rank, get_world_size
@@ -23,6 +23,7 @@ class TrainingStep:
     def __init__(self, learn, # `Learner` whose `xb` and `yb` are the share
                  counts=(None,None,False), # (samples of the share, of the global batch, has some share none?), as `DistributedDL.counts`
                  device=None, # Where the process group takes tensors from
+                 last=None, # `TrainingStep` of the batch before
                 ):
         mine,self.total,self.empty = counts
         self.learn,self.device,self.counts = learn,device,mine!=0
@@ -31,13 +32,18 @@ class TrainingStep:
         self.n = self.samples = float(self.bs if mine is None else mine)
         self.rows = None if self.total is None else self.bs*self.total//max(mine, 1)
         self.has_loss,self.loss,self.sums,self.kept = False,None,None,[]
-        self._sum_weights()
+        self.whole = self.weighed = False # is the loss that of the global batch, or a sum? Has `weigh_loss` been called?
+        self.own,self.hook = False,None # has a callback run a backward of its own?
+        self.uneven = getattr(last, 'uneven', None) # did the shares of the batch before not add up to the samples dealt out?
+        self.check = LossCheck(learn) if last is None else last.check
+        GlobalBatchLoss.step = self
 
     def _sum_weights(self):
-        # Where the loader or the loss function does not know, a message adds up what the shares weigh while the forward runs
+        # Where the loader or the loss function does not know, a message adds up what the shares weigh
+        bs,self.bs = self.bs,find_bs(self.learn.yb)
         div = loss_divisor(self.learn.loss_func, self.learn.yb)
+        if self.counts and not self.whole: self.n = float(div) if div is not None else self.samples*self.bs/bs
         if div is None and self.total is not None: return
-        if div is not None: self.n = float(div) if self.counts else 0.
         self.sums = torch.tensor([self.n, self.samples], dtype=torch.float64, device=self.device)
         self.summing = dist.all_reduce(self.sums, async_op=True)
 
@@ -56,7 +62,11 @@ def batch_weight(self:TrainingStep):
 @patch
 def note_loss(self:TrainingStep):
     "Note that this batch has got as far as a loss; add what fastai's `RNNRegularizer` leaves out of a batch of one row"
-    if len(self.learn.yb): self.has_loss = True
+    GlobalBatchLoss.step = None
+    if len(self.learn.yb):
+        self.has_loss = True
+        self.check()
+        self._begin_weighing()
     # a share may be of one row, and the batch not
     for cb in self.learn._grab_cbs(RNNRegularizer):
         h = cb.rnn.raw_out
@@ -64,15 +74,24 @@ def note_loss(self:TrainingStep):
         self.learn.loss_grad = self.learn.loss_grad + cb.beta*(h[:,1:]-h[:,:-1]).float().pow(2).mean()
 
 @patch
+def _begin_weighing(self:TrainingStep):
+    learn,f = self.learn,self.learn.loss_func
+    self.summed = is_summed(f) and not isinstance(f, GlobalBatchLoss)
+    self.whole = self.summed or isinstance(f, GlobalBatchLoss)
+    self._sum_weights()
+    if not self.summed or not self.n: return
+    # as if all samples were like these: then it is weighed as a mean is, and what callbacks add to it counts once, not once in each worker
+    k = self.batch_weight()/self.n
+    learn.loss_grad,learn.loss = learn.loss_grad*k,learn.loss*k
+
+@patch
 def send_loss(self:TrainingStep, interrupted=False # Was Ctrl-C pressed in this worker?
              ):
     "Add up the losses of all workers, while the backward runs; what other callbacks make of the loss is in it"
     if not self.has_loss or self.loss is not None: return
-    self.summed = is_summed(self.learn.loss_func)
-    weight = float(self.counts) if self.summed else self.n
     value = torch.zeros((), dtype=torch.float64, device=self.device)
-    if weight: value = self.learn.loss.detach().double().mean().as_subclass(Tensor)*weight
-    self.loss = torch.stack([value, torch.full_like(value, weight), torch.full_like(value, bool(interrupted))])
+    if self.n: value = self.learn.loss.detach().double().mean().as_subclass(Tensor)*self.n
+    self.loss = torch.stack([value, torch.full_like(value, self.n), torch.full_like(value, bool(interrupted))])
     self.sent = dist.all_reduce(self.loss, async_op=True)
 
 # %% ../../nbs/trainer/03_step.ipynb #ef597367
@@ -81,9 +100,11 @@ def receive_loss(self:TrainingStep):
     "Make `learn.loss` that of the global batch, for whoever records it or decides by it; `KeyboardInterrupt` after Ctrl-C in a worker"
     if self.loss is None: return
     self.sent.wait()
-    value = self.loss[0] if self.summed else self.loss[0]/self.loss[1]
+    value = self.loss[0]/(self.batch_weight() if self.summed else self.loss[1])
     self.learn.loss = value.to(self.learn.loss.dtype)
-    if self.loss[2].item(): raise KeyboardInterrupt
+    _,left,interrupted = self.loss.tolist()
+    self.uneven = self.sums is None and left!=self.total
+    if interrupted: raise KeyboardInterrupt
 
 @patch(as_prop=True)
 def interrupted(self:TrainingStep):
@@ -95,14 +116,31 @@ def interrupted(self:TrainingStep):
 def weigh_loss(self:TrainingStep):
     "Scale the loss so that the average of the workers' gradients is that of the global batch"
     # last of all callbacks: what others have added counts too
-    learn,world = self.learn,get_world_size()
-    all_n = self.batch_weight()
+    learn,scale = self.learn,self.scale()
+    self.weighed = True
     if self.n==0: # not times 0: the mean over nothing is nan
         learn.loss_grad = sum(t.sum() for t in tensors_in(learn.pred) if t.requires_grad)*0.
-        return
-    scale = world if is_summed(learn.loss_func) else self.n*world/all_n
-    if learn._grab_cbs(GradientAccumulation): scale *= self.rows/self.bs # it has multiplied by bs/n_acc
-    if scale!=1: learn.loss_grad = learn.loss_grad*scale
+    elif scale!=1: learn.loss_grad = learn.loss_grad*scale
+
+@patch
+def scale(self:TrainingStep):
+    "What this worker's loss is multiplied by"
+    all_n = self.batch_weight()
+    if not self.n: return 0.
+    res = self.n*get_world_size()/all_n
+    return res*self.rows/self.bs if self.learn._grab_cbs(GradientAccumulation) else res # it has multiplied by bs/n_acc
+
+@patch
+def weigh_own(self:TrainingStep):
+    "A callback may run a backward of its own, and cancel that of fastai: its gradients are scaled as they come in"
+    preds = [t for t in tensors_in(self.learn.pred) if t.requires_grad]
+    at = self.learn.loss_grad if self.whole or len(preds)!=1 else preds[0]
+    def scaled(g):
+        if self.weighed: return
+        self.own = True
+        return g*self.scale() if self.n else torch.zeros_like(g)
+    if self.hook is not None: self.hook.remove()
+    if at.requires_grad: self.hook = at.register_hook(scaled)
 
 @patch
 def ends_step(self:TrainingStep):
@@ -112,8 +150,24 @@ def ends_step(self:TrainingStep):
 
 @patch
 def count_rows(self:TrainingStep):
-    "Let fastai's `GradientAccumulation` count the samples of all workers; it has counted this worker's"
-    for cb in self.learn._grab_cbs(GradientAccumulation): cb.count += self.rows-self.bs
+    "Before the step: let fastai's `GradientAccumulation` count the samples of all workers, and others go by the samples that are left"
+    for cb in (found := self.learn._grab_cbs(GradientAccumulation)): cb.count += self.rows-self.bs
+    if not found and not self.whole and self.sums is None: self._go_by_left()
+
+@patch
+def _go_by_left(self:TrainingStep):
+    "Where the data set or a callback has left samples out, gradients are the mean over those that are left"
+    # the message has been there for long, with those of the gradients; on a GPU it is not looked at before the step without cause
+    if self.loss is None or self.uneven is False and self.loss.device.type!='cpu': return
+    self.sent.wait()
+    left = self.loss[1].item()
+    if left==self.total: return
+    if not left: raise CancelBatchException() # in all workers
+    if accs := self.learn._grab_cbs(AccumulateSteps):
+        for cb in accs: cb.weight *= left/self.total
+        return
+    for p in self.learn.model.parameters():
+        if p.grad is not None: p.grad.mul_(self.total/left)
 
 # %% ../../nbs/trainer/03_step.ipynb #6cc5cf86
 @patch
@@ -154,13 +208,20 @@ def before_batch(self:StrategyHooks):
 @patch
 def after_loss(self:StrategyHooks):
     "Send the loss"
-    if self.training: self.trainer.step.send_loss(self.trainer.decisions.interrupted)
+    if not self.training: return
+    self.trainer.step.send_loss(self.trainer.decisions.interrupted)
+    self.trainer.step.weigh_own()
 
 @patch
 def before_backward(self:StrategyHooks):
     "Weigh this worker's share"
     self.strategy.before_backward()
     self.trainer.step.weigh_loss()
+
+@patch
+def after_cancel_backward(self:StrategyHooks):
+    "A callback may have run a backward of its own in its place"
+    if self.trainer.step.own: self.strategy.before_backward()
 
 # %% ../../nbs/trainer/03_step.ipynb #50523439
 @patch
@@ -174,4 +235,11 @@ def before_step(self:StrategyHooks):
 def after_batch(self:StrategyHooks):
     "Give the model back, where the forward was cancelled, and the metrics their state, where this batch does not count"
     self.strategy.after_batch()
+    self.fit_failed()
     if self.training: self.trainer.step.restore_metrics()
+
+@patch
+def fit_failed(self:StrategyHooks, error=None # That ended the fit
+              ):
+    "No loss of the global batch is expected any more"
+    GlobalBatchLoss.step = None
