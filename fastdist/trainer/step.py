@@ -12,7 +12,7 @@ from fastai.callback.rnn import RNNRegularizer
 from fastai.callback.training import GradientAccumulation
 from ..callbacks.grad_accumulation import AccumulateSteps
 from ..comm.pack import tensors_in
-from ..metrics.losses import GlobalBatchLoss, LossCheck, is_summed, loss_divisor
+from ..metrics.losses import GlobalBatchLoss, LossCheck, is_summed, kept_labels, loss_divisor
 from ..metrics.metrics import metric_kind
 from ..strategy.base import callback_results
 from ..world.ranks import get_rank, get_world_size
@@ -34,18 +34,27 @@ class TrainingStep:
         self.has_loss,self.loss,self.sums,self.kept = False,None,None,[]
         self.whole = self.weighed = False # is the loss that of the global batch, or a sum? Has `weigh_loss` been called?
         self.own,self.hook = False,None # has a callback run a backward of its own?
-        self.uneven = getattr(last, 'uneven', None) # did the shares of the batch before not add up to the samples dealt out?
+        self.uneven = getattr(last, 'uneven', None) # have the shares of some batch before not added up to the samples dealt out?
         self.check = LossCheck(learn) if last is None else last.check
         GlobalBatchLoss.step = self
 
     def _sum_weights(self):
         # Where the loader or the loss function does not know, a message adds up what the shares weigh
-        bs,self.bs = self.bs,find_bs(self.learn.yb)
-        div = loss_divisor(self.learn.loss_func, self.learn.yb)
-        if self.counts and not self.whole: self.n = float(div) if div is not None else self.samples*self.bs/bs
-        if div is None and self.total is not None: return
+        f,yb = self.learn.loss_func,self.learn.yb
+        bs,self.bs,div,kept = self.bs,find_bs(yb),loss_divisor(f, yb),kept_labels(f, yb)
+        self.by_samples = div is None
+        if self.counts and not self.whole: self.n = self._left(kept, bs) if div is None else float(div)
+        # gradients that are accumulated cannot be corrected after the backward
+        late = kept is None or self.uneven is False or not self.learn._grab_cbs(GradientAccumulation)
+        if div is None and self.total is not None and late: return
         self.sums = torch.tensor([self.n, self.samples], dtype=torch.float64, device=self.device)
         self.summing = dist.all_reduce(self.sums, async_op=True)
+
+    def _left(self, kept, bs):
+        "The samples that are left of `bs` rows: callbacks may leave some out, or mark them as not to be counted"
+        # to look at a number on a GPU is to wait for it: not without cause
+        if kept is None or self.uneven is False and kept.device.type!='cpu': kept = self.bs
+        return self.samples*float(kept)/bs
 
 # %% ../../nbs/trainer/03_step.ipynb #534a4926
 @patch
@@ -100,10 +109,9 @@ def receive_loss(self:TrainingStep):
     "Make `learn.loss` that of the global batch, for whoever records it or decides by it; `KeyboardInterrupt` after Ctrl-C in a worker"
     if self.loss is None: return
     self.sent.wait()
-    value = self.loss[0]/(self.batch_weight() if self.summed else self.loss[1])
-    self.learn.loss = value.to(self.learn.loss.dtype)
     _,left,interrupted = self.loss.tolist()
-    self.uneven = self.sums is None and left!=self.total
+    self.uneven = bool(self.uneven or self.by_samples and left!=self.total)
+    if left: self.learn.loss = (self.loss[0]/(self.batch_weight() if self.summed else left)).to(self.learn.loss.dtype)
     if interrupted: raise KeyboardInterrupt
 
 @patch(as_prop=True)
@@ -116,19 +124,23 @@ def interrupted(self:TrainingStep):
 def weigh_loss(self:TrainingStep):
     "Scale the loss so that the average of the workers' gradients is that of the global batch"
     # last of all callbacks: what others have added counts too
-    learn,scale = self.learn,self.scale()
+    learn,scale = self.learn,self._scale()
     self.weighed = True
     if self.n==0: # not times 0: the mean over nothing is nan
         learn.loss_grad = sum(t.sum() for t in tensors_in(learn.pred) if t.requires_grad)*0.
     elif scale!=1: learn.loss_grad = learn.loss_grad*scale
 
 @patch
-def scale(self:TrainingStep):
-    "What this worker's loss is multiplied by"
+def share_scale(self:TrainingStep):
+    "What a loss of this share is multiplied by, so that the mean over the workers is that of the global batch"
     all_n = self.batch_weight()
-    if not self.n: return 0.
-    res = self.n*get_world_size()/all_n
-    return res*self.rows/self.bs if self.learn._grab_cbs(GradientAccumulation) else res # it has multiplied by bs/n_acc
+    return get_world_size()*(float(self.counts) if self.summed else self.n/all_n if self.n else 0.)
+
+@patch
+def _scale(self:TrainingStep):
+    "The same of `learn.loss_grad`: a sum is as if of all samples by now, and `GradientAccumulation` has multiplied by bs/n_acc"
+    res = self.share_scale()*(self.n/self.batch_weight() if self.summed and self.n else 1.)
+    return res*self.rows/self.bs if self.learn._grab_cbs(GradientAccumulation) else res
 
 @patch
 def weigh_own(self:TrainingStep):
@@ -138,7 +150,7 @@ def weigh_own(self:TrainingStep):
     def scaled(g):
         if self.weighed: return
         self.own = True
-        return g*self.scale() if self.n else torch.zeros_like(g)
+        return g*self._scale() if self.n else torch.zeros_like(g)
     if self.hook is not None: self.hook.remove()
     if at.requires_grad: self.hook = at.register_hook(scaled)
 
@@ -162,7 +174,9 @@ def _go_by_left(self:TrainingStep):
     self.sent.wait()
     left = self.loss[1].item()
     if left==self.total: return
-    if not left: raise CancelBatchException() # in all workers
+    if not left: # in all workers: no batch
+        self.learn.yb = ()
+        raise CancelBatchException()
     if accs := self.learn._grab_cbs(AccumulateSteps):
         for cb in accs: cb.weight *= left/self.total
         return

@@ -1,0 +1,122 @@
+"What a share of a batch weighs in the loss: losses of one's own, targets that callbacks make, samples that are left out, a backward of a callback's own"
+import pytest
+from learners import *
+import torch.nn.functional as F
+
+
+@pytest.fixture(params=[2, 3])
+def world(request, worlds): return worlds(request.param)
+
+
+W = torch.tensor([1., 3., .5], dtype=torch.float64)
+def ce(p, y, **kwargs): return F.cross_entropy(p, y, **kwargs).float()  # as fastai's recorder needs it; computed in float64
+def weighted(p, y): return ((W[y]*F.cross_entropy(p, y, reduction='none')).sum() / W[y].sum()).float()
+def declared(p, y): return weighted(p, y)
+declared.loss_divisor = lambda y: W[y].sum()
+def added(p, y): return ce(p, y, reduction='sum')
+def declared_sum(p, y): return added(p, y)/5
+declared_sum.reduction = 'sum'
+def rmse(p, y): return (p.sum(1)-y).square().mean().sqrt().float()
+def contrast(p, y): return torch.log_softmax(p@p.T, 1).diag().mean().neg().float() + ce(p, y)
+
+
+class Combined:
+    "A mean and a sum, as CombinedLoss of fastai's documentation is"
+    def __call__(self, p, y):
+        q = F.one_hot(y, 3)
+        return ce(p, y) + (1 - 2*(p.softmax(1)*q).sum(1)/(p.softmax(1)+q).sum(1)).sum().float()*.3
+    def decodes(self, x): return x.argmax(1)
+
+
+class Marks(Callback):
+    "Some labels do not count"
+    def before_batch(self): self.learn.yb = (torch.where(self.x[:, 0] > .3, -100, self.y),)
+
+
+class Drops(Callback):
+    "Some samples are left out"
+    def before_batch(self):
+        kept = self.x[:, 0] < .3
+        if kept.any(): self.learn.xb, self.learn.yb = (self.x[kept],), (self.y[kept],)
+
+
+class Picks(Callback):
+    def after_pred(self):
+        kept = self.x[:, 1] < .4
+        if kept.any(): self.learn.pred, self.learn.yb = self.pred[kept], (self.y[kept],)
+
+
+class Own(Callback):
+    "A backward of its own"
+    def __init__(self, what): self.what = what
+    def before_backward(self):
+        if self.what == 'loss_grad': (self.learn.loss_grad*.5).backward()
+        elif self.what == 'loss': self.learn.loss.backward()
+        else: self.learn.loss_func(self.pred, *self.yb).backward()
+        from fastai.callback.core import CancelBackwardException # not that of another process
+        raise CancelBackwardException
+
+
+class L1(Callback):
+    def after_loss(self):
+        extra = 1e-1*sum(p.abs().sum() for p in self.model.parameters()).float()
+        self.learn.loss_grad = self.learn.loss_grad + extra
+        self.learn.loss = self.learn.loss + extra.detach()
+
+
+class Skips(Items):
+    skipped = ()
+    def __getitem__(self, i):
+        from fastai.data.load import SkipItemException
+        if i in self.skipped: raise SkipItemException
+        return super().__getitem__(i)
+
+
+def skipping(*skipped, **kwargs):
+    learn = learner(shuffle=False, **kwargs)
+    learn.dls.train.dataset.__class__ = type('Skips', (Skips,), dict(skipped=skipped))
+    return learn
+
+
+def whole(f):
+    from fastdist.metrics.losses import GlobalBatchLoss
+    return GlobalBatchLoss(f)
+
+
+def run(make, distrib=True, epochs=2, metrics=True, **ctx):
+    "Weights, losses and values of the learner that `make` returns"
+    import fastdist.all
+    learn = quiet(make())
+    if metrics:
+        learn.metrics = L(AvgMetric(accuracy)) 
+        learn.recorder.train_metrics = True
+    with learn.distrib_ctx(**{**dict(split_batches=True), **ctx}) if distrib else contextlib.nullcontext(): learn.fit(epochs)
+    return weights(learn), [float(o) for o in learn.recorder.losses], [list(v) for v in learn.recorder.values]
+
+
+CASES = dict(
+    declared=lambda: learner(n=22, loss=declared), summed=lambda: learner(n=22, loss=declared_sum),
+    summed_l1=lambda: learner(n=22, loss=declared_sum, cbs=L1()), mean_l1=lambda: learner(n=22, cbs=L1()),
+    combined=lambda: learner(n=22, loss=whole(Combined()), bn=True), rmse=lambda: learner(n=22, loss=whole(rmse)), contrast=lambda: learner(n=21, loss=whole(contrast)),
+    combined_acc=lambda: learner(n=22, loss=whole(Combined()), cbs=[L1(), GradientAccumulation(9)]),
+    declared_acc=lambda: learner(n=22, loss=declared, cbs=GradientAccumulation(9)),
+    marks=lambda: learner(n=22, cbs=Marks()), marks_acc=lambda: learner(n=22, cbs=[Marks(), GradientAccumulation(9)]),
+    marks_weights=lambda: learner(n=22, loss=Double(weight=W), cbs=Marks()),
+    drops=lambda: learner(n=22, cbs=Drops(), bs=11), picks=lambda: learner(n=22, cbs=Picks(), bs=11),
+    own=lambda: learner(n=22, cbs=Own('loss_grad')), own_loss=lambda: learner(n=22, cbs=Own('loss')), own_new=lambda: learner(n=22, cbs=Own('new')),
+    own_sum=lambda: learner(n=22, cbs=Own('loss_grad'), loss=declared_sum), own_marks=lambda: learner(n=22, cbs=[Marks(), Own('new')]),
+    skip_one=lambda: skipping(21, n=22), skip_batch=lambda: skipping(20, 21, n=22, bn=True), skip_many=lambda: skipping(*range(1, 22, 3), n=22, bs=22),
+    skip_share=lambda: skipping(1, 4, n=5, bs=5, bn=True), skip_sum=lambda: skipping(1, 4, 9, n=22, bs=22, loss=declared_sum))
+
+
+def run_all(names, **kwargs): return {k: run(CASES[k], **kwargs) for k in names}
+
+
+def compared(world, names, tol=2e-7, **ctx):
+    one = run_all(names, distrib=False)
+    for every in world(run_all, names, **ctx):
+        off = {k: [diff(a, b) for a, b in zip(one[k], every[k])] for k in names}
+        assert all(o[0] < tol and max(o[1:]) < 2e-6 for o in off.values()), off
+
+
+def test_as_one_process(world): compared(world, list(CASES))
