@@ -1807,6 +1807,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                             'fastdist/trainer/loaders.py'),
                                           'fastdist.trainer.loaders._check_steps': ( 'trainer/loaders.html#_check_steps',
                                                                                      'fastdist/trainer/loaders.py'),
+                                          'fastdist.trainer.loaders._keeps_state': ( 'trainer/loaders.html#_keeps_state',
+                                                                                     'fastdist/trainer/loaders.py'),
                                           'fastdist.trainer.loaders._learner_to': ( 'trainer/loaders.html#_learner_to',
                                                                                     'fastdist/trainer/loaders.py'),
                                           'fastdist.trainer.loaders.plain_dls': ( 'trainer/loaders.html#plain_dls',

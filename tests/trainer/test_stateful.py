@@ -1,0 +1,63 @@
+"Models with a state of their own, over plain loaders: hidden states, statistics"
+import pytest
+from fastai.callback.rnn import ModelResetter
+from learners import *
+import torch.nn.functional as F
+
+
+@pytest.fixture(params=[2, 3])
+def world(request, worlds): return worlds(request.param)
+
+
+class Reader(nn.Module):
+    "A recurrent model as in fastai's book: its hidden state goes on from batch to batch"
+    def __init__(self, lstm=False):
+        super().__init__()
+        torch.manual_seed(3)
+        self.emb, self.rnn, self.out, self.h = nn.Embedding(7, 5), (nn.LSTM if lstm else nn.RNN)(5, 6, batch_first=True), nn.Linear(6, 7), None
+    def forward(self, x):
+        res, h = self.rnn(self.emb(x), self.h)
+        self.h = tuple(o.detach() for o in h) if isinstance(h, tuple) else h.detach()
+        return self.out(res)
+    def reset(self): self.h = None
+
+
+class Kept(Callback):
+    "A resetter of one's own"
+    def before_epoch(self): self.model.reset()
+    def before_validate(self): self.model.reset()
+
+
+def flat(p, y): return F.cross_entropy(p.reshape(-1, 7), y.reshape(-1)).float()
+
+
+def reader(bs=6, lstm=False, cbs=ModelResetter):
+    "Chunks of a text, in the order that makes row `i` of a batch the continuation of row `i` of the one before"
+    g = torch.Generator().manual_seed(1)
+    def chunks(n):
+        text = torch.randint(0, 7, (n*bs*4+1,), generator=g)
+        seqs = [(text[i*4:i*4+4], text[i*4+1:i*4+5]) for i in range(n*bs)]
+        return [seqs[i+n*j] for i in range(n) for j in range(bs)]
+    set_seed(5)
+    dls = DataLoaders.from_dsets(chunks(7), chunks(5), bs=bs, shuffle=False, drop_last=True, num_workers=0)
+    return Learner(dls, Reader(lstm).double(), loss_func=flat, metrics=[perplexity, AvgMetric(lambda p, y: (p.argmax(2)==y).double().square().mean())], cbs=cbs(), lr=.1, opt_func=SGD)
+
+
+def read(distrib=True, **kwargs):
+    import fastdist.all
+    learn = quiet(reader(**kwargs))
+    with learn.distrib_ctx(split_batches=True) if distrib else contextlib.nullcontext():
+        learn.fit(2)
+        values, preds = learn.validate(), learn.get_preds()[0]
+    return weights(learn), [list(v) for v in learn.recorder.values], list(values), preds
+
+
+READERS = dict(rnn=dict(), lstm=dict(lstm=True), own=dict(cbs=Kept), uneven=dict(bs=5))
+def read_all(distrib=True): return {k: read(distrib, **kw) for k, kw in READERS.items()}
+
+
+def test_hidden_states(world):
+    one = read_all(False)
+    for every in world(read_all):
+        off = {k: [diff(a, b) for a, b in zip(one[k], every[k])] for k in one}
+        assert all(max(o) < 1e-6 for o in off.values()), off
