@@ -14,6 +14,7 @@ from ..callbacks.grad_accumulation import AccumulateSteps
 from ..comm.pack import tensors_in
 from ..metrics.losses import GlobalBatchLoss, LossCheck, is_summed, kept_labels, loss_divisor
 from ..metrics.metrics import metric_kind
+from ..model.running_stats import weighed_stats
 from ..strategy.base import callback_results
 from ..world.ranks import get_rank, get_world_size
 
@@ -209,7 +210,7 @@ class StrategyHooks(Callback):
                  each=False, # Average gradients after each batch, also where the optimizer does not step?
                 ):
         super().__init__()
-        self.trainer,self.strategy,self.each = trainer,strategy,each
+        self.trainer,self.strategy,self.each,self.weigh_stats = trainer,strategy,each,noop
 
     def _alone(self): return any(callback_results(self.learn, 'steps_alone'))
 
@@ -217,7 +218,10 @@ class StrategyHooks(Callback):
 @patch
 def before_batch(self:StrategyHooks):
     "Let the forward of this batch be the strategy's"
-    if self.training: self.strategy.forward((self.each or self.trainer.step.ends_step()) and not self._alone())
+    if not self.training: return
+    step = self.trainer.step
+    self.weigh_stats = weighed_stats(self.learn.model, step.samples*get_world_size()/step.total if step.total else 1)
+    self.strategy.forward((self.each or step.ends_step()) and not self._alone())
 
 @patch
 def after_loss(self:StrategyHooks):
@@ -250,7 +254,10 @@ def after_batch(self:StrategyHooks):
     "Give the model back, where the forward was cancelled, and the metrics their state, where this batch does not count"
     self.strategy.after_batch()
     self.fit_failed()
-    if self.training: self.trainer.step.restore_metrics()
+    if not self.training: return
+    self.weigh_stats()
+    self.weigh_stats = noop # the next batch may be cancelled before its forward
+    self.trainer.step.restore_metrics()
 
 @patch
 def fit_failed(self:StrategyHooks, error=None # That ended the fit
