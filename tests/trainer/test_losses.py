@@ -120,3 +120,61 @@ def compared(world, names, tol=2e-7, **ctx):
 
 
 def test_as_one_process(world): compared(world, list(CASES))
+
+
+def test_strategies(world2):
+    "Where gradients live elsewhere: scaled after the backward, and of a backward of a callback's own"
+    for strategy in ('zero2', 'fsdp'): compared(world2, ['summed_l1', 'combined_acc', 'marks', 'own_new', 'skip_batch'], strategy=strategy)
+
+
+def test_own_batches(world2):
+    "Each worker takes batches of `bs`: one process has the global batch of both"
+    names = ['combined', 'declared', 'marks', 'drops']
+    for every in world2(run_all, names, split_batches=False):
+        for k in names:
+            def make(learn): learn.dls.train.bs = 2*learn.dls.train.bs; return learn
+            assert diff(run(lambda: make(CASES[k]()), distrib=False)[0], every[k][0]) < 2e-7, k
+
+
+class Noisy:
+    "One that nothing can be said of: it draws random numbers"
+    def __call__(self, p, y): return ce(p, y)*(1+torch.rand(1).item())
+
+
+def refused(*losses):
+    "What is said of these losses, and whether random numbers and the loss function are as they were"
+    res = []
+    import fastdist.all
+    for f in losses:
+        learn = quiet(learner(n=22, loss=f, bs=6))
+        try:
+            with learn.distrib_ctx(split_batches=True): learn.fit(1)
+            res.append('')
+        except Exception as e: res.append(str(e))
+    return res
+
+
+def test_refused(world2):
+    "Losses that workers cannot put together, and do not say so"
+    for texts in world2(refused, weighted, Combined(), added, contrast, rmse, declared, Noisy()):
+        assert all('no mean over samples' in o for o in texts[:5]) and not any(texts[5:]), texts
+        assert 'weighted.loss_divisor = a function of the targets' in texts[0] and 'GlobalBatchLoss(Combined)' in texts[1]
+        assert "set added.reduction = 'sum'" in texts[2]
+
+
+def counted():
+    import fastdist.all
+    res = {}
+    for k in ('mean', 'declared', 'own_mean', 'marks'):
+        learn = quiet(learner(n=22, loss=dict(declared=declared, own_mean=ce).get(k), cbs=Marks() if k == 'marks' else None))
+        with counted_collectives(collections.Counter()) as counts, learn.distrib_ctx(split_batches=True):
+            learn.fit(1)
+            before = counts['allreduce']
+            learn.fit(2)
+        res[k] = counts['allreduce'] - before
+    return res
+
+
+def test_messages(world2):
+    "A loss of one's own costs no message, nor do targets that a callback changes; a divisor costs one in each of 10 steps"
+    for n in world2(counted): assert n['own_mean'] == n['mean'] == n['marks'] and n['declared'] == n['mean'] + 10, n
