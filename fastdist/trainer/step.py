@@ -14,6 +14,7 @@ from ..callbacks.grad_accumulation import AccumulateSteps
 from ..comm.pack import tensors_in
 from ..metrics.losses import GlobalBatchLoss, LossCheck, is_summed, kept_labels, loss_divisor
 from ..metrics.metrics import metric_kind
+from ..model.batchnorm import GlobalBatchNorm
 from ..model.running_stats import weighed_stats
 from ..strategy.base import callback_results
 from ..world.ranks import get_rank, get_world_size
@@ -262,5 +263,6 @@ def after_batch(self:StrategyHooks):
 @patch
 def fit_failed(self:StrategyHooks, error=None # That ended the fit
               ):
-    "No loss of the global batch is expected any more"
+    "No batch is expected any more: in a loop of a callback's own each local batch counts"
     GlobalBatchLoss.step = None
+    GlobalBatchNorm.expect()

@@ -83,14 +83,12 @@ def whole(f):
     return GlobalBatchLoss(f)
 
 
-def run(make, distrib=True, epochs=2, metrics=True, **ctx):
+def run(make, distrib=True, **ctx):
     "Weights, losses and values of the learner that `make` returns"
     import fastdist.all
     learn = quiet(make())
-    if metrics:
-        learn.metrics = L(AvgMetric(accuracy)) 
-        learn.recorder.train_metrics = True
-    with learn.distrib_ctx(**{**dict(split_batches=True), **ctx}) if distrib else contextlib.nullcontext(): learn.fit(epochs)
+    learn.metrics, learn.recorder.train_metrics = L(AvgMetric(accuracy)), True
+    with learn.distrib_ctx(**{**dict(split_batches=True), **ctx}) if distrib else contextlib.nullcontext(): learn.fit(1)
     return weights(learn), [float(o) for o in learn.recorder.losses], [list(v) for v in learn.recorder.values]
 
 

@@ -47,12 +47,12 @@ def read(distrib=True, **kwargs):
     import fastdist.all
     learn = quiet(reader(**kwargs))
     with learn.distrib_ctx(split_batches=True) if distrib else contextlib.nullcontext():
-        learn.fit(2)
+        learn.fit(1)
         values, preds = learn.validate(), learn.get_preds()[0]
     return weights(learn), [list(v) for v in learn.recorder.values], list(values), preds
 
 
-READERS = dict(rnn=dict(), lstm=dict(lstm=True), own=dict(cbs=Kept), uneven=dict(bs=5))
+READERS = dict(rnn=dict(), own=dict(cbs=Kept, lstm=True, bs=5))
 def read_all(distrib=True): return {k: read(distrib, **kw) for k, kw in READERS.items()}
 
 
@@ -84,8 +84,7 @@ def stats(kind, distrib=True, n=22, bs=6, **ctx):
     learn = quiet(learner(n=n, bs=bs, model=lambda: Stats(kind).double()))
     with warnings.catch_warnings(record=True) as seen, learn.distrib_ctx(split_batches=True, **ctx) if distrib else contextlib.nullcontext():
         warnings.simplefilter('always')
-        learn.fit(2)
-        learn.fit(1)
+        for _ in range(2): learn.fit(1)
     return weights(learn), [list(v) for v in learn.recorder.values], [str(o.message) for o in seen if 'the buffers' in str(o.message)]
 
 
