@@ -47,9 +47,9 @@ class TrainingStep:
         self.by_samples = div is None
         if self.counts and not self.whole: self.n = self._left(kept, bs) if div is None else float(div)
         # gradients that are accumulated cannot be corrected after the backward
-        late = kept is None or self.uneven is False or not self.learn._grab_cbs(GradientAccumulation)
+        late = self.uneven is False or not self.learn._grab_cbs(GradientAccumulation)
         if div is None and self.total is not None and late: return
-        self.sums = torch.tensor([self.n, self.samples], dtype=torch.float64, device=self.device)
+        self.sums = torch.tensor([self.n, self.bs if self.counts else 0], dtype=torch.float64, device=self.device)
         self.summing = dist.all_reduce(self.sums, async_op=True)
 
     def _left(self, kept, bs):
@@ -66,7 +66,8 @@ def batch_weight(self:TrainingStep):
     if isinstance(self.sums, Tensor):
         self.summing.wait()
         self.sums = self.sums.tolist()
-        if self.total is None: self.total = self.rows = int(self.sums[1])
+        self.rows = int(self.sums[1])
+        if self.total is None: self.total = self.rows
     return self.sums[0]
 
 # %% ../../nbs/trainer/03_step.ipynb #1fc7c713

@@ -74,7 +74,22 @@ class Skips(Items):
 
 def skipping(*skipped, **kwargs):
     learn = learner(shuffle=False, **kwargs)
-    learn.dls.train.dataset.__class__ = type('Skips', (Skips,), dict(skipped=skipped))
+    learn.dls.train.dataset.__class__ = type('Skipping', (Skips,), dict(skipped=skipped))
+    return learn
+
+
+class Made(Callback):
+    "Targets that only a callback knows"
+    def before_batch(self): self.learn.yb = ((self.x[:, 0] > 0).long(),)
+
+
+class OnlyX(Items):
+    def __getitem__(self, i): return super().__getitem__(i)[:1]
+
+
+def only_x():
+    learn = learner(n=22, cbs=Made(), bs=6)
+    for dl in learn.dls.loaders: dl.dataset.__class__ = OnlyX
     return learn
 
 
@@ -101,6 +116,7 @@ CASES = dict(
     marks=lambda: learner(n=22, cbs=Marks()), marks_acc=lambda: learner(n=22, cbs=[Marks(), GradientAccumulation(9)]),
     marks_weights=lambda: learner(n=22, loss=Double(weight=W), cbs=Marks()),
     drops=lambda: learner(n=22, cbs=Drops(), bs=11), picks=lambda: learner(n=22, cbs=Picks(), bs=11),
+    drops_acc=lambda: learner(n=22, cbs=[Drops(), GradientAccumulation(9)], bs=11), made=only_x,
     own=lambda: learner(n=22, cbs=Own('loss_grad')), own_loss=lambda: learner(n=22, cbs=Own('loss')), own_new=lambda: learner(n=22, cbs=Own('new')),
     own_sum=lambda: learner(n=22, cbs=Own('loss_grad'), loss=declared_sum), own_marks=lambda: learner(n=22, cbs=[Marks(), Own('new')]),
     skip_one=lambda: skipping(21, n=22), skip_batch=lambda: skipping(20, 21, n=22, bn=True), skip_many=lambda: skipping(*range(1, 22, 3), n=22, bs=22),
