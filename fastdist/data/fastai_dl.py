@@ -205,6 +205,17 @@ def _reads_whole(self:FastaiAdapter, dl):
     single = dl.bs is None
     return self.split and (single or _has_own_batches(dl)), self.split and not single and _transforms(dl, 'before_batch')
 
+# %% ../../nbs/data/04_fastai_dl.ipynb #75dd6f43
+@patch
+def _filling(self:FastaiAdapter, dl, read):
+    "An item for a share that was skipped whole, which counts for nothing; a `RuntimeError` if there is none"
+    found = self.spare if self.mode=='steps' else None
+    if not found and self.mode=='steps' and not self.stream:
+        found = list(itertools.islice((o for o in map(dl.do_item, self.plan.order) if o is not None), 1))
+    if found: return found
+    raise RuntimeError(f"{self.nm}: the data set skipped all of samples {list(read)}, which leaves this worker without a batch: "
+                       "remove them from the data set, or use a larger batch size")
+
 # %% ../../nbs/data/04_fastai_dl.ipynb #33d6a6f1
 @patch
 def _batch_of(self:FastaiAdapter, dl, items, counts, read):
@@ -223,16 +234,6 @@ def _batch_of(self:FastaiAdapter, dl, items, counts, read):
     if len(items)!=len(read): counts = Counts.split(len(items), self.rank, self.world_size)
     b = b[self.rank::self.world_size] or b[:1]
     return dl.retain(dl.create_batch(b), b),counts
-
-@patch
-def _filling(self:FastaiAdapter, dl, read):
-    "An item for a share that was skipped whole, which counts for nothing; a `RuntimeError` if there is none"
-    found = self.spare if self.mode=='steps' else None
-    if not found and self.mode=='steps' and not self.stream:
-        found = list(itertools.islice((o for o in map(dl.do_item, self.plan.order) if o is not None), 1))
-    if found: return found
-    raise RuntimeError(f"{self.nm}: the data set skipped all of samples {list(read)}, which leaves this worker without a batch: "
-                       "remove them from the data set, or use a larger batch size")
 
 # %% ../../nbs/data/04_fastai_dl.ipynb #d887ca50
 @patch

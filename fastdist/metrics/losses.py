@@ -35,7 +35,8 @@ def loss_divisor(loss_func, # The learner's loss function
                 ):
     "What the mean in `loss_func` divides by for `yb`, as a tensor, or `None` where that is the number of samples"
     for f in (loss_func,_inner(loss_func)):
-        if hasattr(f, 'loss_divisor'): return None if f.loss_divisor is None else torch.as_tensor(f.loss_divisor(*yb)).detach()
+        own = getattr(f, 'loss_divisor', noop)
+        if own is not noop: return None if own is None else torch.as_tensor(own(*yb)).detach()
     if isinstance(f, LabelSmoothingCrossEntropy) and f.weight is not None: raise ValueError(
         f"rank {get_rank()}: LabelSmoothingCrossEntropy(weight=...) divides by two numbers, and cannot be split between workers: "
         "use nn.CrossEntropyLoss(weight=..., label_smoothing=...), or GlobalBatchLoss(...), which gathers predictions")
@@ -49,6 +50,7 @@ def loss_divisor(loss_func, # The learner's loss function
     kept = y!=ignore
     return kept.sum() if weight is None else weight.to(y.device)[y.long()*kept].mul(kept).sum()
 
+# %% ../../nbs/metrics/02_losses.ipynb #9b678599
 def kept_labels(loss_func, # The learner's loss function, of which `loss_divisor` is `None`
                 yb, # Tuple of targets
                ):
@@ -66,8 +68,8 @@ def is_summed(loss_func # The learner's loss function
 
 # %% ../../nbs/metrics/02_losses.ipynb #8cbeeace
 class GlobalBatchLoss(GetAttr):
-    """`loss_func` of the global batch, whatever it makes of its samples: in training, each worker gathers the predictions and targets of all.
-    In evaluation, and in one process, it is `loss_func` itself"""
+    """`loss_func` of the global batch, whatever it makes of its samples: in training each worker gathers the predictions and targets of
+    all. In evaluation, and in one process, it is `loss_func` itself"""
     _default,loss_divisor = 'loss_func',None
     step = None # the `TrainingStep` whose loss is about to be computed
     def __init__(self, loss_func): # Any loss function

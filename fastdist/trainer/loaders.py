@@ -28,6 +28,7 @@ def _keeps_state(learn):
     if any(o.__name__=='SentenceEncoder' for m in learn.model.modules() for o in type(m).__mro__): return False
     return callable(getattr(learn.model, 'reset', None)) or len(learn._grab_cbs(ModelResetter)) > 0
 
+# %% ../../nbs/trainer/02_loaders.ipynb #5359a0da
 class SharedLoaders:
     "Makes loaders of `learn` this worker's part of them"
     def __init__(self, learn, # `Learner` that trains and evaluates

@@ -40,23 +40,26 @@ class TrainingStep:
         self.check = LossCheck(learn) if last is None else last.check
         GlobalBatchLoss.step = self
 
-    def _sum_weights(self):
-        # Where the loader or the loss function does not know, a message adds up what the shares weigh
-        f,yb = self.learn.loss_func,self.learn.yb
-        bs,self.bs,div,kept = self.bs,find_bs(yb),loss_divisor(f, yb),kept_labels(f, yb)
-        self.by_samples = div is None
-        if self.counts and not self.whole: self.n = self._left(kept, bs) if div is None else float(div)
-        # gradients that are accumulated cannot be corrected after the backward
-        late = self.uneven is False or not self.learn._grab_cbs(GradientAccumulation)
-        if div is None and self.total is not None and late: return
-        self.sums = torch.tensor([self.n, self.bs if self.counts else 0], dtype=torch.float64, device=self.device)
-        self.summing = dist.all_reduce(self.sums, async_op=True)
+# %% ../../nbs/trainer/03_step.ipynb #754e9def
+@patch
+def _sum_weights(self:TrainingStep):
+    # Where the loader or the loss function does not know, a message adds up what the shares weigh
+    f,yb = self.learn.loss_func,self.learn.yb
+    bs,self.bs,div,kept = self.bs,find_bs(yb),loss_divisor(f, yb),kept_labels(f, yb)
+    self.by_samples = div is None
+    if self.counts and not self.whole: self.n = self._left(kept, bs) if div is None else float(div)
+    # gradients that are accumulated cannot be corrected after the backward
+    late = self.uneven is False or not self.learn._grab_cbs(GradientAccumulation)
+    if div is None and self.total is not None and late: return
+    self.sums = torch.tensor([self.n, self.bs if self.counts else 0], dtype=torch.float64, device=self.device)
+    self.summing = dist.all_reduce(self.sums, async_op=True)
 
-    def _left(self, kept, bs):
-        "The samples that are left of `bs` rows: callbacks may leave some out, or mark them as not to be counted"
-        # to look at a number on a GPU is to wait for it: not without cause
-        if kept is None or self.uneven is False and kept.device.type!='cpu': kept = self.bs
-        return self.samples*float(kept)/bs
+@patch
+def _left(self:TrainingStep, kept, bs):
+    "The samples that are left of `bs` rows: callbacks may leave some out, or mark them as not to be counted"
+    # to look at a number on a GPU is to wait for it: not without cause
+    if kept is None or self.uneven is False and kept.device.type!='cpu': kept = self.bs
+    return self.samples*float(kept)/bs
 
 # %% ../../nbs/trainer/03_step.ipynb #534a4926
 @patch
@@ -85,6 +88,7 @@ def note_loss(self:TrainingStep):
         if not cb.beta or len(h)!=1 or self.total==1: continue
         self.learn.loss_grad = self.learn.loss_grad + cb.beta*(h[:,1:]-h[:,:-1]).float().pow(2).mean()
 
+# %% ../../nbs/trainer/03_step.ipynb #78186b35
 @patch
 def _begin_weighing(self:TrainingStep):
     learn,f = self.learn,self.learn.loss_func
@@ -96,6 +100,7 @@ def _begin_weighing(self:TrainingStep):
     k = self.batch_weight()/self.n
     learn.loss_grad,learn.loss = learn.loss_grad*k,learn.loss*k
 
+# %% ../../nbs/trainer/03_step.ipynb #96c4dbbc
 @patch
 def send_loss(self:TrainingStep, interrupted=False # Was Ctrl-C pressed in this worker?
              ):
@@ -145,6 +150,7 @@ def _scale(self:TrainingStep):
     res = self.share_scale()*(self.n/self.batch_weight() if self.summed and self.n else 1.)
     return res*self.rows/self.bs if self.learn._grab_cbs(GradientAccumulation) else res
 
+# %% ../../nbs/trainer/03_step.ipynb #13629f45
 @patch
 def weigh_own(self:TrainingStep):
     "A callback may run a backward of its own, and cancel that of fastai: its gradients are scaled as they come in"
@@ -157,12 +163,14 @@ def weigh_own(self:TrainingStep):
     if self.hook is not None: self.hook.remove()
     if at.requires_grad: self.hook = at.register_hook(scaled)
 
+# %% ../../nbs/trainer/03_step.ipynb #bd5e5ae5
 @patch
 def ends_step(self:TrainingStep):
     "Does the optimizer step after this batch? Before, gradients are accumulated without a message"
     for cb in self.learn._grab_cbs(AccumulateSteps): return cb.plugin.sync_each_batch or cb.is_last()
     return self.rows is None or all(cb.count+self.rows >= cb.n_acc for cb in self.learn._grab_cbs(GradientAccumulation))
 
+# %% ../../nbs/trainer/03_step.ipynb #176cd280
 @patch
 def count_rows(self:TrainingStep):
     "Before the step: let fastai's `GradientAccumulation` count the samples of all workers, and others go by the samples that are left"
