@@ -9,7 +9,7 @@ __all__ = ['AccumulateSteps']
 from fastai.basics import *
 from fastai.callback.fp16 import MixedPrecision
 from fastai.callback.training import GradientAccumulation
-from ..metrics.metrics import is_summed, loss_divisor
+from ..metrics.losses import is_summed, kept_labels, loss_divisor
 from ..world.ranks import get_rank
 
 # %% ../../nbs/callbacks/04_grad_accumulation.ipynb #7c3e0006
@@ -26,8 +26,10 @@ class AccumulateSteps(Callback):
         self.n,self.total,self.first,self.weight,self.ending = 0,0.,None,0.,False
 
     def _weight(self):
-        div = loss_divisor(self.learn.loss_func, self.yb)
-        return find_bs(self.yb) if div is None else div.item()
+        f = self.learn.loss_func
+        for div in (loss_divisor(f, self.yb),kept_labels(f, self.yb)):
+            if div is not None: return div.item()
+        return find_bs(self.yb)
 
 # %% ../../nbs/callbacks/04_grad_accumulation.ipynb #2d95d8d7
 @patch

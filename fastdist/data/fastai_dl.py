@@ -60,6 +60,7 @@ class FastaiAdapter(Adapter):
     stream = property(lambda self: not self.dl.indexed)
     seeds = True # an epoch draws a seed for its processes
     counted = False # does the iterator that is being made yield `Counts` beside each batch?
+    spare = () # an item of the batch before
 
     def __init__(self, dl, *args, **kwargs):
         f = dl.fake_l
@@ -212,13 +213,24 @@ def _reads_whole(self:FastaiAdapter, dl):
     single = dl.bs is None
     return self.split and (single or _has_own_batches(dl)), self.split and not single and _transforms(dl, 'before_batch')
 
+# %% ../../nbs/data/04_fastai_dl.ipynb #75dd6f43
+@patch
+def _filling(self:FastaiAdapter, dl, read):
+    "An item for a share that was skipped whole, which counts for nothing; a `RuntimeError` if there is none"
+    found = self.spare if self.mode=='steps' else None
+    if not found and self.mode=='steps' and not self.stream:
+        found = list(itertools.islice((o for o in map(dl.do_item, self.plan.order) if o is not None), 1))
+    if found: return found
+    raise RuntimeError(f"{self.nm}: the data set skipped all of samples {list(read)}, which leaves this worker without a batch: "
+                       "remove them from the data set, or use a larger batch size")
+
 # %% ../../nbs/data/04_fastai_dl.ipynb #33d6a6f1
 @patch
 def _batch_of(self:FastaiAdapter, dl, items, counts, read):
-    "(Batch, `Counts`) of the items that were read"
-    if not items: raise RuntimeError(
-        f"{self.nm}: the data set skipped all of samples {list(read)}, which leaves this worker without a batch: "
-        "remove them from the data set, or use a larger batch size")
+    "(Batch, `Counts`) of the items that were read; the data set may have skipped some"
+    if not items: return self._batch_of(dl, found := self._filling(dl, read), counts, found)[0],counts._replace(mine=0)
+    if len(items)!=len(read) and counts.mine: counts = counts._replace(mine=len(items))
+    self.spare = items[:1]
     single = dl.bs is None # an item is a batch, of a size that only its reader knows
     made_whole,seen_whole = self._reads_whole(dl)
     rows = partial(local_rows, self.nm, rank=self.rank, world_size=self.world_size)
@@ -227,6 +239,7 @@ def _batch_of(self:FastaiAdapter, dl, items, counts, read):
     if not seen_whole: return dl.do_batch(items),counts
     b = dl.before_batch(items)
     if not isinstance(b, (list,L)) or len(b)!=len(items): return rows(dl.retain(dl.create_batch(b), b), n=len(items))
+    if len(items)!=len(read): counts = Counts.split(len(items), self.rank, self.world_size)
     b = b[self.rank::self.world_size] or b[:1]
     return dl.retain(dl.create_batch(b), b),counts
 

@@ -27,8 +27,9 @@ def _statistics(centered, # This worker's values about `around`, `(batch, channe
     every = all_gather_single_autograd(mine[None], 0, dist.group.WORLD)
     means,vars_,ns = every.split([c,c,1], 1)
     n = ns.sum()
-    mean = (means*ns).sum(0)/n # to the last bit the same in all workers, as `around` is not
-    return mean, ((vars_ + (means-mean)**2)*ns).sum(0)/n, n
+    some = n if counts else n.clamp(min=1) # where no worker's counts
+    mean = (means*ns).sum(0)/some # to the last bit the same in all workers, as `around` is not
+    return mean, ((vars_ + (means-mean)**2)*ns).sum(0)/some, n
 
 # %% ../../nbs/model/03_batchnorm.ipynb #cf15351f
 def _global_norm(x, weight, bias, eps, counts):
@@ -104,6 +105,7 @@ def _momentum(self:GlobalBatchNorm, number=float):
 def _update(self:GlobalBatchNorm, mean, var, n):
     "Running statistics; `var` is biased, of `n` values"
     if not self.track_running_stats or self.running_mean is None: return
+    if not (self.share.counts or torch.compiler.is_compiling()) and n.item()==0: return
     m = self._momentum(lambda n: n.to(self.running_mean.dtype)) # a Python number would break compiled code
     with torch.no_grad():
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), m)

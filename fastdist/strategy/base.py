@@ -13,6 +13,7 @@ from ..comm.call import same_text
 from ..comm.objects import all_gather_list
 from ..comm.pack import as_bytes, tensors_in
 from ..model.batchnorm import GlobalBatchNorm
+from ..model.running_stats import average_buffers
 from ..world.ranks import get_rank, get_world_size
 
 # %% ../../nbs/strategy/00_base.ipynb #f0347905
@@ -80,8 +81,9 @@ def broadcast_tensors(ts # Tensors, in the same order and shapes in all workers
 
 # %% ../../nbs/strategy/00_base.ipynb #410313eb
 def sync_buffers(model):
-    "Give all workers rank 0's buffers of `model`, but for those of global batch norm, which are the same in all of them"
+    "Give all workers the same buffers of `model`: the mean over them, or rank 0's; those of global batch norm are the same already"
     same = {id(b) for m in model.modules() if isinstance(m, GlobalBatchNorm) for b in m.buffers()}
+    average_buffers(model)
     broadcast_tensors([b for b in model.buffers() if id(b) not in same])
 
 # %% ../../nbs/strategy/00_base.ipynb #1691a73b

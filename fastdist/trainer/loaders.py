@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from copy import copy
 
 from fastai.basics import *
+from fastai.callback.rnn import ModelResetter
 from fastai.data.load import DataLoader as FastaiDataLoader
 from torch.utils.data import DataLoader as TorchDataLoader
 from ..data.dl import DistributedDL
@@ -21,6 +22,13 @@ from ..world.errors import refuse
 from ..world.ranks import get_rank, get_world_size
 
 # %% ../../nbs/trainer/02_loaders.ipynb #c4e68ff2
+def _keeps_state(learn):
+    "Does the model go on in a batch from where it was at the end of the one before? One that has a `reset`, for those who begin anew"
+    # fastai's classifiers begin anew with each text
+    if any(o.__name__=='SentenceEncoder' for m in learn.model.modules() for o in type(m).__mro__): return False
+    return callable(getattr(learn.model, 'reset', None)) or len(learn._grab_cbs(ModelResetter)) > 0
+
+# %% ../../nbs/trainer/02_loaders.ipynb #5359a0da
 class SharedLoaders:
     "Makes loaders of `learn` this worker's part of them"
     def __init__(self, learn, # `Learner` that trains and evaluates
@@ -34,7 +42,7 @@ class SharedLoaders:
                  ):
         "Can workers share an evaluation of `dl`? Otherwise all of them evaluate all of it, which takes longer, and gives the same numbers"
         if reads_in_processes(dl): return False # each would read a stream of its own
-        if not reads_rows(dl): return True
+        if not reads_rows(dl): return not _keeps_state(self.learn)
         # one file for each whole batch
         saves = any(getattr(cb, o, None) is not None for cb in self.learn.cbs for o in ('save_preds','save_targs'))
         return dl.bs >= get_world_size() and not saves and not EpochTotals(self.learn).fed(rows=True, training=False)

@@ -12,7 +12,10 @@ from fastai.callback.rnn import RNNRegularizer
 from fastai.callback.training import GradientAccumulation
 from ..callbacks.grad_accumulation import AccumulateSteps
 from ..comm.pack import tensors_in
-from ..metrics.metrics import is_summed, loss_divisor, metric_kind
+from ..metrics.losses import GlobalBatchLoss, LossCheck, is_summed, kept_labels, loss_divisor
+from ..metrics.metrics import metric_kind
+from ..model.batchnorm import GlobalBatchNorm
+from ..model.running_stats import weighed_stats
 from ..strategy.base import callback_results
 from ..world.ranks import get_rank, get_world_size
 
@@ -22,6 +25,7 @@ class TrainingStep:
     def __init__(self, learn, # `Learner` whose `xb` and `yb` are the share
                  counts=(None,None,False), # (samples of the share, of the global batch, has some share none?), as `DistributedDL.counts`
                  device=None, # Where the process group takes tensors from
+                 last=None, # `TrainingStep` of the batch before
                 ):
         mine,self.total,self.empty = counts
         self.learn,self.device,self.counts = learn,device,mine!=0
@@ -30,15 +34,32 @@ class TrainingStep:
         self.n = self.samples = float(self.bs if mine is None else mine)
         self.rows = None if self.total is None else self.bs*self.total//max(mine, 1)
         self.has_loss,self.loss,self.sums,self.kept,self.drawn = False,None,None,[],None
-        self._sum_weights()
+        self.whole = self.weighed = False # is the loss that of the global batch, or a sum? Has `weigh_loss` been called?
+        self.own,self.hook = False,None # has a callback run a backward of its own?
+        self.uneven = getattr(last, 'uneven', None) # have the shares of some batch before not added up to the samples dealt out?
+        self.check = LossCheck(learn) if last is None else last.check
+        GlobalBatchLoss.step = self
 
-    def _sum_weights(self):
-        # Where the loader or the loss function does not know, a message adds up what the shares weigh while the forward runs
-        div = loss_divisor(self.learn.loss_func, self.learn.yb)
-        if div is None and self.total is not None: return
-        if div is not None: self.n = float(div) if self.counts else 0.
-        self.sums = torch.tensor([self.n, self.samples], dtype=torch.float64, device=self.device)
-        self.summing = dist.all_reduce(self.sums, async_op=True)
+# %% ../../nbs/trainer/03_step.ipynb #754e9def
+@patch
+def _sum_weights(self:TrainingStep):
+    # Where the loader or the loss function does not know, a message adds up what the shares weigh
+    f,yb = self.learn.loss_func,self.learn.yb
+    bs,self.bs,div,kept = self.bs,find_bs(yb),loss_divisor(f, yb),kept_labels(f, yb)
+    self.by_samples = div is None
+    if self.counts and not self.whole: self.n = self._left(kept, bs) if div is None else float(div)
+    # gradients that are accumulated cannot be corrected after the backward
+    late = self.uneven is False or not self.learn._grab_cbs(GradientAccumulation)
+    if div is None and self.total is not None and late: return
+    self.sums = torch.tensor([self.n, self.bs if self.counts else 0], dtype=torch.float64, device=self.device)
+    self.summing = dist.all_reduce(self.sums, async_op=True)
+
+@patch
+def _left(self:TrainingStep, kept, bs):
+    "The samples that are left of `bs` rows: callbacks may leave some out, or mark them as not to be counted"
+    # to look at a number on a GPU is to wait for it: not without cause
+    if kept is None or self.uneven is False and kept.device.type!='cpu': kept = self.bs
+    return self.samples*float(kept)/bs
 
 # %% ../../nbs/trainer/03_step.ipynb #534a4926
 @patch
@@ -48,30 +69,46 @@ def batch_weight(self:TrainingStep):
     if isinstance(self.sums, Tensor):
         self.summing.wait()
         self.sums = self.sums.tolist()
-        if self.total is None: self.total = self.rows = int(self.sums[1])
+        self.rows = int(self.sums[1])
+        if self.total is None: self.total = self.rows
     return self.sums[0]
 
 # %% ../../nbs/trainer/03_step.ipynb #1fc7c713
 @patch
 def note_loss(self:TrainingStep):
     "Note that this batch has got as far as a loss; add what fastai's `RNNRegularizer` leaves out of a batch of one row"
-    if len(self.learn.yb): self.has_loss = True
+    GlobalBatchLoss.step = None
+    if len(self.learn.yb):
+        self.has_loss = True
+        self.check()
+        self._begin_weighing()
     # a share may be of one row, and the batch not
     for cb in self.learn._grab_cbs(RNNRegularizer):
         h = cb.rnn.raw_out
         if not cb.beta or len(h)!=1 or self.total==1: continue
         self.learn.loss_grad = self.learn.loss_grad + cb.beta*(h[:,1:]-h[:,:-1]).float().pow(2).mean()
 
+# %% ../../nbs/trainer/03_step.ipynb #78186b35
+@patch
+def _begin_weighing(self:TrainingStep):
+    learn,f = self.learn,self.learn.loss_func
+    self.summed = is_summed(f) and not isinstance(f, GlobalBatchLoss)
+    self.whole = self.summed or isinstance(f, GlobalBatchLoss)
+    self._sum_weights()
+    if not self.summed or not self.n: return
+    # as if all samples were like these: then it is weighed as a mean is, and what callbacks add to it counts once, not once in each worker
+    k = self.batch_weight()/self.n
+    learn.loss_grad,learn.loss = learn.loss_grad*k,learn.loss*k
+
+# %% ../../nbs/trainer/03_step.ipynb #96c4dbbc
 @patch
 def send_loss(self:TrainingStep, interrupted=False # Was Ctrl-C pressed in this worker?
              ):
     "Add up the losses of all workers, while the backward runs; what other callbacks make of the loss is in it"
     if not self.has_loss or self.loss is not None: return
-    self.summed = is_summed(self.learn.loss_func)
-    weight = float(self.counts) if self.summed else self.n
     value = torch.zeros((), dtype=torch.float64, device=self.device)
-    if weight: value = self.learn.loss.detach().double().mean().as_subclass(Tensor)*weight
-    self.loss = torch.stack([value, torch.full_like(value, weight), torch.full_like(value, bool(interrupted))])
+    if self.n: value = self.learn.loss.detach().double().mean().as_subclass(Tensor)*self.n
+    self.loss = torch.stack([value, torch.full_like(value, self.n), torch.full_like(value, bool(interrupted))])
     self.sent = dist.all_reduce(self.loss, async_op=True)
 
 # %% ../../nbs/trainer/03_step.ipynb #b2ddba69
@@ -99,9 +136,10 @@ def receive_loss(self:TrainingStep):
     "Make `learn.loss` that of the global batch, for whoever records it or decides by it; `KeyboardInterrupt` after Ctrl-C in a worker"
     if self.loss is None: return
     self.sent.wait()
-    value = self.loss[0] if self.summed else self.loss[0]/self.loss[1]
-    self.learn.loss = value.to(self.learn.loss.dtype)
-    if self.loss[2].item(): raise KeyboardInterrupt
+    _,left,interrupted = self.loss.tolist()
+    self.uneven = bool(self.uneven or self.by_samples and left!=self.total)
+    if left: self.learn.loss = (self.loss[0]/(self.batch_weight() if self.summed else left)).to(self.learn.loss.dtype)
+    if interrupted: raise KeyboardInterrupt
 
 @patch(as_prop=True)
 def interrupted(self:TrainingStep):
@@ -113,25 +151,67 @@ def interrupted(self:TrainingStep):
 def weigh_loss(self:TrainingStep):
     "Scale the loss so that the average of the workers' gradients is that of the global batch"
     # last of all callbacks: what others have added counts too
-    learn,world = self.learn,get_world_size()
-    all_n = self.batch_weight()
+    learn,scale = self.learn,self._scale()
+    self.weighed = True
     if self.n==0: # not times 0: the mean over nothing is nan
         learn.loss_grad = sum(t.sum() for t in tensors_in(learn.pred) if t.requires_grad)*0.
-        return
-    scale = world if is_summed(learn.loss_func) else self.n*world/all_n
-    if learn._grab_cbs(GradientAccumulation): scale *= self.rows/self.bs # it has multiplied by bs/n_acc
-    if scale!=1: learn.loss_grad = learn.loss_grad*scale
+    elif scale!=1: learn.loss_grad = learn.loss_grad*scale
 
+@patch
+def share_scale(self:TrainingStep):
+    "What a loss of this share is multiplied by, so that the mean over the workers is that of the global batch"
+    all_n = self.batch_weight()
+    return get_world_size()*(float(self.counts) if self.summed else self.n/all_n if self.n else 0.)
+
+@patch
+def _scale(self:TrainingStep):
+    "The same of `learn.loss_grad`: a sum is as if of all samples by now, and `GradientAccumulation` has multiplied by bs/n_acc"
+    res = self.share_scale()*(self.n/self.batch_weight() if self.summed and self.n else 1.)
+    return res*self.rows/self.bs if self.learn._grab_cbs(GradientAccumulation) else res
+
+# %% ../../nbs/trainer/03_step.ipynb #13629f45
+@patch
+def weigh_own(self:TrainingStep):
+    "A callback may run a backward of its own, and cancel that of fastai: its gradients are scaled as they come in"
+    preds = [t for t in tensors_in(self.learn.pred) if t.requires_grad]
+    at = self.learn.loss_grad if self.whole or len(preds)!=1 else preds[0]
+    def scaled(g):
+        if self.weighed: return
+        self.own = True
+        return g*self._scale() if self.n else torch.zeros_like(g)
+    if self.hook is not None: self.hook.remove()
+    if at.requires_grad: self.hook = at.register_hook(scaled)
+
+# %% ../../nbs/trainer/03_step.ipynb #bd5e5ae5
 @patch
 def ends_step(self:TrainingStep):
     "Does the optimizer step after this batch? Before, gradients are accumulated without a message"
     for cb in self.learn._grab_cbs(AccumulateSteps): return cb.plugin.sync_each_batch or cb.is_last()
     return self.rows is None or all(cb.count+self.rows >= cb.n_acc for cb in self.learn._grab_cbs(GradientAccumulation))
 
+# %% ../../nbs/trainer/03_step.ipynb #176cd280
 @patch
 def count_rows(self:TrainingStep):
-    "Let fastai's `GradientAccumulation` count the samples of all workers; it has counted this worker's"
-    for cb in self.learn._grab_cbs(GradientAccumulation): cb.count += self.rows-self.bs
+    "Before the step: let fastai's `GradientAccumulation` count the samples of all workers, and others go by the samples that are left"
+    for cb in (found := self.learn._grab_cbs(GradientAccumulation)): cb.count += self.rows-self.bs
+    if not found and not self.whole and self.sums is None: self._go_by_left()
+
+@patch
+def _go_by_left(self:TrainingStep):
+    "Where the data set or a callback has left samples out, gradients are the mean over those that are left"
+    # the message has been there for long, with those of the gradients; on a GPU it is not looked at before the step without cause
+    if self.loss is None or self.uneven is False and self.loss.device.type!='cpu': return
+    self.sent.wait()
+    left = self.loss[1].item()
+    if left==self.total: return
+    if not left: # in all workers: no batch
+        self.learn.yb = ()
+        raise CancelBatchException()
+    if accs := self.learn._grab_cbs(AccumulateSteps):
+        for cb in accs: cb.weight *= left/self.total
+        return
+    for p in self.learn.model.parameters():
+        if p.grad is not None: p.grad.mul_(self.total/left)
 
 # %% ../../nbs/trainer/03_step.ipynb #6cc5cf86
 @patch
@@ -159,7 +239,7 @@ class StrategyHooks(Callback):
                  each=False, # Average gradients after each batch, also where the optimizer does not step?
                 ):
         super().__init__()
-        self.trainer,self.strategy,self.each = trainer,strategy,each
+        self.trainer,self.strategy,self.each,self.weigh_stats = trainer,strategy,each,noop
 
     def _alone(self): return any(callback_results(self.learn, 'steps_alone'))
 
@@ -167,18 +247,28 @@ class StrategyHooks(Callback):
 @patch
 def before_batch(self:StrategyHooks):
     "Let the forward of this batch be the strategy's"
-    if self.training: self.strategy.forward((self.each or self.trainer.step.ends_step()) and not self._alone())
+    if not self.training: return
+    step = self.trainer.step
+    self.weigh_stats = weighed_stats(self.learn.model, step.samples*get_world_size()/step.total if step.total else 1)
+    self.strategy.forward((self.each or step.ends_step()) and not self._alone())
 
 @patch
 def after_loss(self:StrategyHooks):
     "Send the loss"
-    if self.training: self.trainer.step.send_loss(self.trainer.decisions.interrupted)
+    if not self.training: return
+    self.trainer.step.send_loss(self.trainer.decisions.interrupted)
+    self.trainer.step.weigh_own()
 
 @patch
 def before_backward(self:StrategyHooks):
     "Weigh this worker's share"
     self.strategy.before_backward()
     self.trainer.step.weigh_loss()
+
+@patch
+def after_cancel_backward(self:StrategyHooks):
+    "A callback may have run a backward of its own in its place"
+    if self.trainer.step.own: self.strategy.before_backward()
 
 # %% ../../nbs/trainer/03_step.ipynb #50523439
 @patch
@@ -193,4 +283,15 @@ def before_step(self:StrategyHooks):
 def after_batch(self:StrategyHooks):
     "Give the model back, where the forward was cancelled, and the metrics their state, where this batch does not count"
     self.strategy.after_batch()
-    if self.training: self.trainer.step.restore_metrics()
+    self.fit_failed()
+    if not self.training: return
+    self.weigh_stats()
+    self.weigh_stats = noop # the next batch may be cancelled before its forward
+    self.trainer.step.restore_metrics()
+
+@patch
+def fit_failed(self:StrategyHooks, error=None # That ended the fit
+              ):
+    "No batch is expected any more: in a loop of a callback's own each local batch counts"
+    GlobalBatchLoss.step = None
+    GlobalBatchNorm.expect()

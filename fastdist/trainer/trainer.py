@@ -321,7 +321,7 @@ def after_train(self:DistributedTrainer):
 def before_batch(self:DistributedTrainer):
     "Work out what this worker's share of the batch weighs, or the number of the batch in the data set"
     if not self.training: return self.evaluation.number_batch()
-    s = self.step = TrainingStep(self.learn, self.learn.dl.counts, self.accelerator.device)
+    s = self.step = TrainingStep(self.learn, self.learn.dl.counts, self.accelerator.device, self.step)
     GlobalBatchNorm.expect(s.counts, s.empty)
     self.dirty = True
 

@@ -1,0 +1,194 @@
+"What a share of a batch weighs in the loss: losses of one's own, targets that callbacks make, samples that are left out, a backward of a callback's own"
+import pytest
+from learners import *
+import torch.nn.functional as F
+
+
+@pytest.fixture(params=[2, 3])
+def world(request, worlds): return worlds(request.param)
+
+
+W = torch.tensor([1., 3., .5], dtype=torch.float64)
+def ce(p, y, **kwargs): return F.cross_entropy(p, y, **kwargs).float()  # as fastai's recorder needs it; computed in float64
+def weighted(p, y): return ((W[y]*F.cross_entropy(p, y, reduction='none')).sum() / W[y].sum()).float()
+def declared(p, y): return weighted(p, y)
+declared.loss_divisor = lambda y: W[y].sum()
+def added(p, y): return ce(p, y, reduction='sum')
+def declared_sum(p, y): return added(p, y)/5
+declared_sum.reduction = 'sum'
+def rmse(p, y): return (p.sum(1)-y).square().mean().sqrt().float()
+def contrast(p, y): return torch.log_softmax(p@p.T, 1).diag().mean().neg().float() + ce(p, y)
+
+
+class Combined:
+    "A mean and a sum, as CombinedLoss of fastai's documentation is"
+    def __call__(self, p, y):
+        q = F.one_hot(y, 3)
+        return ce(p, y) + (1 - 2*(p.softmax(1)*q).sum(1)/(p.softmax(1)+q).sum(1)).sum().float()*.3
+    def decodes(self, x): return x.argmax(1)
+
+
+class Marks(Callback):
+    "Some labels do not count"
+    def before_batch(self): self.learn.yb = (torch.where(self.x[:, 0] > .3, -100, self.y),)
+
+
+class Drops(Callback):
+    "Some samples are left out"
+    def before_batch(self):
+        kept = self.x[:, 0] < .3
+        if kept.any(): self.learn.xb, self.learn.yb = (self.x[kept],), (self.y[kept],)
+
+
+class Picks(Callback):
+    def after_pred(self):
+        kept = self.x[:, 1] < .4
+        if kept.any(): self.learn.pred, self.learn.yb = self.pred[kept], (self.y[kept],)
+
+
+class Own(Callback):
+    "A backward of its own"
+    def __init__(self, what): self.what = what
+    def before_backward(self):
+        if self.what == 'loss_grad': (self.learn.loss_grad*.5).backward()
+        elif self.what == 'loss': self.learn.loss.backward()
+        else: self.learn.loss_func(self.pred, *self.yb).backward()
+        from fastai.callback.core import CancelBackwardException # not that of another process
+        raise CancelBackwardException
+
+
+class L1(Callback):
+    def after_loss(self):
+        extra = 1e-1*sum(p.abs().sum() for p in self.model.parameters()).float()
+        self.learn.loss_grad = self.learn.loss_grad + extra
+        self.learn.loss = self.learn.loss + extra.detach()
+
+
+class Skips(Items):
+    skipped = ()
+    def __getitem__(self, i):
+        from fastai.data.load import SkipItemException
+        if i in self.skipped: raise SkipItemException
+        return super().__getitem__(i)
+
+
+def skipping(*skipped, **kwargs):
+    learn = learner(shuffle=False, **kwargs)
+    learn.dls.train.dataset.__class__ = type('Skipping', (Skips,), dict(skipped=skipped))
+    return learn
+
+
+class Made(Callback):
+    "Targets that only a callback knows"
+    def before_batch(self): self.learn.yb = ((self.x[:, 0] > 0).long(),)
+
+
+class OnlyX(Items):
+    def __getitem__(self, i): return super().__getitem__(i)[:1]
+
+
+def only_x():
+    learn = learner(n=22, cbs=Made(), bs=6)
+    for dl in learn.dls.loaders: dl.dataset.__class__ = OnlyX
+    return learn
+
+
+def whole(f):
+    from fastdist.metrics.losses import GlobalBatchLoss
+    return GlobalBatchLoss(f)
+
+
+def run(make, distrib=True, **ctx):
+    "Weights, losses and values of the learner that `make` returns"
+    import fastdist.all
+    learn = quiet(make())
+    learn.metrics, learn.recorder.train_metrics = L(AvgMetric(accuracy)), True
+    with learn.distrib_ctx(**{**dict(split_batches=True), **ctx}) if distrib else contextlib.nullcontext(): learn.fit(1)
+    return weights(learn), [float(o) for o in learn.recorder.losses], [list(v) for v in learn.recorder.values]
+
+
+CASES = dict(
+    declared=lambda: learner(n=22, loss=declared), summed=lambda: learner(n=22, loss=declared_sum),
+    summed_l1=lambda: learner(n=22, loss=declared_sum, cbs=L1()), mean_l1=lambda: learner(n=22, cbs=L1()),
+    combined=lambda: learner(n=22, loss=whole(Combined()), bn=True), rmse=lambda: learner(n=22, loss=whole(rmse)), contrast=lambda: learner(n=21, loss=whole(contrast)),
+    combined_acc=lambda: learner(n=22, loss=whole(Combined()), cbs=[L1(), GradientAccumulation(9)]),
+    declared_acc=lambda: learner(n=22, loss=declared, cbs=GradientAccumulation(9)),
+    marks=lambda: learner(n=22, cbs=Marks()), marks_acc=lambda: learner(n=22, cbs=[Marks(), GradientAccumulation(9)]),
+    marks_weights=lambda: learner(n=22, loss=Double(weight=W), cbs=Marks()),
+    drops=lambda: learner(n=22, cbs=Drops(), bs=11), picks=lambda: learner(n=22, cbs=Picks(), bs=11),
+    drops_acc=lambda: learner(n=22, cbs=[Drops(), GradientAccumulation(9)], bs=11), made=only_x,
+    own=lambda: learner(n=22, cbs=Own('loss_grad')), own_loss=lambda: learner(n=22, cbs=Own('loss')), own_new=lambda: learner(n=22, cbs=Own('new')),
+    own_sum=lambda: learner(n=22, cbs=Own('loss_grad'), loss=declared_sum), own_marks=lambda: learner(n=22, cbs=[Marks(), Own('new')]),
+    skip_one=lambda: skipping(21, n=22), skip_batch=lambda: skipping(20, 21, n=22, bn=True), skip_many=lambda: skipping(*range(1, 22, 3), n=22, bs=22),
+    skip_share=lambda: skipping(1, 4, n=5, bs=5, bn=True), skip_sum=lambda: skipping(1, 4, 9, n=22, bs=22, loss=declared_sum))
+
+
+def run_all(names, **kwargs): return {k: run(CASES[k], **kwargs) for k in names}
+
+
+def compared(world, names, tol=2e-7, **ctx):
+    one = run_all(names, distrib=False)
+    for every in world(run_all, names, **ctx):
+        off = {k: [diff(a, b) for a, b in zip(one[k], every[k])] for k in names}
+        assert all(o[0] < tol and max(o[1:]) < 2e-6 for o in off.values()), off
+
+
+def test_as_one_process(world): compared(world, list(CASES))
+
+
+def test_strategies(world2):
+    "Where gradients live elsewhere: scaled after the backward, and of a backward of a callback's own"
+    for strategy in ('zero2', 'fsdp'): compared(world2, ['summed_l1', 'combined_acc', 'marks', 'own_new', 'skip_batch'], strategy=strategy)
+
+
+def test_own_batches(world2):
+    "Each worker takes batches of `bs`: one process has the global batch of both"
+    names = ['combined', 'declared', 'marks', 'drops']
+    for every in world2(run_all, names, split_batches=False):
+        for k in names:
+            def make(learn): learn.dls.train.bs = 2*learn.dls.train.bs; return learn
+            assert diff(run(lambda: make(CASES[k]()), distrib=False)[0], every[k][0]) < 2e-7, k
+
+
+class Noisy:
+    "One that nothing can be said of: it draws random numbers"
+    def __call__(self, p, y): return ce(p, y)*(1+torch.rand(1).item())
+
+
+def refused(*losses):
+    "What is said of these losses, and whether random numbers and the loss function are as they were"
+    res = []
+    import fastdist.all
+    for f in losses:
+        learn = quiet(learner(n=22, loss=f, bs=6))
+        try:
+            with learn.distrib_ctx(split_batches=True): learn.fit(1)
+            res.append('')
+        except Exception as e: res.append(str(e))
+    return res
+
+
+def test_refused(world2):
+    "Losses that workers cannot put together, and do not say so"
+    for texts in world2(refused, weighted, Combined(), added, contrast, rmse, declared, Noisy()):
+        assert all('no mean over samples' in o for o in texts[:5]) and not any(texts[5:]), texts
+        assert 'weighted.loss_divisor = a function of the targets' in texts[0] and 'GlobalBatchLoss(Combined)' in texts[1]
+        assert "set added.reduction = 'sum'" in texts[2]
+
+
+def counted():
+    import fastdist.all
+    res = {}
+    for k in ('mean', 'declared', 'own_mean', 'marks'):
+        learn = quiet(learner(n=22, loss=dict(declared=declared, own_mean=ce).get(k), cbs=Marks() if k == 'marks' else None))
+        with counted_collectives(collections.Counter()) as counts, learn.distrib_ctx(split_batches=True):
+            learn.fit(1)
+            before = counts['allreduce']
+            learn.fit(2)
+        res[k] = counts['allreduce'] - before
+    return res
+
+
+def test_messages(world2):
+    "A loss of one's own costs no message, nor do targets that a callback changes; a divisor costs one in each of 10 steps"
+    for n in world2(counted): assert n['own_mean'] == n['mean'] == n['marks'] and n['declared'] == n['mean'] + 10, n
