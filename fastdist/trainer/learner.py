@@ -13,6 +13,7 @@ import torch.distributed as dist
 from fastai.basics import *
 from ..callbacks.data_parallel import ParallelTrainer, check_device_ids
 from ..callbacks.fastai_patches import trainer_of
+from ..fault.same_call import all_at
 from ..fault.supervisor import handler_kept, scope
 from ..data.dl import DistributedDL
 from ..strategy.base import check_trainable
@@ -220,12 +221,13 @@ def _users_state(trainer, state):
 
 # %% ../../nbs/trainer/07_learner.ipynb #920709a4
 @contextmanager
-def _unsharded(trainer):
-    "Each worker has the whole model and the whole state of the optimizer meanwhile"
+def _unsharded(trainer, what):
+    "Each worker has the whole model and the whole state of the optimizer meanwhile, for `what`, a call"
     strategy = trainer.strategy
     if strategy is None or not strategy.gathers:
         yield
         return
+    all_at(what)
     trainer.strategy = None
     strategy.close()
     try: yield
@@ -247,4 +249,4 @@ def __getstate__(self:Learner):
 def export(self:Learner, *args, **kwargs):
     "fastai's `export`; all workers have to call it in a context that shards"
     trainer = trainer_of(self)
-    with nullcontext() if trainer is None else _unsharded(trainer): return _export(self, *args, **kwargs)
+    with nullcontext() if trainer is None else _unsharded(trainer, 'learn.export'): return _export(self, *args, **kwargs)
