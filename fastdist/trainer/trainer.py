@@ -407,9 +407,10 @@ def _decide(self:DistributedTrainer):
 
 @patch
 def _fit_failed(self:DistributedTrainer, cls, error, *_):
-    "Let callbacks that have a method `fit_failed` clear up after what no event tells of"
+    "Let callbacks that have a method `fit_failed` clear up after what no event tells of, and the strategy say more of it"
     if error is not None:
         for cb in self.learn.cbs: getattr(type(cb), 'fit_failed', noop)(cb, error)
+        self.strategy.explain(error)
 
 # %% ../../nbs/trainer/06_trainer.ipynb #b4adec65
 @patch
