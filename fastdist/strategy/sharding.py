@@ -186,6 +186,6 @@ def mesh_of(device, # Device type
         with world.reach():
             if shard in (None,n): mesh = DeviceMesh.from_group(dist.group.WORLD, device, mesh_dim_names=('shard',))
             else: mesh = dist.init_device_mesh(device, (n//shard,shard), mesh_dim_names=('replicate','shard'))
-        mesh.__reduce_ex__ = _refuse_pickle # a `DTensor` is pickled with its mesh
+        mesh.__reduce_ex__,mesh.__deepcopy__ = _refuse_pickle,lambda memo: mesh # a `DTensor` is pickled, and copied, with its mesh
         return mesh
     return world.cached(('mesh', device, shard), make)

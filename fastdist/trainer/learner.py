@@ -8,6 +8,7 @@ __all__ = ['DistributedTrainer']
 # %% ../../nbs/trainer/07_learner.ipynb #4a9c0003
 import inspect
 from contextlib import contextmanager, nullcontext
+from functools import wraps
 
 import torch.distributed as dist
 from fastai.basics import *
@@ -27,9 +28,25 @@ from ..world.state import current_world
 
 _all_ = ['DistributedTrainer']
 
+# %% ../../nbs/trainer/07_learner.ipynb #d123e317
+def _gather_for(cls, nm):
+    "Let method `nm` of `cls`, which writes weights, find whole ones: all workers have to call it in a context that shards"
+    f = getattr(cls, nm)
+    @wraps(f)
+    def write(self, *args, **kwargs):
+        trainer = trainer_of(self)
+        with nullcontext() if trainer is None else _unsharded(trainer, f'learn.{nm}'): return f(self, *args, **kwargs)
+    setattr(cls, nm, write)
+
+def _gather_encoder(learn):
+    "Do so for `save_encoder` of a text learner: its module is not imported before there is one"
+    cls = next((c for c in type(learn).__mro__ if 'save_encoder' in vars(c)), None)
+    if cls is not None and not hasattr(cls.save_encoder, '__wrapped__'): _gather_for(cls, 'save_encoder')
+
 # %% ../../nbs/trainer/07_learner.ipynb #f9842f70
 def _add_trainer(learn, cb):
     "Give `learn` the trainer `cb`, and set it up"
+    _gather_encoder(learn)
     learn.add_cb(cb)
     try: cb.attach()
     except BaseException:

@@ -87,3 +87,42 @@ def test_rank0_alone_has_a_part(worlds, world, strategy, tmp_path):
         for nm in ('save', 'export', 'opt'):
             assert 'needs all workers, as each has a part of what is saved, and rank 1 does not make the call: it is at' in res[nm], (nm, res)
             assert 'Call it in all workers' in res[nm] and 'test_saved_by_rank0.py' in res[nm]
+
+
+def encoder(ctx, path):
+    "A text learner that saves its encoder in the middle of a fit, goes on, and loads; what is in the files; and what cannot be written by hand"
+    import copy, fastdist.all, os, pickle
+    from fastai.text.learner import TextLearner
+    base = learner(n=20, bs=5, model=lambda: Scaled(False).double().body[:2])
+    model = nn.Sequential(base.model, nn.Linear(7, 3).double())
+    learn = quiet(TextLearner(base.dls, model, loss_func=base.loss_func, opt_func=Adam, lr=0.01, path=path, splitter=lambda m: [list(o.parameters()) for o in m]))
+    learn.remove_cbs([o for o in learn.cbs if type(o).__module__ == 'fastai.callback.rnn'])
+    class Saves(Callback):
+        def after_epoch(self): self.learn.save_encoder(f'e{self.epoch}')
+    res = {}
+    with contextlib.nullcontext() if ctx is None else learn.distrib_ctx(**ctx):
+        learn.fit(2, cbs=Saves())
+        learn.save('m')
+        learn.fit(1)
+        learn.load_encoder('e0').unfreeze()
+        learn.load('m')
+        learn.fit(1)
+        if ctx and ctx['strategy'] == 'fsdp':
+            model, raised = learn.model, []
+            for o in (model.state_dict(), model[0].state_dict(), list(model.parameters()), {k: v.cpu() for k, v in model.state_dict().items()}, learn.opt.param_lists):
+                for write in (lambda o: torch.save(o, path/f'{os.getpid()}.pth'), pickle.dumps):
+                    try: write(o)
+                    except RuntimeError as e: raised.append(str(e))
+            assert len(raised) == 10 and all('this tensor is in shards' in o and 'learn.save_encoder in all workers' in o for o in raised), raised
+            copy.deepcopy(model.state_dict())
+    files = [torch.load(learn.path/learn.model_dir/f'e{i}.pth') for i in range(2)]
+    assert all(type(v) is torch.Tensor for f in files for v in f.values())
+    return dict(weights=weights(learn), **{f'file {i}': f for i, f in enumerate(files)})
+
+
+@pytest.mark.parametrize('strategy', ['zero2', 'fsdp'])
+def test_encoder(world3, strategy, tmp_path):
+    "Files of whole weights, or an error"
+    one = encoder(None, tmp_path/'one')
+    for found in world3(encoder, ctx_of(strategy), tmp_path/'many'):
+        for k in one: assert diff(one[k], found[k]) < 1e-7, (k, diff(one[k], found[k]))
