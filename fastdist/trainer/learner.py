@@ -192,6 +192,14 @@ def create_opt(self:Learner):
         if trainer is not None: check_trainable(self.model)
         raise
 
+# %% ../../nbs/trainer/07_learner.ipynb #5f37d4a6
+_to_detach = Learner.to_detach
+
+@patch
+def to_detach(self:Learner, b, cpu=True, gather=True):
+    "fastai's `to_detach`, of this worker's share: metrics and predictions are put together once an epoch; `learn.dl.to_detach` gathers"
+    return to_detach(b, cpu, gather) if isinstance(self.dl, DistributedDL) else _to_detach(self, b, cpu, gather)
+
 # %% ../../nbs/trainer/07_learner.ipynb #6e2f000b
 _get_preds = Learner.get_preds
 
