@@ -28,9 +28,8 @@ def _world_of(rank, world_size, split_batches, evaluate):
     "(Are they this process group's?, rank, world size); raises a `ValueError` for an argument that is none"
     if (rank is None) != (world_size is None):
         raise ValueError(f"rank={rank} and world_size={world_size}: pass both, or none of them to take those of this process")
-    own,grouped = (get_rank(),get_world_size()),rank is None
-    rank,world_size = own if grouped else map(operator.index, (rank,world_size))
-    grouped |= dist.is_initialized() and (rank,world_size)==own # as fastai's users say it themselves
+    grouped = rank is None
+    rank,world_size = (get_rank(),get_world_size()) if grouped else map(operator.index, (rank,world_size))
     check_rank(rank, world_size)
     if split_batches not in (None,False,True):
         raise ValueError(f"rank {rank}: split_batches={split_batches!r} must be True, False or None")
@@ -215,7 +214,8 @@ def _draw(self:DistributedDL, new=True):
     synced = many and (own or not a.sequential)
     seeded = pending['seeded'] if pending else a.seeds
     # a stream is read, and draws, all through the epoch
-    alone = self.grouped or self._alone or own or a.sequential or a.stream or pending or shuffled is not None
+    alone = self.grouped or self._alone or not new or own or a.sequential or a.stream or pending or shuffled is not None
+    alone = alone or type(self.dl).__hash__ is None # there is no telling it from others
     with nullcontext() if alone else self._like_others() as state:
         with shared_order(a.generators(), synced, pending['rng'] if pending else state, keep=not a.stream) as at:
             order = self._order(a.order(new, seeded), own)

@@ -114,7 +114,6 @@ def as_before(n):
     rank, size, res = get_rank(), get_world_size(), {}
     torch.manual_seed(rank)
     dl = TfmdDL(list(range(n)), bs=3, shuffle=True, num_workers=0)  # shuffled otherwise in each
-    res['explicit'] = [torch.cat(list(o)).tolist() for o in [DistributedDL(dl, rank, size)]*2]
     res['each'] = [torch.cat(list(DistributedDL(dl, r, size+2, split_batches=True))).tolist() for r in range(size+2)]  # of other workers than these
     gathered, dl = {}, TfmdDL(list(range(n)), bs=3, num_workers=0)
     for split in (None, False, True):
@@ -147,7 +146,6 @@ def test_as_their_first_users_know_them(worlds, size):
     one = learner(n=13, n_val=7, bs=5)
     rows = {tuple(o.tolist()): i for i, o in enumerate(one.model(one.dls.train_ds.x).detach().float())}
     every = worlds(size)(as_before, 31)
-    for epoch in range(2): assert {o for r in every for o in r['explicit'][epoch]} == set(range(31))
     for rank, r in enumerate(every):
         assert {o for part in r['each'] for o in part} == set(range(31))
         for split, (ids, same, grad) in r['gathered'].items():
