@@ -2,6 +2,7 @@
 import pandas as pd
 import pytest
 from learners import *
+from learners import learner as small_learner
 
 
 def frame(n=40):
@@ -120,7 +121,7 @@ def as_before(n):
         ddl = DistributedDL(dl, split_batches=split)
         gathered[split] = [ddl.to_detach((b, dict(s=b.float().requires_grad_()))) for b in ddl]
     res['gathered'] = {k: (torch.cat([a for a, _ in v]).tolist(), torch.cat([d['s'] for _, d in v]).tolist(), any(d['s'].requires_grad for _, d in v)) for k, v in gathered.items()}
-    learn = quiet(learner(n=13, n_val=7, bs=5))
+    learn = quiet(small_learner(n=13, n_val=7, bs=5))
     preds, texts = [], []
     class Look(Callback):
         def after_pred(self):
@@ -143,7 +144,7 @@ def as_before(n):
 
 @pytest.mark.parametrize('size', [2, 3])
 def test_as_their_first_users_know_them(worlds, size):
-    one = learner(n=13, n_val=7, bs=5)
+    one = small_learner(n=13, n_val=7, bs=5)
     rows = {tuple(o.tolist()): i for i, o in enumerate(one.model(one.dls.train_ds.x).detach().float())}
     every = worlds(size)(as_before, 31)
     for rank, r in enumerate(every):
