@@ -98,6 +98,7 @@ def sync_buffers(model):
     A `ValueError` names one of another shape"""
     same = {id(b) for m in model.modules() if isinstance(m, GlobalBatchNorm) for b in m.buffers()}
     named = [(n,b) for n,b in model.named_buffers() if id(b) not in same]
+    if not named: return # all workers have built the same layers
     _check_buffers(named)
     broadcast_tensors([b for _,b in named])
 
