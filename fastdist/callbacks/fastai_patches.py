@@ -14,6 +14,7 @@ from contextlib import nullcontext
 import fastai.callback.core,fastai.learner
 from fastai.basics import *
 from fastai.callback.mixup import CutMix, MixUp
+from ..fault.same_call import after_rank0
 
 # %% ../../nbs/callbacks/00_fastai_patches.ipynb #90dfbe92
 def _maybe_gather(x, axis=0):
@@ -21,7 +22,8 @@ def _maybe_gather(x, axis=0):
     return x
 
 def _distrib_barrier():
-    "In place of fastai's: fastdist waits for the file that is read"
+    "In place of fastai's, which calls it before a file that rank 0 writes is read: rank 0 has written it, and does not wait"
+    after_rank0()
 
 def replace_in_fastai(new # `dict` from a function of fastai's to the one that takes its place
                      ):

@@ -6,14 +6,15 @@
 __all__ = ['is_sharded']
 
 # %% ../../nbs/checkpoint/00_weights.ipynb #bf28dc39
-import fastai.learner
+import fastai.learner, torch.distributed as dist
 from fastai.basics import *
 from fastai.callback.schedule import LRFinder
 from torch.distributed.tensor import DTensor
 from ..callbacks.fastai_patches import replace_in_fastai
 from ..strategy.sharded_opt import ShardedOptimizer
-from ..comm.rank0 import forget_writes, mark_written, wait_written
-from ..world.ranks import get_rank
+from ..fault.same_call import all_at
+from ..world.ranks import get_rank, get_world_size
+from ..world.state import current_world
 
 # %% ../../nbs/checkpoint/00_weights.ipynb #41a88cd7
 class _Stated:
@@ -28,6 +29,7 @@ def _full_states(model, opt, keep):
     if isinstance(sharded, ShardedOptimizer): opt = _Stated(sharded.state_dict(keep))
     state = model.state_dict()
     if not any(isinstance(o, DTensor) for o in state.values()): return model,opt
+    all_at('a save of the model')
     for k,o in state.items():
         o = o.full_tensor() if isinstance(o, DTensor) else o
         state[k] = o.cpu() if keep else None
@@ -36,6 +38,27 @@ def _full_states(model, opt, keep):
 def is_sharded(model, opt=None):
     "Has this worker a part of the parameters, or of the optimizer's state, only?"
     return any(isinstance(p, DTensor) for p in model.parameters()) or 'state_dict' in vars(opt or object)
+
+# %% ../../nbs/checkpoint/00_weights.ipynb #b99bcbc7
+def _files():
+    "Of this process group: a store with the files that rank 0 has written, and those that this rank takes to be written there"
+    world = current_world()
+    return world.store(f'written/{world.number}'),world.cached('written', set)
+
+def _mark_written(file):
+    "Called by all ranks after a save of `file`, which rank 0 alone has written"
+    if not dist.is_initialized() or get_world_size()==1: return
+    (store,mine),key = _files(),str(Path(file).absolute())
+    if get_rank()==0: store.set(key, 'written')
+    else: mine.add(key)
+
+def _check_written(file):
+    "Raise a `RuntimeError` where this rank takes `file` to be written by rank 0, which has written another one"
+    if not dist.is_initialized() or get_world_size()==1: return
+    (store,mine),key = _files(),str(Path(file).absolute())
+    if key in mine and not store.check([key]): raise RuntimeError(
+        f"rank {get_rank()}: rank 0 saves, and it has not saved {file}: "
+        "save under the same path in all ranks (a temporary folder is another one in each)")
 
 # %% ../../nbs/checkpoint/00_weights.ipynb #dbc7face
 def _save_model(file, model, opt=None, with_opt=True, **kwargs):
@@ -46,12 +69,13 @@ def _save_model(file, model, opt=None, with_opt=True, **kwargs):
         _fastai_save(tmp, model, opt, with_opt, **kwargs)
         if tmp.exists(): os.replace(tmp, file) # fastai writes in rank 0 alone
     finally: tmp.unlink(missing_ok=True)
-    mark_written(file)
+    _mark_written(file)
 
 def _load_model(file, model, opt=None, with_opt=True, device=None, **kwargs):
-    if isinstance(file, (str,Path)): wait_written(file)
     if is_sharded(model, opt): device = 'cpu' # a worker's memory may not have room for the whole
-    return _fastai_load(file, model, opt, with_opt, device, **kwargs)
+    try: return _fastai_load(file, model, opt, with_opt, device, **kwargs)
+    finally:
+        if isinstance(file, (str,Path)): _check_written(file)
 
 _fastai_save,_fastai_load = fastai.learner.save_model,fastai.learner.load_model
 replace_in_fastai({_fastai_save:_save_model, _fastai_load:_load_model})
@@ -64,7 +88,7 @@ def _save_in_this_rank(learn, file):
     if get_rank()==0: return
     path = join_path_file(file, learn.path/learn.model_dir, ext='.pth')
     torch.save(dict(model=get_model(model).state_dict(), opt=opt.state_dict()), path)
-    forget_writes(path)
+    _files()[1].discard(str(path.absolute()))
 
 _finder_before_fit = LRFinder.before_fit
 

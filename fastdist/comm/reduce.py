@@ -28,8 +28,13 @@ def _plain(t): return t.detach().as_subclass(Tensor) # the same memory, without 
 def _dense(t): return t.resolve_conj().resolve_neg().contiguous() # its memory is what it says
 
 # %% ../../nbs/comm/03_reduce.ipynb #612c49b2
+def _op_word(op):
+    "Our word for `op`, which may be in capitals, or one of torch's constants"
+    if isinstance(op, str): return op.lower()
+    return next((k for k,v in {**_reduce_ops, 'mean':dist.ReduceOp.AVG}.items() if v==op), op)
+
 def _check_op(op):
-    if op in _reduce_ops: return
+    if isinstance(op, str) and op in _reduce_ops: return
     raise ValueError(f"rank {get_rank()}: op={op!r} is not known: take one of {', '.join(map(repr, _reduce_ops))}")
 
 def _check_dense(t, what):
@@ -76,11 +81,13 @@ def _reduce(t, op, nan, group):
     return t
 
 # %% ../../nbs/comm/03_reduce.ipynb #b5d4f4e9
-def all_reduce(tensor, # Any dense tensor, of the same shape and dtype in all workers; it is changed in place
+def all_reduce(tensor, # Any dense tensor, of the same shape and dtype in all workers; it is changed in place. Or a number
                group=None, # A process group; by default that of all workers
-               op:str='sum', # `sum`, `mean`, `max` or `min`
+               op='sum', # `sum`, `mean`, `max` or `min`, or torch's `ReduceOp.SUM`, ...
               ):
     "`tensor`, reduced over all workers; a `ValueError` in all of them says whose shapes or dtypes differ"
+    if isinstance(tensor, (int,float,complex,np.generic)): return all_reduce_dict(tensor, group=group, op=op)
+    op = _op_word(op)
     def prepare(c):
         _check_op(op)
         _check_tensor(tensor, 'tensor', op)
@@ -182,10 +189,11 @@ def _reduce_large(leaves, every, op, group):
 
 # %% ../../nbs/comm/03_reduce.ipynb #2102f8e4
 def _as(o, v, device):
-    "The reduced `v` as what `o` is: a tensor of its class, an array, a number"
+    "The reduced `v` as what `o` is: a tensor of its class, an array, a number, or a tensor on `device` of that"
     if isinstance(o, Tensor):
         return v.to(o.device if device is None else device).as_subclass(Tensor if isinstance(o, nn.Parameter) else type(o))
-    return v.cpu().numpy()[() if isinstance(o, np.generic) else ...] if isinstance(v, Tensor) else v
+    if isinstance(v, Tensor): return v.cpu().numpy()[() if isinstance(o, np.generic) else ...]
+    return v if device is None else torch.tensor(v, dtype=torch.complex128 if isinstance(v, complex) else torch.float64, device=device)
 
 def _rebuild(o, path, res, device):
     "`o` with what is in `res` by path"
@@ -201,13 +209,13 @@ def _rebuild(o, path, res, device):
 
 # %% ../../nbs/comm/03_reduce.ipynb #4be9852c
 def all_reduce_dict(data, # Numbers, arrays and tensors, in any nesting of dicts, lists and tuples
-                    device=None, # Of the tensors in the result; by default each stays where it was
+                    device=None, # Of the tensors in the result, and numbers are tensors then, as in fairseq; by default all stay what and where they were
                     group=None, # A process group; by default that of all workers
-                    op:str='sum', # `sum`, `mean`, `max` or `min`
+                    op='sum', # `sum`, `mean`, `max` or `min`, or torch's `ReduceOp.SUM`, ...
                    ):
     """A copy of `data` in which everything is reduced over all workers; keys may be in another order in each.
     A `ValueError` in all of them names what differs"""
-    leaves = {}
+    leaves,op = {},_op_word(op)
     def prepare(c):
         _check_op(op)
         if device is not None: torch.device(device)

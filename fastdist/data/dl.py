@@ -7,13 +7,16 @@ __all__ = ['DistributedDL']
 
 # %% ../../nbs/data/06_dl.ipynb #3cb3cbbe
 import hashlib,operator
-from contextlib import nullcontext
+from collections import deque
+from contextlib import contextmanager, nullcontext
+from weakref import WeakKeyDictionary
 
 from fastai.basics import *
 from fastai.data.load import DataLoader as FastaiDataLoader
 from .adapter import IfLoaderHas, LoaderMethod, LoaderProxy
 from .fastai_dl import FastaiAdapter
 from .loaders import SeveralAdapter, n_batches
+from .partition import join_shares
 from .rng import WorkerRandom, plain_state, seed_of, shared_order
 from .torch_dl import TorchAdapter, TorchDataLoader
 from ..comm.call import same_text
@@ -55,7 +58,7 @@ class DistributedDL(LoaderProxy):
     slices: `None` is `False` there. Raises a `TypeError` that says why, where a loader cannot be split."""
     def __init__(self,
         dl, # fastai's or PyTorch's `DataLoader`, or an object that holds some of them; it stays as it is
-        rank:int=None, # This worker; by default that of the process
+        rank:int=None, # This worker; by default that of the process. Others in one process share the order of each epoch
         world_size:int=None, # Number of workers; by default that of the process group
         device=None, # Where batches go; by default where `dl` puts them
         split_batches:bool=None, # Split each batch of `dl` (`True`), give each worker batches of `dl.bs` (`False`), or a slice (`None`)?
@@ -179,6 +182,26 @@ def _order(self:DistributedDL, order, own):
     try: return list(self.get_idxs())
     finally: self._drawing = None
 
+# %% ../../nbs/data/06_dl.ipynb #b8247b89
+_drawn = WeakKeyDictionary() # by loader: of epochs of which some workers have their part, (world size, state from which the order was drawn, those workers)
+
+@patch
+@contextmanager
+def _like_others(self:DistributedDL):
+    "The state from which other workers of this process have drawn an epoch that this one has not, or `None`; generators stay where they are"
+    seen = next((o for o in _drawn.get(self.dl, ()) if o[0]==self.world_size and self.rank not in o[2]), None)
+    if seen is None:
+        yield
+        return
+    _,state,ranks = seen
+    ranks.add(self.rank)
+    if len(ranks)==self.world_size: _drawn[self.dl].remove(seen)
+    active,gens = WorkerRandom.active,self._adapter.generators()
+    with shared_order(gens, sync=False) as now: pass
+    try: yield state
+    finally:
+        with shared_order(gens, sync=False, state=now): pass
+
 # %% ../../nbs/data/06_dl.ipynb #319974b7
 @patch
 def _draw(self:DistributedDL, new=True):
@@ -191,8 +214,12 @@ def _draw(self:DistributedDL, new=True):
     synced = many and (own or not a.sequential)
     seeded = pending['seeded'] if pending else a.seeds
     # a stream is read, and draws, all through the epoch
-    with shared_order(a.generators(), synced, pending and pending['rng'], keep=not a.stream) as at:
-        order = self._order(a.order(new, seeded), own)
+    alone = self.grouped or self._alone or not new or own or a.sequential or a.stream or pending or shuffled is not None
+    alone = alone or type(self.dl).__hash__ is None # there is no telling it from others
+    with nullcontext() if alone else self._like_others() as state:
+        with shared_order(a.generators(), synced, pending['rng'] if pending else state, keep=not a.stream) as at:
+            order = self._order(a.order(new, seeded), own)
+        if not alone and state is None: _drawn.setdefault(self.dl, deque(maxlen=64)).append((self.world_size, at, {self.rank}))
     if synced and (own or not a.from_rng): _same_order(order, a.nm)
     if not new: a.seed = seed_of(at[0], at[2].numpy().tobytes(), repr(at[3])) # for who reads `fake_l` by himself; nothing is drawn
     elif a.seed is None: a.seed = seed_of(pending['epoch']) # that of the processes which were there is not in the state
@@ -283,6 +310,23 @@ def __len__(self:DistributedDL):
     if a.parts is not None: return len(a.target)
     if a.unsized: raise TypeError(f"{a.nm} {a.unsized}")
     return len(self.plan)
+
+# %% ../../nbs/data/06_dl.ipynb #e2da7687
+@patch
+def to_detach(self:DistributedDL, b, # What all workers have of the batch that was last: tensors, or a nest of them
+              cpu=True, # Move it to the CPU?
+              gather=True, # Have what all workers have, without padding? All have to call it then
+             ):
+    """`b` without gradients; with `gather` that of the whole batch, in the order of one process.
+    A `RuntimeError` with `evaluate`, where each worker has batches of its own, and some have one more"""
+    mine = to_detach(b, cpu, gather=False)
+    if not gather or not self.grouped or self.world_size==1: return mine
+    if self.evaluate: raise RuntimeError(
+        f"rank {get_rank()}: {self._adapter.nm}.to_detach: in an evaluation each worker has whole batches of its own, and not all as many, "
+        "so they cannot be gathered batch by batch: take learn.get_preds or a metric for what is of all, or to_detach(gather=False)")
+    n = None if self.counts is None else self.counts.mine
+    shares = [o for k,o in all_gather_list((n,mine)) if k!=0]
+    return to_device(join_shares(shares, self.mode=='steps'), None if cpu else self.device)
 
 # %% ../../nbs/data/06_dl.ipynb #d32e35d6
 @patch

@@ -9,7 +9,8 @@ __all__ = ['Strategy', 'check_trainable', 'unused_error', 'callback_results', 'b
 # %% ../../nbs/strategy/00_base.ipynb #49e9f763
 import torch.distributed as dist
 from fastai.basics import *
-from ..comm.call import same_text
+from torch.nn.parameter import is_lazy
+from ..comm.call import same_text, who_has
 from ..comm.objects import all_gather_list
 from ..comm.pack import as_bytes, tensors_in
 from ..model.batchnorm import GlobalBatchNorm
@@ -35,6 +36,8 @@ class Strategy:
     def before_backward(self): "When the loss has been computed"
     def check_used(self): "Before the optimizer steps: raise a `RuntimeError` if a parameter got no gradient"
     def average(self): "Average the gradients that have been accumulated without a message"
+    def explain(self, error # What a fit ends with
+               ): "Raise an error that says more, where `error` is one that the strategy leads to"
     def after_batch(self): "When a batch has ended, or been cancelled"
     def sync_params(self): "When a pass over a loader ends, or is to begin: let the model's parameters be those that the optimizer has"
     def end_fit(self): "When a fit begins, and when the context ends"
@@ -80,11 +83,26 @@ def broadcast_tensors(ts # Tensors, in the same order and shapes in all workers
         if b.data_ptr()!=t.data_ptr(): t.copy_(b.view(t.dtype).view(t.shape))
 
 # %% ../../nbs/strategy/00_base.ipynb #410313eb
+def _check_buffers(named):
+    "A `ValueError`, in all workers, that names a buffer of another shape or type in one of them: to send those would end the process"
+    mine = {n:f'{b.dtype} of shape {tuple(b.shape)}' for n,b in named}
+    if same_text(repr(mine)): return
+    every = all_gather_list(mine)
+    for n in {n:0 for o in every for n in o}:
+        kinds = [o.get(n, 'nothing') for o in every]
+        if len(set(kinds)) > 1: raise ValueError(
+            f"rank {get_rank()}: the buffer {n} of the model differs: {who_has(range(len(every)), kinds)}; the workers cannot agree on one. "
+            "Give it the same shape in all of them, or make it a plain attribute of its module, which each worker has for itself")
+
 def sync_buffers(model):
-    "Give all workers the same buffers of `model`: the mean over them, or rank 0's; those of global batch norm are the same already"
+    """Give all workers the same buffers of `model`: the mean over them, or rank 0's; those of global batch norm are the same already.
+    A `ValueError` names one of another shape"""
     same = {id(b) for m in model.modules() if isinstance(m, GlobalBatchNorm) for b in m.buffers()}
+    named = [(n,b) for n,b in model.named_buffers() if id(b) not in same]
+    if not named: return # all workers have built the same layers
+    _check_buffers(named)
     average_buffers(model)
-    broadcast_tensors([b for b in model.buffers() if id(b) not in same])
+    broadcast_tensors([b for _,b in named])
 
 # %% ../../nbs/strategy/00_base.ipynb #1691a73b
 def inner_opt(opt # A fastai optimizer
@@ -103,6 +121,10 @@ def same_everywhere(model, # The same layers in all workers
                     opt=None, # Its optimizer
                    ):
     "Give all workers rank 0's parameters and buffers and, where it has any, optimizer state; a `ValueError` where they have other tensors"
+    lazy = [n for n,t in (*model.named_parameters(),*model.named_buffers()) if is_lazy(t)]
+    if lazy: raise ValueError(
+        f"rank {get_rank()}: {', '.join(lazy[:5])} of the model have no shape yet, as a lazy layer gets it in its first forward, "
+        "so the workers cannot begin with the same weights: run a batch through the model before, as in learn.model(x) or learn.summary()")
     ts = [*model.state_dict(keep_vars=True).values(), *model.buffers()]
     ts = list({id(t):t for t in ts if isinstance(t, Tensor)}.values()) + (state_tensors(opt) if opt else [])
     if not same_text(repr([(tuple(t.shape), t.dtype) for t in ts])):

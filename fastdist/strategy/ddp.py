@@ -6,6 +6,7 @@
 __all__ = ['Replica']
 
 # %% ../../nbs/strategy/02_ddp.ipynb #692d61ca
+import re
 from contextlib import contextmanager
 
 import torch.distributed as dist
@@ -117,9 +118,20 @@ def before_backward(self:Replica):
 
 @patch
 def check_used(self:Replica):
-    "After the first backward: raise an error that names the parameters that got no gradient"
-    if self.checked or all(p.grad is None for p in self.model.parameters()): return # a callback has cancelled the backward
+    "After a backward: raise an error that names the parameters that got no gradient"
+    if self.checked: return self._check_reduced()
+    if all(p.grad is None for p in self.model.parameters()): return # a callback has cancelled the backward
     unused = [p for p in self.model.parameters() if p.requires_grad and p.grad is None and p.numel()]
     self.old_grads.add()
     if unused and not self.ddp.find_unused_parameters and not self.ddp.static_graph: raise unused_error(self.model, unused)
     self.checked = True
+
+@patch
+def _check_reduced(self:Replica):
+    "A later batch: gradients that were to be sent with one that did not come are each worker's own still"
+    if self.ddp.find_unused_parameters or self.ddp.static_graph: return
+    try: self.ddp.reducer._check_reducer_finalized()
+    except RuntimeError as e:
+        trained = [p for p in self.model.parameters() if p.requires_grad and p.numel()]
+        at = re.search(r'not receive grad for rank \d+: ([\d ]+)', str(e))
+        raise unused_error(self.model, [trained[int(o)] for o in at[1].split()] if at else trained) from None

@@ -18,6 +18,7 @@ from ..model.blocks import units
 from .base import Strategy, check_trainable, unused_error
 from .sharding import Rows, gather_rows, local, mesh_of, shard_like
 from .sharded_opt import ShardedOptimizer, exchange_params
+from ..world.ranks import get_rank
 
 # %% ../../nbs/strategy/06_fsdp.ipynb #fc291924
 def _is_torchs(hook): return getattr(getattr(hook, 'hook', hook), '__module__', '').startswith('torch.distributed.fsdp')
@@ -91,6 +92,17 @@ def _divide(self:FullyShard):
     self.formats = [p.stride() for p,_ in self.slots]
     self.parts = units(model, self.modules, self.min_numel)
 
+# %% ../../nbs/strategy/06_fsdp.ipynb #5599ae2c
+@patch
+def _check_types(self:FullyShard):
+    "Raise a `ValueError` for a unit whose parameters are of several types, which torch does not gather"
+    names = {id(p):n for n,p in self.model.named_parameters()}
+    for group in (g for m in (*self.parts,self.model) for g in fully_shard.state(m)._fsdp_param_groups):
+        found = {p.dtype:names[id(p)] for p in (o.sharded_param for o in group.fsdp_params[::-1]) if p.requires_grad} # the first of each
+        if len(found) > 1: raise ValueError(
+            f"rank {get_rank()}: strategy={self.name!r} gathers parameters of one type together, and "
+            f"{', '.join(f'{n} is of {t}' for t,n in found.items())}: use strategy='zero2', or give them one type (learn.model.float())")
+
 # %% ../../nbs/strategy/06_fsdp.ipynb #de23f262
 @patch
 def _shard_model(self:FullyShard):
@@ -104,6 +116,7 @@ def _shard_model(self:FullyShard):
         # the type of what the model returns is not that of what its parts return
         for m in self.parts: fully_shard(m, mp_policy=replace(policy, output_dtype=None), **kw)
         fully_shard(self.model, mp_policy=policy, **kw)
+        self._check_types()
     except BaseException:
         _take_off(before, _attributes(self.model))
         _put_params(self.slots)
@@ -199,6 +212,7 @@ def release(self:FullyShard, group=None):
 def forward(self:FullyShard, sync):
     "Let the backward of this batch reduce gradients, if `sync`"
     check_trainable(self.model)
+    if not self.checked: self._check_types() # of what is unfrozen by now
     self.model.set_requires_gradient_sync(sync)
     self.synced,self.ran = sync,False
 
@@ -219,6 +233,16 @@ def check_used(self:FullyShard):
     self.checked = True
     unused = [p for p in self.model.parameters() if p.requires_grad and p.grad is None and p.numel()]
     if unused: raise unused_error(self.model, unused, "use strategy='zero2' with ")
+
+@patch
+def explain(self:FullyShard, error):
+    "Raise an error that names the strategy, where a gradient of a gradient needs parameters that torch has let go of"
+    if not isinstance(error, RuntimeError) or not any(o in str(error) for o in _gone): return
+    raise RuntimeError(
+        f"rank {get_rank()}: strategy={self.name!r} lets go of the parameters that a forward has gathered, which torch.autograd.grad of them, "
+        "or a gradient of a gradient (create_graph=True), still needs: use strategy='zero2'") from error
+
+_gone = 'out of bounds for storage of size 0','appears to not have been used in the graph' # as torch says it
 
 # %% ../../nbs/strategy/06_fsdp.ipynb #a2f5b5e5
 @patch

@@ -16,6 +16,7 @@ from fastai.optimizer import average_grad,average_sqr_grad,debias # and what is 
 from torch.distributed.tensor import DTensor
 from .base import inner_opt
 from .sharding import gather_rows, local, send_rows, shard_like
+from ..fault.same_call import all_at
 from ..world.errors import RemoteError
 from ..world.ranks import get_rank
 
@@ -167,6 +168,7 @@ def zero_grad(self:_OptRows, *args, **kwargs):
 def state_dict(self:_OptRows, keep=True # Does this worker want it? All workers call it together
               ):
     "The state of the whole parameters, in CPU memory"
+    all_at("a save of the optimizer's state")
     def f(p, o):
         o = self._gather(p, o)
         return o if not isinstance(o, Tensor) else o.cpu() if keep else None

@@ -7,11 +7,14 @@ __all__ = ['Rows', 'local', 'shard_like', 'gather_rows', 'gather_group', 'bucket
 
 # %% ../../nbs/strategy/03_sharding.ipynb #bc23fb59
 from datetime import timedelta
+from functools import update_wrapper
 
 import torch.distributed as dist
 from fastai.basics import *
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn.utils import clip_grad
+from ..comm.call import route
 from ..comm.pack import as_bytes
 from ..world.ranks import get_rank
 from ..world.state import current_world
@@ -90,6 +93,25 @@ def gather_rows(part, # This worker's rows
     if group is not None: outs = [outs[r] for r in rows_of.mesh.mesh.tolist()]
     return torch.cat([o[:max(shape[0]-r*n, 0)] for r,o in enumerate(outs)]) # not a view: fastai detaches gradients in place
 
+# %% ../../nbs/strategy/03_sharding.ipynb #16c15457
+def _largest(ts):
+    "The largest absolute value in `ts`, some of which are in shards, in all workers; `nan` where there is one"
+    shards,to = [local(t) for t in ts],route(torch.device(ts[0].device.type), None)
+    mine = torch.stack([t.abs().max().double().to(to) for t in shards if t.numel()] or [torch.zeros((), device=to).double()]).max()
+    both = torch.stack([mine.nan_to_num(0., math.inf), mine.isnan().double()]) # backends lose a nan, or not
+    dist.all_reduce(both, dist.ReduceOp.MAX)
+    return torch.where(both[1] > 0, math.nan, both[0]).to(ts[0].device, ts[0].dtype)
+
+_total_norm = clip_grad._get_total_norm
+
+def _norm_of_shards(tensors, norm_type=2., *args, **kwargs):
+    "torch's, but for the inf-norm, which fails in a worker that has no rows of a `DTensor`"
+    tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    if float(norm_type)==math.inf and any(isinstance(t, DTensor) for t in tensors): tensors = [_largest(tensors)]
+    return _total_norm(tensors, norm_type, *args, **kwargs)
+
+clip_grad._get_total_norm = nn.utils.get_total_norm = update_wrapper(_norm_of_shards, _total_norm)
+
 # %% ../../nbs/strategy/03_sharding.ipynb #6c274410
 def gather_group(name, # The same in all workers, and another one each time
                  seconds=10, # To wait for the others
@@ -151,12 +173,19 @@ def send_rows(ts, # Tensors, the same in all workers, of which each worker has c
                 if r!=rows_of.rank: rows_of.each(bucket[i])[r].copy_(o)
 
 # %% ../../nbs/strategy/03_sharding.ipynb #0e6f79a6
+def _refuse_pickle(*_): raise RuntimeError(
+    f"rank {get_rank()}: this tensor is in shards, of which each worker has its own, so a file of it would have a part only: "
+    "call learn.save, learn.export or learn.save_encoder in all workers, or save after the context")
+
 def mesh_of(device, # Device type
             shard=None, # Workers that share one model; all, if `None`
            ):
     "The `DeviceMesh` of all workers, in rows of `shard` of them that follow each other"
     world,n = current_world(),dist.get_world_size()
     def make():
-        if shard in (None,n): return DeviceMesh.from_group(dist.group.WORLD, device, mesh_dim_names=('shard',))
-        with world.reach(): return dist.init_device_mesh(device, (n//shard,shard), mesh_dim_names=('replicate','shard'))
+        with world.reach():
+            if shard in (None,n): mesh = DeviceMesh.from_group(dist.group.WORLD, device, mesh_dim_names=('shard',))
+            else: mesh = dist.init_device_mesh(device, (n//shard,shard), mesh_dim_names=('replicate','shard'))
+        mesh.__reduce_ex__,mesh.__deepcopy__ = _refuse_pickle,lambda memo: mesh # a `DTensor` is pickled, and copied, with its mesh
+        return mesh
     return world.cached(('mesh', device, shard), make)

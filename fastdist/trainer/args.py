@@ -196,11 +196,11 @@ def check_own(own, # `dict` of the arguments of `DistributedTrainer` that are no
 # %% ../../nbs/trainer/01_args.ipynb #fc1fa047
 def check_launch(learn # `Learner` that is to be trained
                 ):
-    "Raise a `ValueError` if the launcher was told a precision that would have no effect here"
+    "The mixed precision that the launcher was told, 'fp16' or 'bf16'; `None` if it was told none, or the learner has its own"
     precision = os.environ.get('ACCELERATE_MIXED_PRECISION', '').lower()
-    if precision not in ('','no') and not learn._grab_cbs(MixedPrecision):
-        raise ValueError(f"rank {get_rank()}: the launcher was told mixed_precision={precision}, which has no effect here: "
-                         f"{_fastai_owns['mixed_precision']}")
+    if precision in ('','no') or learn._grab_cbs(MixedPrecision) or learn._grab_cbs(NonNativeMixedPrecision): return
+    if precision not in ('fp16','bf16'): refuse('mixed_precision', precision, "(of the launcher) fastai trains in fp16 or bf16: launch with one of them, or no")
+    return precision
 
 # %% ../../nbs/trainer/01_args.ipynb #cac5f46a
 def check_precision(learn # `Learner` in a fit on many workers

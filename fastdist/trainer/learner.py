@@ -8,11 +8,13 @@ __all__ = ['DistributedTrainer']
 # %% ../../nbs/trainer/07_learner.ipynb #4a9c0003
 import inspect
 from contextlib import contextmanager, nullcontext
+from functools import wraps
 
 import torch.distributed as dist
 from fastai.basics import *
 from ..callbacks.data_parallel import ParallelTrainer, check_device_ids
 from ..callbacks.fastai_patches import trainer_of
+from ..fault.same_call import all_at
 from ..fault.supervisor import handler_kept, scope
 from ..data.dl import DistributedDL
 from ..strategy.base import check_trainable
@@ -26,9 +28,25 @@ from ..world.state import current_world
 
 _all_ = ['DistributedTrainer']
 
+# %% ../../nbs/trainer/07_learner.ipynb #d123e317
+def _gather_for(cls, nm):
+    "Let method `nm` of `cls`, which writes weights, find whole ones: all workers have to call it in a context that shards"
+    f = getattr(cls, nm)
+    @wraps(f)
+    def write(self, *args, **kwargs):
+        trainer = trainer_of(self)
+        with nullcontext() if trainer is None else _unsharded(trainer, f'learn.{nm}'): return f(self, *args, **kwargs)
+    setattr(cls, nm, write)
+
+def _gather_encoder(learn):
+    "Do so for `save_encoder` of a text learner: its module is not imported before there is one"
+    cls = next((c for c in type(learn).__mro__ if 'save_encoder' in vars(c)), None)
+    if cls is not None and not hasattr(cls.save_encoder, '__wrapped__'): _gather_for(cls, 'save_encoder')
+
 # %% ../../nbs/trainer/07_learner.ipynb #f9842f70
 def _add_trainer(learn, cb):
     "Give `learn` the trainer `cb`, and set it up"
+    _gather_encoder(learn)
     learn.add_cb(cb)
     try: cb.attach()
     except BaseException:
@@ -174,6 +192,14 @@ def create_opt(self:Learner):
         if trainer is not None: check_trainable(self.model)
         raise
 
+# %% ../../nbs/trainer/07_learner.ipynb #5f37d4a6
+_to_detach = Learner.to_detach
+
+@patch
+def to_detach(self:Learner, b, cpu=True, gather=True):
+    "fastai's `to_detach`, of this worker's share: metrics and predictions are put together once an epoch; `learn.dl.to_detach` gathers"
+    return to_detach(b, cpu, gather) if isinstance(self.dl, DistributedDL) else _to_detach(self, b, cpu, gather)
+
 # %% ../../nbs/trainer/07_learner.ipynb #6e2f000b
 _get_preds = Learner.get_preds
 
@@ -220,12 +246,13 @@ def _users_state(trainer, state):
 
 # %% ../../nbs/trainer/07_learner.ipynb #920709a4
 @contextmanager
-def _unsharded(trainer):
-    "Each worker has the whole model and the whole state of the optimizer meanwhile"
+def _unsharded(trainer, what):
+    "Each worker has the whole model and the whole state of the optimizer meanwhile, for `what`, a call"
     strategy = trainer.strategy
     if strategy is None or not strategy.gathers:
         yield
         return
+    all_at(what)
     trainer.strategy = None
     strategy.close()
     try: yield
@@ -247,4 +274,4 @@ def __getstate__(self:Learner):
 def export(self:Learner, *args, **kwargs):
     "fastai's `export`; all workers have to call it in a context that shards"
     trainer = trainer_of(self)
-    with nullcontext() if trainer is None else _unsharded(trainer): return _export(self, *args, **kwargs)
+    with nullcontext() if trainer is None else _unsharded(trainer, 'learn.export'): return _export(self, *args, **kwargs)

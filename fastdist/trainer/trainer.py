@@ -13,7 +13,7 @@ from ..callbacks.activation_stats import ActivationStats, gather_stats
 from ..callbacks.data_parallel import ParallelTrainer
 from ..callbacks.grad_accumulation import AccumulateSteps
 from ..callbacks.loggers import HiddenLoggers, console_bars
-from ..callbacks.precision import PrecisionSettings, synchronize_rng
+from ..callbacks.precision import precision_callbacks, synchronize_rng
 from ..data.dl import DistributedDL
 from ..data.loaders import same_data
 from ..data.rng import WorkerRandom, rank0_stream, rejoin_streams
@@ -56,6 +56,7 @@ class DistributedTrainer(UndoneCallback):
         check_own(own, self.settings)
         self.args,self.watchdog = {**own, **not_default(kwargs)},own['watchdog']
         self.accelerator = self.decisions = self.strategy = self.step = self.evaluation = self.loggers = self.random = None
+        self.precision = None # that the launcher was told
         self.by_fit = self.in_fit = self.in_scope = False
         self.preds_to = None # the one rank that gets predictions, or all do
 
@@ -176,9 +177,8 @@ def _seed_loaders(self:DistributedTrainer):
 
 @patch
 def _set_precision(self:DistributedTrainer):
-    "Give mixed precision the settings of the arguments"
-    autocast,scaler = self.settings.autocast,self.settings.scaler
-    if autocast is not None or scaler is not None: self.add(PrecisionSettings(autocast, scaler))
+    "Train in the precision that the launcher was told, with the settings of the arguments"
+    for cb in precision_callbacks(self.settings, self.precision, getattr(self.accelerator or self.learn.dls, 'device', None)): self.add(cb)
 
 # %% ../../nbs/trainer/06_trainer.ipynb #22e674f5
 @patch
@@ -218,7 +218,7 @@ def attach(self:DistributedTrainer):
     if self.learn._grab_cbs(ParallelTrainer): raise ValueError(
         f"rank {get_rank()}: this learner is in parallel_ctx (or to_parallel), which uses all GPUs from one process; "
         "leave it before distrib_ctx")
-    check_launch(self.learn)
+    self.precision = check_launch(self.learn)
     cpu = self.join_group()
     check_mesh(self.settings.mesh, get_world_size())
     if get_world_size() > 1: self.accelerator = make_accelerator(self.settings, cpu)
@@ -407,9 +407,10 @@ def _decide(self:DistributedTrainer):
 
 @patch
 def _fit_failed(self:DistributedTrainer, cls, error, *_):
-    "Let callbacks that have a method `fit_failed` clear up after what no event tells of"
+    "Let callbacks that have a method `fit_failed` clear up after what no event tells of, and the strategy say more of it"
     if error is not None:
         for cb in self.learn.cbs: getattr(type(cb), 'fit_failed', noop)(cb, error)
+        self.strategy.explain(error)
 
 # %% ../../nbs/trainer/06_trainer.ipynb #b4adec65
 @patch

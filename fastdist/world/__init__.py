@@ -12,5 +12,5 @@ __getattr__,__all__ = lazy_names(__name__, {
     '.process_group': 'call_main distributed_init init_group setup_distrib teardown_distrib world_store',
     '..comm.objects': 'OutOfStep agree all_gather_list broadcast_object node_group print_in_order rank0_only rank_only',
     '..comm.reduce': 'all_gather_tensors all_reduce all_reduce_dict',
-    '..comm.rank0': 'forget_writes mark_written rank0_first rank0_read wait_written',
+    '..comm.rank0': 'rank0_first rank0_read',
     '..fault.supervisor': 'fail_together'})

@@ -2,6 +2,7 @@
 import pandas as pd
 import pytest
 from learners import *
+from learners import learner as small_learner
 
 
 def frame(n=40):
@@ -102,3 +103,58 @@ def seen(kind, seed):
 def test_a_split_of_its_own_in_each_worker(world3, kind):
     assert world3(seen, kind, True) == [None]*3
     for e in world3(seen, kind, False): assert 'has other data than that of rank 0' in e and 'set_seed(42) before it' in e, e
+
+
+def as_before(n):
+    "What scripts for fastai.distributed and fairseq call"
+    import numpy as np
+    from torch.distributed import ReduceOp
+    from fastdist.all import DistributedDL, get_rank, setup_distrib
+    from fastdist.world import all_reduce, all_reduce_dict, get_world_size
+    setup_distrib()
+    rank, size, res = get_rank(), get_world_size(), {}
+    torch.manual_seed(rank)
+    dl = TfmdDL(list(range(n)), bs=3, shuffle=True, num_workers=0)  # shuffled otherwise in each
+    res['each'] = [torch.cat(list(DistributedDL(dl, r, size+2, split_batches=True))).tolist() for r in range(size+2)]  # of other workers than these
+    gathered, dl = {}, TfmdDL(list(range(n)), bs=3, num_workers=0)
+    for split in (None, False, True):
+        ddl = DistributedDL(dl, split_batches=split)
+        gathered[split] = [ddl.to_detach((b, dict(s=b.float().requires_grad_()))) for b in ddl]
+    res['gathered'] = {k: (torch.cat([a for a, _ in v]).tolist(), torch.cat([d['s'] for _, d in v]).tolist(), any(d['s'].requires_grad for _, d in v)) for k, v in gathered.items()}
+    learn = quiet(small_learner(n=13, n_val=7, bs=5))
+    preds, texts = [], []
+    class Look(Callback):
+        def after_pred(self):
+            if self.training: preds.append((self.dl.to_detach(self.pred), self.dl.to_detach(self.yb)[0], len(self.learn.to_detach(self.pred)) == len(self.pred)))
+            else:
+                try: self.dl.to_detach(self.pred)
+                except RuntimeError as e: texts.append(str(e))
+                preds.append((self.dl.to_detach(self.pred, gather=False),))
+    with learn.distrib_ctx(split_batches=True): learn.fit(1, lr=0., cbs=Look())
+    res['sizes'], res['local'], res['texts'] = [[len(t) for t in o[:2]] for o in preds if len(o) == 3], all(o[2] for o in preds if len(o) == 3), texts
+    res['pairs'] = [o[:2] for o in preds if len(o) == 3]
+    res['numbers'] = all_reduce(10+rank), all_reduce(1.5+rank, op='MIN'), all_reduce(np.float64(rank), op=ReduceOp.MAX), all_reduce(rank, op='mean'), all_reduce(torch.tensor([rank]), op=ReduceOp.MIN).tolist(), all_reduce(torch.tensor([float(rank)]), op='MEAN' if rank else ReduceOp.AVG).tolist()
+    logs = all_reduce_dict(dict(loss=torch.tensor(0.5), n=3, nll=2.5), 'cpu', None)
+    res['logs'] = {k: (str(v.dtype), v.item()) for k, v in logs.items()}
+    for bad in ('median', ReduceOp.PRODUCT):
+        try: all_reduce(1, op=bad)
+        except ValueError as e: texts.append(str(e))
+    return res
+
+
+@pytest.mark.parametrize('size', [2, 3])
+def test_as_their_first_users_know_them(worlds, size):
+    one = small_learner(n=13, n_val=7, bs=5)
+    rows = {tuple(o.tolist()): i for i, o in enumerate(one.model(one.dls.train_ds.x).detach().float())}
+    every = worlds(size)(as_before, 31)
+    for rank, r in enumerate(every):
+        assert {o for part in r['each'] for o in part} == set(range(31))
+        for split, (ids, same, grad) in r['gathered'].items():
+            assert ids == same and not grad
+            if split is None: assert set(ids) == set(range(31)) and len(ids) <= 31+size
+            else: assert ids == list(range(31)), split
+        assert r['sizes'] == [[5, 5], [5, 5], [3, 3]] and r['local']
+        for preds, ys in r['pairs']: assert [one.dls.train_ds.y[rows[tuple(p.float().tolist())]] for p in preds] == ys.tolist()
+        assert r['numbers'] == (sum(10+o for o in range(size)), 1.5, size-1, (size-1)/2, [0], [(size-1)/2])
+        assert r['logs'] == dict(loss=('torch.float32', 0.5*size), n=('torch.float64', 3.*size), nll=('torch.float64', 2.5*size))
+        assert all('in an evaluation each worker has whole batches of its own' in o for o in r['texts'][:-2]) and all('is not known: take one of' in o for o in r['texts'][-2:])

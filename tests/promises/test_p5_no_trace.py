@@ -180,7 +180,7 @@ EXPECTED = {
     'no gradients': 'rank {r}: no parameter of Sequential needs a gradient', 'nested': "rank {r}: this learner is in distrib_ctx", 'joined': None,
     'parallel': 'rank {r}: this learner is in parallel_ctx', 'parallel in': 'this learner is in distrib_ctx', 'too few': '9 samples do not fill one global batch of 10',
     'split already': 'rank {r}: torch.utils.data.dataloader.DataLoader is split already, by its DistributedSampler', 'unused': 'rank {r}: the loss does not depend on b.weight, b.bias', 'unused allowed': None,
-    'launched with fp16': 'mixed_precision=fp16', 'well': None}
+    'launched with fp16': "mixed_precision='fp16'", 'well': None}
 
 
 def test_wrong_arguments(world2):

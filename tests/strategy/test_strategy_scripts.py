@@ -1,0 +1,120 @@
+"What scripts have that strategies differ in: layers left out of some steps, norms to clip by, types, buffers, lazy layers, files. Exact, or an error that says what to do"
+import pytest
+from accelerate.utils import DistributedDataParallelKwargs
+from strategies import *
+
+INF = float('inf')
+
+
+def trained_in(ctx, model, n=30, bs=5, dtype=torch.float64, epochs=1, **kwargs):
+    "The weights, or the text of the error"
+    import fastdist.all
+    torch.manual_seed(3)
+    learn = quiet(learner(n=n, bs=bs, n_val=7, opt=kwargs.pop('opt', Adam), wd=0.1, dtype=dtype, model=model, **kwargs))
+    try:
+        with contextlib.nullcontext() if ctx is None else learn.distrib_ctx(**ctx): learn.fit(epochs)
+    except (RuntimeError, ValueError) as e: return f'{type(e).__name__}: {e}'
+    return weights(learn)
+
+
+class Few(nn.Module):
+    "Parameters of fewer rows than there are workers, and a number"
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.one, self.scale = nn.Linear(4, 5), nn.Linear(5, 4), nn.Linear(4, 1), nn.Parameter(torch.tensor(1.5))
+        self.out = nn.Linear(1, 3)
+    def forward(self, x): return self.out(self.one(self.b(self.a(x).relu()))*self.scale)
+
+
+def clipped(ctx, norm): return trained_in(ctx, lambda: Few().double(), cbs=GradientClip(0.05, norm_type=norm), opt=SGD, n=20)
+
+
+class Dropped(nn.Module):
+    "Leaves a layer out of some batches, in all workers"
+    def __init__(self, of):
+        super().__init__()
+        self.a, self.spare, self.b, self.k, self.of = nn.Linear(4, 5), nn.Linear(5, 5), nn.Linear(5, 3), 0, of
+    def forward(self, x):
+        h = self.a(x).relu()
+        if self.training: self.k += 1
+        return self.b(h if self.training and self.k in self.of else h+self.spare(h))
+
+
+def dropped(ctx, of): return trained_in(ctx, lambda: Dropped(of).double())
+
+
+class Grows(nn.Module):
+    "With a buffer that is as long as the longest batch"
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(4, 3)
+        self.register_buffer('ones', torch.ones(1))
+    def forward(self, x):
+        if len(x) > len(self.ones): self.ones = x.new_ones(len(x))
+        return self.lin(x)*(self.ones[:1])
+
+
+class Mixed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 5), nn.Linear(5, 3).double(), nn.Parameter(torch.ones(5, 1).double())
+    def forward(self, x): return self.b(self.a(x.float()).relu()*self.c[:, 0])
+
+
+class Penalty(Callback):
+    "Of the gradient of the model by its inputs"
+    def before_batch(self): self.learn.xb = (self.xb[0].requires_grad_(),)
+    def after_loss(self):
+        if not self.training: return
+        g, = torch.autograd.grad(self.pred.sum(), self.xb[0], create_graph=True)
+        self.learn.loss_grad = self.loss_grad+g.pow(2).sum(1).mean()
+
+
+class OfParameters(Callback):
+    "The norm of the gradient is trained, too"
+    def after_loss(self):
+        if not self.training: return
+        gs = torch.autograd.grad(self.loss_grad, list(self.model.parameters()), create_graph=True)
+        self.learn.loss_grad = self.loss_grad+sum(g.pow(2).sum() for g in gs)
+
+
+def smooth(): return nn.Sequential(nn.Linear(4, 5), nn.Sigmoid(), nn.Linear(5, 3)).double()
+def lazy(): return nn.Sequential(nn.LazyLinear(5), nn.LazyBatchNorm1d(), nn.ReLU(), nn.LazyLinear(3)).double()
+def materialised():
+    model = lazy()
+    model(torch.ones(2, 4).double())
+    return model
+
+
+def each(strategy):
+    "All cases, by name"
+    ctx = None if strategy is None else ctx_of(strategy)
+    units = strategy and dict(split_batches=True, strategy=strategy) # all of the model is one
+    find = strategy and (ctx if strategy=='fsdp' else ctx_of(strategy, kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)]))
+    res = {f'clip {o}': clipped(ctx, o) for o in (INF, 'inf', 1, 3.)}
+    res |= {'dropped': dropped(find, (2, 5)), 'dropped, not allowed': dropped(ctx, (2, 5)), 'dropped at last': dropped(ctx, (6,))}
+    res |= dict(mixed=trained_in(units, Mixed), penalty=trained_in(ctx, smooth, cbs=Penalty()), materialised=trained_in(ctx, materialised))
+    if strategy is not None: res |= dict(lazy=trained_in(ctx, lazy), grows=trained_in(ctx, lambda: Grows().double(), n=22, epochs=2))
+    if strategy in (None, 'fsdp'): res['of parameters'] = trained_in(ctx, smooth, cbs=OfParameters())
+    return res
+
+
+ERRORS = {
+    'lazy': ('ddp zero1 zero2 fsdp', r'rank \d: 0.weight, 0.bias, 1.weight, .* have no shape yet.*run a batch through the model before'),
+    'grows': ('ddp zero1 zero2 fsdp', r'rank \d: the buffer ones of the model differs: .*torch.float64 of shape \(\d,\).*Give it the same shape'),
+    'dropped, not allowed': ('ddp zero1 zero2', 'the loss does not depend on spare.weight, spare.bias, .*find_unused_parameters=True'),
+    'dropped at last': ('ddp zero1 zero2', 'the loss does not depend on spare.weight, spare.bias, .*find_unused_parameters=True'),
+    'mixed': ('fsdp', "strategy='fsdp' gathers parameters of one type together, and .*a.weight is of torch.float32.*use strategy='zero2'"),
+    'penalty': ('fsdp', "strategy='fsdp' lets go of the parameters .*use strategy='zero2'"),
+    'of parameters': ('fsdp', "strategy='fsdp' lets go of the parameters .*use strategy='zero2'")}
+ONE = {}
+
+
+@pytest.mark.parametrize('size,strategy', [(3, 'ddp'), (2, 'zero1'), (3, 'zero2'), (3, 'fsdp'), (2, 'fsdp')])
+def test_exact_or_an_error(worlds, size, strategy):
+    ONE.update(ONE or each(None))
+    for r, found in enumerate(worlds(size)(each, strategy)):
+        for nm, o in found.items():
+            fails, text = ERRORS.get(nm, ('', None))
+            if strategy in fails.split(): assert isinstance(o, str) and re.search(text, o, re.S), (nm, r, o)
+            else: assert isinstance(o, dict) and diff(ONE[nm], o) < (1e-6 if nm == 'mixed' else 1e-7), (nm, r, o if isinstance(o, str) else diff(ONE[nm], o))
