@@ -19,16 +19,22 @@ class Strategy:
     name = 'own'
     shards_params = False # Does a forward pass need the other workers, as each has a shard of the parameters?
     gathers = False # Does `close` need the other workers?
-    def __init__(self): self.learn,self.model,self.device,self.unsynced = None,None,None,False
+    share_scale = staticmethod(lambda: 1.) # what the loss of this worker's share is to be multiplied by; the trainer knows
+    def __init__(self): self.learn,self.model,self.device,self.unsynced,self.loose = None,None,None,False,[]
     def setup(self, learn, # `Learner` whose context begins; its weights are the same in all workers
               device, # This worker's `torch.device`
              ):
         "When a context begins: shape `learn.model`"
         self.learn,self.model,self.device = learn,learn.model,device
-    def set_opt(self, opt): "When the learner has an optimizer, another one, or none any more (`None`): shape it"
+    def set_opt(self, opt):
+        "When the learner has an optimizer, another one, or none any more (`None`): shape it"
+        self._find_loose(opt)
     def forward(self, sync # Are the gradients to be averaged in this batch's backward pass?
                ): "Before each batch that is trained"
-    def before_backward(self): "When the loss has been computed"
+    def before_backward(self): "When the loss has been computed, and weighed: `learn.loss_grad`"
+    def begin_backward(self): "When the backward pass of the batch's own loss begins, where `Backwards` is used"
+    def end_backward(self, own # That of the batch's own loss?
+                    ): "When any backward pass has ended, where `Backwards` is used"
     def check_used(self): "Before the optimizer steps: raise a `RuntimeError` if a parameter got no gradient"
     def average(self): "Average the gradients that have been accumulated without a message"
     def after_batch(self): "When a batch has ended, or been cancelled"
@@ -37,6 +43,21 @@ class Strategy:
     def release(self, group=None): "Give the optimizer back as it was, with its whole state; `group` as for `close`"
     def close(self, group=None # Process group to gather shards in, if the one that there was has broken; `False` if there is none
              ): "When the context ends: give the model and the optimizer back"
+
+# %% ../../nbs/strategy/00_base.ipynb #8770e6f7
+@patch
+def all_params(self:Strategy):
+    "The parameters of the model, and those that the optimizer has beside them, as of a loss function"
+    return list({id(p):p for p in (*self.model.parameters(), *self.loose)}.values())
+
+@patch
+def _find_loose(self:Strategy, opt, known=()):
+    "Which parameters of `opt` the model has not; all workers begin with rank 0's"
+    ids,old = {id(p) for p in (*self.model.parameters(), *known)},{id(p) for p in self.loose}
+    every = [] if opt is None else [p for pg in opt.param_lists for p in pg]
+    self.loose = [p for p in every if id(p) not in ids]
+    new = [p for p in self.loose if id(p) not in old]
+    if new: broadcast_tensors(new)
 
 # %% ../../nbs/strategy/00_base.ipynb #f0347907
 def check_trainable(model):

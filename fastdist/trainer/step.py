@@ -91,15 +91,18 @@ def interrupted(self:TrainingStep):
 
 # %% ../../nbs/trainer/03_step.ipynb #7428e8e1
 @patch
+def share_scale(self:TrainingStep):
+    "What the loss of this share is multiplied by, so that the mean over the workers is that of the global batch"
+    return get_world_size()*(float(self.counts) if is_summed(self.learn.loss_func) else self.n/self.batch_weight())
+
+@patch
 def weigh_loss(self:TrainingStep):
     "Scale the loss so that the average of the workers' gradients is that of the global batch"
     # last of all callbacks: what others have added counts too
-    learn,world = self.learn,get_world_size()
-    all_n = self.batch_weight()
+    learn,scale = self.learn,self.share_scale()
     if self.n==0: # not times 0: the mean over nothing is nan
         learn.loss_grad = sum(t.sum() for t in tensors_in(learn.pred) if t.requires_grad)*0.
         return
-    scale = world if is_summed(learn.loss_func) else self.n*world/all_n
     if learn._grab_cbs(GradientAccumulation): scale *= self.rows/self.bs # it has multiplied by bs/n_acc
     if scale!=1: learn.loss_grad = learn.loss_grad*scale
 
@@ -158,8 +161,8 @@ def after_loss(self:StrategyHooks):
 @patch
 def before_backward(self:StrategyHooks):
     "Weigh this worker's share"
-    self.strategy.before_backward()
     self.trainer.step.weigh_loss()
+    self.strategy.before_backward()
 
 # %% ../../nbs/trainer/03_step.ipynb #50523439
 @patch
@@ -174,3 +177,8 @@ def after_batch(self:StrategyHooks):
     "Give the model back, where the forward was cancelled, and the metrics their state, where this batch does not count"
     self.strategy.after_batch()
     if self.training: self.trainer.step.restore_metrics()
+
+@patch
+def fit_failed(self:StrategyHooks, error):
+    "An error has ended the fit in a batch, maybe"
+    self.strategy.after_batch()

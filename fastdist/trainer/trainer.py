@@ -97,6 +97,7 @@ def _share_model(self:DistributedTrainer):
     "Replicate or shard the model, as the strategy does"
     learn,device,ddp = self.learn,self.accelerator.device,self.settings.ddp
     self.strategy = make_strategy(self.settings, learn, device)
+    self.strategy.share_scale = lambda: self.step.share_scale()
     each = ddp is not None and (ddp.find_unused_parameters or ddp.static_graph) # what the last batch does not use would not be averaged
     self.add(StrategyHooks(self, self.strategy, each))
     self.undo.callback(self._close_strategy)
