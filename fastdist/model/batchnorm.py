@@ -10,9 +10,26 @@ import copyreg
 from functools import lru_cache
 
 import torch.distributed as dist, torch.nn.functional as F
-from torch.distributed._functional_collectives import all_gather_single_autograd
+from torch.distributed._functional_collectives import all_gather_single_autograd, all_gather_single, reduce_scatter_single
 from torch.nn.modules.batchnorm import _BatchNorm
 from fastai.basics import *
+
+# %% ../../nbs/model/03_batchnorm.ipynb #65d54f6e
+class _Gather(torch.autograd.Function):
+    "One row of each worker, in all of them; its gradients are sums over workers, and have gradients too, which torch's own have not"
+    @staticmethod
+    def forward(ctx, x): return all_gather_single(x, 0, dist.group.WORLD)+0 # waits, where it runs by itself
+    @staticmethod
+    def backward(ctx, g): return _Scatter.apply(g)
+
+class _Scatter(torch.autograd.Function):
+    "This worker's row of the sum"
+    @staticmethod
+    def forward(ctx, x): return reduce_scatter_single(x.contiguous(), 'sum', 0, dist.group.WORLD)+0
+    @staticmethod
+    def backward(ctx, g): return _Gather.apply(g.contiguous())
+
+def _gathered(x): return all_gather_single_autograd(x, 0, dist.group.WORLD) if torch.compiler.is_compiling() else _Gather.apply(x)
 
 # %% ../../nbs/model/03_batchnorm.ipynb #068e025f
 def _statistics(centered, # This worker's values about `around`, `(batch, channels, ...)`
@@ -24,7 +41,7 @@ def _statistics(centered, # This worker's values about `around`, `(batch, channe
     n = centered.numel()//c
     mean,square = (o.sum(dims)/max(n, 1) for o in (centered,centered.square()))
     mine = torch.cat([mean+around, square-mean.square(), mean.new_full((1,), n if counts else 0)])
-    every = all_gather_single_autograd(mine[None], 0, dist.group.WORLD)
+    every = _gathered(mine[None])
     means,vars_,ns = every.split([c,c,1], 1)
     n = ns.sum()
     mean = (means*ns).sum(0)/n # to the last bit the same in all workers, as `around` is not

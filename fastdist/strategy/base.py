@@ -4,9 +4,11 @@
 
 # %% auto #0
 __all__ = ['Strategy', 'check_trainable', 'unused_error', 'callback_results', 'broadcast_tensors', 'sync_buffers', 'inner_opt',
-           'state_tensors', 'same_everywhere']
+           'state_tensors', 'needs_closure', 'same_everywhere']
 
 # %% ../../nbs/strategy/00_base.ipynb #49e9f763
+import inspect
+
 import torch.distributed as dist
 from fastai.basics import *
 from ..comm.pack import as_bytes, tensors_in
@@ -113,6 +115,12 @@ def state_tensors(opt # A fastai optimizer
                  ):
     "The tensors that `opt` remembers"
     return tensors_in([list(s.values()) for s in inner_opt(opt).state.values()] + [vars(opt).get('slow_weights')])
+
+def needs_closure(opt # A fastai optimizer
+                 ):
+    "Has its `step` to be given a function that computes the loss and its gradients, as that of `torch.optim.LBFGS`?"
+    closure = inspect.signature(type(inner_opt(opt)).step).parameters.get('closure')
+    return closure is not None and closure.default is closure.empty
 
 # %% ../../nbs/strategy/00_base.ipynb #214a3586
 def same_everywhere(model, # The same layers in all workers

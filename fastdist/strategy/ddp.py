@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from fastai.basics import *
-from .base import Strategy, callback_results, check_trainable, unused_error
+from .base import Strategy, callback_results, check_trainable, needs_closure, unused_error
 from .backward import Backwards, agree_used, average_grads
 from .forward_proxy import ForwardProxy
 from ..world.ranks import get_rank
@@ -60,7 +60,7 @@ class Replica(Strategy):
     def __init__(self, handler=None # Accelerate's `DistributedDataParallelKwargs`
                 ):
         super().__init__()
-        self.handler,self.ddp,self.frozen,self.proxy = handler,None,None,None
+        self.handler,self.ddp,self.frozen,self.proxy,self.by_closure = handler,None,None,None,None
         self.checked,self.old_grads,self.backwards = True,_SetAside(),Backwards(self)
 
     def forward(self, sync):
@@ -149,3 +149,27 @@ def _average_all(self:Replica):
     if self.ddp.find_unused_parameters: agree_used(self.all_params(), self.device)
     self.unsynced = True
     self.average()
+
+# %% ../../nbs/strategy/02_ddp.ipynb #c1b49692
+@patch
+def set_opt(self:Replica, opt):
+    "Let an optimizer that needs a closure step by the loss of all workers"
+    self._find_loose(opt)
+    if self.by_closure is opt: return
+    self.release()
+    if opt is None or not needs_closure(opt): return
+    self.by_closure,opt.step = opt,partial(self._step, opt.step)
+
+@patch
+def release(self:Replica, group=None):
+    opt,self.by_closure = self.by_closure,None
+    if opt is not None: del opt.step
+
+@patch
+def _step(self:Replica, step, closure):
+    def global_loss():
+        loss,scale = closure(),self.share_scale()
+        total = loss.detach()*scale if scale else torch.zeros_like(loss)
+        dist.all_reduce(total)
+        return total/dist.get_world_size()
+    return step(global_loss)
