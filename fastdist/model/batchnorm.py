@@ -42,6 +42,8 @@ def _statistics(centered, # This worker's values about `around`, `(batch, channe
     mean,square = (o.sum(dims)/max(n, 1) for o in (centered,centered.square()))
     mine = torch.cat([mean+around, square-mean.square(), mean.new_full((1,), n if counts else 0)])
     every = _gathered(mine[None])
+    # what is computed of padding samples is nothing to the samples of others
+    if not counts: every = every.masked_fill(torch.ones_like(every, dtype=torch.bool), 0)+every.detach()
     means,vars_,ns = every.split([c,c,1], 1)
     n = ns.sum()
     mean = (means*ns).sum(0)/n # to the last bit the same in all workers, as `around` is not

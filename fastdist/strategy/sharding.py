@@ -65,7 +65,8 @@ def _about_shards(error):
         tb = error.__traceback__
         while tb is not None and tb.tb_next is not None: tb = tb.tb_next
         where = '' if tb is None else tb.tb_frame.f_globals.get('__name__', '')
-        if 'DTensor' in str(error) or where.startswith('torch.distributed.tensor'): return True
+        # the second: of a gradient of a gradient
+        if 'DTensor' in str(error) or 'out of bounds for storage of size 0' in str(error) or where.startswith('torch.distributed.tensor'): return True
         error = error.__cause__ or error.__context__
 
 @contextmanager
@@ -77,7 +78,7 @@ def explain_shards(strategy):
         what = 'gradients' if strategy.name=='zero2' else 'parameters and gradients'
         raise RuntimeError(
             f"rank {get_rank()}: with strategy={strategy.name!r} {what} are DTensors between the passes, each worker has its rows of them, and something in "
-            "this fit (a callback such as SAM, the loss, a part of the model that is called by itself) computes with them in a way that torch has not for "
+            "this fit (a callback such as SAM, the loss, a part of the model that is called by itself, a gradient of a gradient) computes with them in a way that torch has not for "
             f"DTensors: use strategy='zero1' or 'ddp'. torch's error: {e}") from e
 
 # %% ../../nbs/strategy/03_sharding.ipynb #c0d7f363

@@ -100,7 +100,8 @@ def weigh_loss(self:TrainingStep):
     "Scale the loss so that the average of the workers' gradients is that of the global batch"
     # last of all callbacks: what others have added counts too
     learn,scale = self.learn,self.share_scale()
-    if self.n==0: # not times 0: the mean over nothing is nan
+    # a share without samples runs its whole backward, as others wait for it in global batch norm; but 0 times the mean over nothing is nan
+    if self.n==0 and not (learn.loss_grad.requires_grad and learn.loss_grad.isfinite().all()):
         learn.loss_grad = sum(t.sum() for t in tensors_in(learn.pred) if t.requires_grad)*0.
         return
     if learn._grab_cbs(GradientAccumulation): scale *= self.rows/self.bs # it has multiplied by bs/n_acc
