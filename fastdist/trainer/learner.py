@@ -232,6 +232,7 @@ def _unsharded(trainer):
         trainer.strategy = strategy
         strategy.setup(trainer.learn, trainer.accelerator.device)
         strategy.set_opt(trainer.learn.opt)
+        trainer.note_parts()
 
 # %% ../../nbs/trainer/07_learner.ipynb #c95af5a9
 _learner_state,_export = Learner.__getstate__,Learner.export
