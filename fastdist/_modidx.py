@@ -1362,6 +1362,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                       'fastdist/model/batchnorm.py'),
                                           'fastdist.model.batchnorm._global_norm': ( 'model/batchnorm.html#_global_norm',
                                                                                      'fastdist/model/batchnorm.py'),
+                                          'fastdist.model.batchnorm._refuse_twice': ( 'model/batchnorm.html#_refuse_twice',
+                                                                                      'fastdist/model/batchnorm.py'),
                                           'fastdist.model.batchnorm._statistics': ( 'model/batchnorm.html#_statistics',
                                                                                     'fastdist/model/batchnorm.py'),
                                           'fastdist.model.batchnorm.sync_batch_norm': ( 'model/batchnorm.html#sync_batch_norm',

@@ -104,12 +104,19 @@ def _norm_alone(self:GlobalBatchNorm, x):
     use_batch = self.training or self.running_mean is None
     return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, use_batch, self._momentum(), self.eps)
 
+def _refuse_twice(g):
+    if torch.is_grad_enabled(): raise RuntimeError(
+        f"rank {dist.get_rank()}: a gradient of a gradient (create_graph=True) through batch norm over all workers, which torch's kernels for GPUs "
+        "have not: use sync_bn=False, or another norm in this model")
+
 @patch
 def _norm_by_kernels(self:GlobalBatchNorm, x):
     "With the kernels of torch's `SyncBatchNorm`; not a base class, as DistributedDataParallel refuses that on the CPU"
     self.process_group = dist.group.WORLD
-    try: return nn.SyncBatchNorm.forward(self, x)
+    try: y = nn.SyncBatchNorm.forward(self, x)
     finally: del self.process_group
+    if y.requires_grad: y.register_hook(_refuse_twice)
+    return y
 
 @patch
 def _momentum(self:GlobalBatchNorm, number=float):

@@ -295,11 +295,15 @@ def _gather_params(self:FullyShard, group):
 @patch
 def _unshard_model(self:FullyShard):
     undo,self.undo,states = self.undo,None,[fully_shard.state(m) for m in (self.model,*self.parts)]
+    gathered = {id(getattr(o, '_unsharded_param', None)) for s in states for g in s._fsdp_param_groups for o in g.fsdp_params}
+    # what the user has put in the place of one stays
+    def ours(m, n): return n in m._parameters and (isinstance(m._parameters[n], DTensor) or id(m._parameters[n]) in gathered)
+    slots = [(p,[o for o in owners if ours(*o)]) for p,owners in self.slots]
     undo()
     # autograd's graph keeps them alive, where the garbage collector does not see it, and they the model and its gradients
     for state in states:
         for o in (*state._fsdp_param_groups,state): vars(o).clear()
-    _put_params(self.slots)
+    _put_params(slots)
     self.params,self.parts = [],[]
 
 @patch
