@@ -73,7 +73,7 @@ def before_step(self:AccumulateSteps):
         self.n,self.total = self.n+1,self.total+self.weight
         if not last: raise CancelBatchException()
     if self.total:
-        for p in self.learn.model.parameters():
+        for p in {*self.learn.model.parameters(), *(p for pg in self.learn.opt.param_lists for p in pg)}:
             if p.grad is not None: p.grad.mul_(self.first/self.total)
     self.n,self.total,self.first = 0,0.,None
 

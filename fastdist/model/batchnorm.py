@@ -10,9 +10,26 @@ import copyreg
 from functools import lru_cache
 
 import torch.distributed as dist, torch.nn.functional as F
-from torch.distributed._functional_collectives import all_gather_single_autograd
+from torch.distributed._functional_collectives import all_gather_single_autograd, all_gather_single, reduce_scatter_single
 from torch.nn.modules.batchnorm import _BatchNorm
 from fastai.basics import *
+
+# %% ../../nbs/model/03_batchnorm.ipynb #65d54f6e
+class _Gather(torch.autograd.Function):
+    "One row of each worker, in all of them; its gradients are sums over workers, and have gradients too, which torch's own have not"
+    @staticmethod
+    def forward(ctx, x): return all_gather_single(x, 0, dist.group.WORLD)+0 # waits, where it runs by itself
+    @staticmethod
+    def backward(ctx, g): return _Scatter.apply(g)
+
+class _Scatter(torch.autograd.Function):
+    "This worker's row of the sum"
+    @staticmethod
+    def forward(ctx, x): return reduce_scatter_single(x.contiguous(), 'sum', 0, dist.group.WORLD)+0
+    @staticmethod
+    def backward(ctx, g): return _Gather.apply(g.contiguous())
+
+def _gathered(x): return all_gather_single_autograd(x, 0, dist.group.WORLD) if torch.compiler.is_compiling() else _Gather.apply(x)
 
 # %% ../../nbs/model/03_batchnorm.ipynb #068e025f
 def _statistics(centered, # This worker's values about `around`, `(batch, channels, ...)`
@@ -24,7 +41,9 @@ def _statistics(centered, # This worker's values about `around`, `(batch, channe
     n = centered.numel()//c
     mean,square = (o.sum(dims)/max(n, 1) for o in (centered,centered.square()))
     mine = torch.cat([mean+around, square-mean.square(), mean.new_full((1,), n if counts else 0)])
-    every = all_gather_single_autograd(mine[None], 0, dist.group.WORLD)
+    every = _gathered(mine[None])
+    # what is computed of padding samples is nothing to the samples of others
+    if not counts: every = every.masked_fill(torch.ones_like(every, dtype=torch.bool), 0)+every.detach()
     means,vars_,ns = every.split([c,c,1], 1)
     n = ns.sum()
     some = n if counts else n.clamp(min=1) # where no worker's counts
@@ -86,12 +105,19 @@ def _norm_alone(self:GlobalBatchNorm, x):
     use_batch = self.training or self.running_mean is None
     return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, use_batch, self._momentum(), self.eps)
 
+def _refuse_twice(g):
+    if torch.is_grad_enabled(): raise RuntimeError(
+        f"rank {dist.get_rank()}: a gradient of a gradient (create_graph=True) through batch norm over all workers, which torch's kernels for GPUs "
+        "have not: use sync_bn=False, or another norm in this model")
+
 @patch
 def _norm_by_kernels(self:GlobalBatchNorm, x):
     "With the kernels of torch's `SyncBatchNorm`; not a base class, as DistributedDataParallel refuses that on the CPU"
     self.process_group = dist.group.WORLD
-    try: return nn.SyncBatchNorm.forward(self, x)
+    try: y = nn.SyncBatchNorm.forward(self, x)
     finally: del self.process_group
+    if y.requires_grad: y.register_hook(_refuse_twice)
+    return y
 
 @patch
 def _momentum(self:GlobalBatchNorm, number=float):

@@ -12,7 +12,8 @@ from contextlib import contextmanager
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from fastai.basics import *
-from .base import Strategy, callback_results, check_trainable, unused_error
+from .base import Strategy, callback_results, check_trainable, needs_closure, unused_error
+from .backward import Backwards, agree_used, average_grads
 from .forward_proxy import ForwardProxy
 from ..world.ranks import get_rank
 
@@ -53,12 +54,6 @@ def _make_ddp(learn, device, handler):
     for hook in callback_results(learn, 'comm_hook'): ddp.register_comm_hook(*hook)
     return ddp
 
-def _average_grads(model):
-    for p in model.parameters():
-        if p.requires_grad and p.grad is not None:
-            dist.all_reduce(p.grad)
-            p.grad /= dist.get_world_size()
-
 # %% ../../nbs/strategy/02_ddp.ipynb #028dd1dd
 class Replica(Strategy):
     "`'ddp'`: the model wrapped in a `DistributedDataParallel` that follows freezing and unfreezing"
@@ -66,21 +61,26 @@ class Replica(Strategy):
     def __init__(self, handler=None # Accelerate's `DistributedDataParallelKwargs`
                 ):
         super().__init__()
-        self.handler,self.ddp,self.frozen,self.proxy = handler,None,None,None
-        self.checked,self.old_grads = True,_SetAside()
+        self.handler,self.ddp,self.frozen,self.proxy,self.by_closure = handler,None,None,None,None
+        self.checked,self.old_grads,self.backwards = True,_SetAside(),Backwards(self)
 
     def forward(self, sync):
-        frozen = [not p.requires_grad for p in self.model.parameters()]
+        frozen = [not p.requires_grad for p in self.all_params()]
         if self.ddp is None or frozen!=self.frozen: self._wrap(frozen)
-        self.ddp.require_backward_grad_sync = sync # as its `no_sync` does, from the forward to the end of the backward
+        self.sync,self.reduced = sync,False
+        # as in its `no_sync`: what it reduces is the backward of the batch's own loss, not whichever comes first after the forward
+        self.ddp.require_backward_grad_sync = sync and self.ddp.static_graph
+        self.ddp.require_forward_param_sync = sync
+        self.backwards.begin_batch()
         self.proxy = ForwardProxy(self.learn, self.ddp)
 
     def average(self):
-        if self.unsynced: _average_grads(self.model)
+        if self.unsynced: average_grads(self.all_params())
         self.unsynced = False
 
     def after_batch(self):
         if self.proxy is not None: self.proxy.restore() # where the forward was cancelled
+        self.backwards.end_batch()
 
 # %% ../../nbs/strategy/02_ddp.ipynb #4e775b8a
 @patch
@@ -99,6 +99,7 @@ def end_fit(self:Replica):
     # Not left to the garbage collector: between a forward and its backward, which an error may separate, they wait for other workers
     if self.ddp is not None: self.ddp._remove_autograd_hooks()
     self.ddp = None
+    self.backwards.end_batch()
 
 @patch
 def close(self:Replica, group=None):
@@ -110,11 +111,12 @@ def close(self:Replica, group=None):
 # %% ../../nbs/strategy/02_ddp.ipynb #fdde1016
 @patch
 def before_backward(self:Replica):
-    "Note whether this batch is averaged; an error where its forward was not that of `learn.model`"
+    "Note whether this batch is averaged, and which loss is its own; an error where its forward was not that of `learn.model`"
     if not self.proxy.called: raise RuntimeError(
         f"rank {get_rank()}: the forward of this batch did not go through learn.model(...), so its gradients would not be averaged; "
         "call learn.model in `_do_one_batch`, not a part of it")
-    self.unsynced = not self.ddp.require_backward_grad_sync
+    self.unsynced = not self.sync
+    self.backwards.watch(self.learn.loss_grad)
 
 @patch
 def check_used(self:Replica):
@@ -135,3 +137,51 @@ def _check_reduced(self:Replica):
         trained = [p for p in self.model.parameters() if p.requires_grad and p.numel()]
         at = re.search(r'not receive grad for rank \d+: ([\d ]+)', str(e))
         raise unused_error(self.model, [trained[int(o)] for o in at[1].split()] if at else trained) from None
+
+# %% ../../nbs/strategy/02_ddp.ipynb #309fa4fc
+@patch
+def begin_backward(self:Replica):
+    "Let `DistributedDataParallel` average what this backward pass adds up to"
+    if not self.sync or self.reduced or self.ddp.static_graph: return
+    self.ddp.reducer.prepare_for_backward([self.learn.loss_grad] if self.ddp.find_unused_parameters else [])
+
+@patch
+def end_backward(self:Replica, own):
+    if not own and self.ddp.static_graph: raise RuntimeError(
+        f"rank {get_rank()}: a backward pass beside that of the batch's loss, and static_graph=True says that there is none: leave it out")
+    if not self.sync:
+        self.unsynced = True
+        return
+    if own and not self.reduced: average_grads(self.loose) # the others are on their way
+    else: self._average_all()
+    self.reduced |= own
+
+@patch
+def _average_all(self:Replica):
+    if self.ddp.find_unused_parameters: agree_used(self.all_params(), self.device)
+    self.unsynced = True
+    self.average()
+
+# %% ../../nbs/strategy/02_ddp.ipynb #c1b49692
+@patch
+def set_opt(self:Replica, opt):
+    "Let an optimizer that needs a closure step by the loss of all workers"
+    self._find_loose(opt)
+    if self.by_closure is opt: return
+    self.release()
+    if opt is None or not needs_closure(opt): return
+    self.by_closure,opt.step = opt,partial(self._step, opt.step)
+
+@patch
+def release(self:Replica, group=None):
+    opt,self.by_closure = self.by_closure,None
+    if opt is not None: del opt.step
+
+@patch
+def _step(self:Replica, step, closure):
+    def global_loss():
+        loss,scale = closure(),self.share_scale()
+        total = loss.detach()*scale if scale else torch.zeros_like(loss)
+        dist.all_reduce(total)
+        return total/dist.get_world_size()
+    return step(global_loss)

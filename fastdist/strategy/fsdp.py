@@ -14,8 +14,10 @@ from fastai.basics import *
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
+from ..world.ranks import get_rank
 from ..model.blocks import units
 from .base import Strategy, check_trainable, unused_error
+from .backward import Backwards, BeforeAdding, average_grads
 from .sharding import Rows, gather_rows, local, mesh_of, shard_like
 from .sharded_opt import ShardedOptimizer, exchange_params
 from ..world.ranks import get_rank
@@ -68,6 +70,7 @@ class FullyShard(Strategy):
         store_attr()
         self.name = 'fsdp' if shard is None else 'hsdp'
         self.sharded,self.undo,self.checked,self.synced,self.ran,self.handles = None,None,False,True,True,[]
+        self.backwards,self.penalized = Backwards(self),False
 
     def setup(self, learn, device):
         "Shard the parameters of `learn.model`, and the gradients that they have"
@@ -141,6 +144,21 @@ def _load_rows(self:FullyShard, module, state_dict, prefix, *_):
         if isinstance(p, DTensor) and isinstance(new, Tensor) and not isinstance(new, DTensor) and new.shape==p.shape:
             state_dict[prefix+n] = shard_like(self.rows_of.of(new), p)
 
+# %% ../../nbs/strategy/06_fsdp.ipynb #7cdd74c6
+@patch
+def _penalty(self:FullyShard, p, g):
+    "The gradient of a loss of the shards, as it would be without the share's weight"
+    if not self.backwards.running: return
+    self.penalized,scale = True,self.share_scale()
+    self._check_penalty(scale)
+    if scale!=1: return g/scale
+
+@patch
+def _check_penalty(self:FullyShard, scale):
+    if not scale: raise RuntimeError(
+        f"rank {get_rank()}: strategy={self.name!r}, a penalty on the parameters, and a batch of which this worker has no sample, "
+        "so that its rows of the parameters would get none: drop the last batch (drop_last=True), use weight decay (wd), or strategy='zero2'")
+
 # %% ../../nbs/strategy/06_fsdp.ipynb #244a8fd3
 @patch
 def _before(self:FullyShard, p, g):
@@ -148,6 +166,7 @@ def _before(self:FullyShard, p, g):
 
 @patch
 def _after(self:FullyShard, p):
+    p.grad = local(p.grad) # of a loss of the parameters themselves it is a `DTensor`
     if not self.synced: return
     dist.all_reduce(p.grad)
     p.grad = DTensor.from_local(p.grad/dist.get_world_size(), self.mesh, [Replicate()]*self.mesh.ndim, run_check=False)
@@ -157,8 +176,12 @@ def _add_hooks(self:FullyShard):
     for p in self.replicated:
         needs = p.requires_grad
         p.requires_grad_() # torch puts none on a frozen one, which may be unfrozen later
-        self.handles += [p.register_hook(partial(self._before, p)), p.register_post_accumulate_grad_hook(self._after)]
+        self.handles += [BeforeAdding([p], self._before), p.register_post_accumulate_grad_hook(self._after)]
         p.requires_grad_(needs)
+    frozen = [p for p in self.params if not p.requires_grad]
+    for p in frozen: p.requires_grad_()
+    self.handles.append(BeforeAdding(self.params, self._penalty))
+    for p in frozen: p.requires_grad_(False)
     if hasattr(self.model, 'reset'): self.handles += self._wrap_reset()
     modules = {id(m):m for _,owners in self.slots for m,_ in owners}.values()
     self.handles += [m.register_load_state_dict_pre_hook(self._load_rows) for m in modules]
@@ -190,6 +213,7 @@ def _wrap_reset(self:FullyShard):
 @patch
 def set_opt(self:FullyShard, opt):
     "Give `opt` the sharded parameters in place of the whole ones, and shard its state"
+    self._find_loose(opt, [*self.params, *(p for p,_ in self.slots)])
     if self.sharded is not None and self.sharded.opt is opt: return
     self.release()
     if opt is None: return
@@ -215,15 +239,26 @@ def forward(self:FullyShard, sync):
     if not self.checked: self._check_types() # of what is unfrozen by now
     self.model.set_requires_gradient_sync(sync)
     self.synced,self.ran = sync,False
+    self.backwards.begin_batch()
 
 @patch
 def before_backward(self:FullyShard):
-    "Note that the backward of this batch runs"
+    "Note that the backward of this batch runs, and which loss is its own"
     self.unsynced,self.ran = not self.synced,True
+    if self.penalized: self._check_penalty(self.share_scale())
+    self.backwards.watch(self.learn.loss_grad)
+
+@patch
+def end_backward(self:FullyShard, own):
+    "torch has reduced what it shards"
+    self.ran = True
+    if not self.synced: self.unsynced = True
+    else: average_grads(self.loose)
 
 @patch
 def after_batch(self:FullyShard):
     "Reshard after a forward that no backward has followed"
+    self.backwards.end_batch()
     if not self.ran: self.sync_params() # the forward's parameters must not be taken for those of the next
 
 @patch
@@ -253,8 +288,8 @@ def average(self:FullyShard):
     self.model.set_requires_gradient_sync(True)
     for p in self.replicated:
         if p.grad is None: continue
-        self._before(p, None)
         self._after(p)
+    average_grads(self.loose)
     # What torch does at the end of a backward pass has no public name in all of its versions
     root = fully_shard.state(self.model)
     if getattr(root._state_ctx, 'manual_backward_finalization_active', False) is None:
@@ -284,11 +319,15 @@ def _gather_params(self:FullyShard, group):
 @patch
 def _unshard_model(self:FullyShard):
     undo,self.undo,states = self.undo,None,[fully_shard.state(m) for m in (self.model,*self.parts)]
+    gathered = {id(getattr(o, '_unsharded_param', None)) for s in states for g in s._fsdp_param_groups for o in g.fsdp_params}
+    # what the user has put in the place of one stays
+    def ours(m, n): return n in m._parameters and (isinstance(m._parameters[n], DTensor) or id(m._parameters[n]) in gathered)
+    slots = [(p,[o for o in owners if ours(*o)]) for p,owners in self.slots]
     undo()
     # autograd's graph keeps them alive, where the garbage collector does not see it, and they the model and its gradients
     for state in states:
         for o in (*state._fsdp_param_groups,state): vars(o).clear()
-    _put_params(self.slots)
+    _put_params(slots)
     self.params,self.parts = [],[]
 
 @patch
@@ -300,6 +339,7 @@ def close(self:FullyShard, group=None):
     finally:
         for h in self.handles: h.remove()
         self.handles = []
+        self.backwards.end_batch()
         self._gather_params(group)
         self.release(group)
         self._unshard_model()

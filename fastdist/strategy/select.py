@@ -111,7 +111,7 @@ def close_strategy(strategy # A `Strategy` that has been set up
         f"{'weights, which are nan now' if strategy.shards_params else 'optimizer state'}, and are gone: "
         "load a checkpoint before you go on with this learner")
     if strategy.unsynced: # an error has ended the fit: gradients that differ between workers must not get into the next one
-        for p in strategy.model.parameters(): p.grad = None
+        for p in (*strategy.model.parameters(), *strategy.loose): p.grad = None
 
 # %% ../../nbs/strategy/07_select.ipynb #0f8afc6a
 def _state_per_param(learn):

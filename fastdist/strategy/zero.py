@@ -10,8 +10,9 @@ import torch.distributed as dist
 from fastai.basics import *
 from torch.distributed.tensor import DTensor
 from .base import Strategy, check_trainable, unused_error
+from .backward import Backwards, BeforeAdding, average_grads, buckets
 from .ddp import Replica
-from .sharding import Rows, buckets, gather_rows, local, mesh_of, row_messages
+from .sharding import Rows, gather_rows, local, mesh_of, row_messages
 from .sharded_opt import ShardedOptimizer
 from ..world.ranks import get_rank
 
@@ -25,6 +26,7 @@ class _ShardedSteps:
 
     def set_opt(self, opt):
         "Shard the steps and the state of `opt`"
+        self._find_loose(opt)
         if self.sharded is not None and self.sharded.opt is opt: return
         self.release()
         if opt is not None: self.sharded = ShardedOptimizer(opt, self.rows_of, self.on_zero)
@@ -87,6 +89,7 @@ class ShardedGradients(_ShardedSteps, Strategy):
         super().__init__()
         self.allows_unused = handler is not None and (handler.find_unused_parameters or handler.static_graph)
         self.handles,self.frozen,self.buckets,self.sync = [],None,[],True
+        self.backwards = Backwards(self)
 
     def setup(self, learn, device):
         super().setup(learn, device)
@@ -94,18 +97,25 @@ class ShardedGradients(_ShardedSteps, Strategy):
 
     def forward(self, sync):
         "Be ready for a backward pass; the model itself is what runs"
-        frozen = [not p.requires_grad for p in self.model.parameters()]
+        frozen = [not p.requires_grad for p in self.all_params()]
         if frozen!=self.frozen: self._add_hooks(frozen)
         self.sync = sync
         self.unsynced |= not sync # until the end of the backward pass of a batch that is averaged
-        self.begun = False
+        self.backwards.begin_batch()
+
+    def after_batch(self): self.backwards.end_batch()
 
     def on_zero(self): self.sums.kept.clear()
 
 # %% ../../nbs/strategy/05_zero.ipynb #9ca225cc
 @patch
-def _begin(self:ShardedGradients):
-    self.begun,self.next,self.sums.sent = True,0,[]
+def before_backward(self:ShardedGradients):
+    "Note which loss is the batch's own"
+    self.backwards.watch(self.learn.loss_grad)
+
+@patch
+def begin_backward(self:ShardedGradients):
+    self.next,self.sums.sent = 0,[]
     self.waiting = [set(b) for b in self.buckets]
 
 @patch
@@ -117,29 +127,36 @@ def _send(self:ShardedGradients):
 @patch
 def _after(self:ShardedGradients, p):
     "`p` has got a gradient: send the buckets that are complete"
-    if not self.sync: return
-    if not self.begun:
-        self._begin()
-        torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+    if not self.sync or self.backwards.running!='own': return # what else there is goes at the end of its pass
     self.waiting[self.bucket_of[p]].discard(p)
     # Where parameters may be unused, workers agree first, when the backward pass has ended
     while not self.allows_unused and self.next < len(self.buckets) and not self.waiting[self.next]: self._send()
 
 # %% ../../nbs/strategy/05_zero.ipynb #f24bcd04
 @patch
-def _finish(self:ShardedGradients):
-    "At the end of the backward pass"
-    if self.next < len(self.buckets): self._fill_up()
+def _finish(self:ShardedGradients, partly=False # May parameters have got no gradient?
+           ):
+    if self.next < len(self.buckets): self._fill_up(partly)
     while self.next < len(self.buckets): self._send()
     while self.sums.sent: self.sums.receive()
-    self.unsynced = self.begun = False
+    average_grads(self.loose)
+    self.unsynced = False
 
 @patch
-def _fill_up(self:ShardedGradients):
+def end_backward(self:ShardedGradients, own):
+    "Reduce what has not been sent yet"
+    if not self.sync:
+        self.unsynced = True
+        return
+    if not own: self.begin_backward()
+    self._finish(partly=not own)
+
+@patch
+def _fill_up(self:ShardedGradients, partly):
     "What to do about parameters that got no gradient"
     ps = [p for b in self.buckets for p in b]
     if not self.allows_unused:
-        missing = [p for p in ps if not _is_new(p.grad) and self.bucket_of[p] >= self.next]
+        missing = [] if partly else [p for p in ps if not _is_new(p.grad) and self.bucket_of[p] >= self.next]
         if missing: raise unused_error(self.model, missing)
         return
     used = torch.tensor([_is_new(p.grad) for p in ps], dtype=torch.uint8, device=self.device)
@@ -154,7 +171,7 @@ def _fill_up(self:ShardedGradients):
 def average(self:ShardedGradients):
     "Reduce what has been accumulated, each shard to its owner"
     if not self.unsynced: return
-    self._begin()
+    self.begin_backward()
     self._finish()
 
 @patch
@@ -162,6 +179,7 @@ def end_fit(self:ShardedGradients):
     "Remove the hooks on the parameters"
     for h in self.handles: h.remove()
     self.handles,self.frozen = [],None
+    self.backwards.end_batch()
 
 @patch
 @torch.no_grad()
@@ -176,7 +194,7 @@ def close(self:ShardedGradients, group=None):
 # %% ../../nbs/strategy/05_zero.ipynb #663ae664
 @patch
 def _before(self:ShardedGradients, p, g):
-    if g.layout!=torch.strided: raise RuntimeError(
+    if g is not None and g.layout!=torch.strided: raise RuntimeError(
         f"rank {get_rank()}: strategy='zero2' does not shard sparse gradients (of a parameter of shape {tuple(p.shape)}): "
         "use strategy='ddp', or nn.Embedding(sparse=False)")
     self.sums.keep(p)
@@ -190,4 +208,4 @@ def _add_hooks(self:ShardedGradients, frozen):
     ps = list({id(p):p for p in self.model.parameters() if p.requires_grad and p.numel()}.values())[::-1]
     self.buckets,self.frozen = buckets(ps),frozen
     self.bucket_of = {p:i for i,b in enumerate(self.buckets) for p in b}
-    for p in ps: self.handles += [p.register_hook(partial(self._before, p)), p.register_post_accumulate_grad_hook(self._after)]
+    self.handles = [BeforeAdding(ps, self._before), *(p.register_post_accumulate_grad_hook(self._after) for p in ps)]

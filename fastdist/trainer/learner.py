@@ -198,7 +198,7 @@ _to_detach = Learner.to_detach
 @patch
 def to_detach(self:Learner, b, cpu=True, gather=True):
     "fastai's `to_detach`, of this worker's share: metrics and predictions are put together once an epoch; `learn.dl.to_detach` gathers"
-    return to_detach(b, cpu, gather) if isinstance(self.dl, DistributedDL) else _to_detach(self, b, cpu, gather)
+    return to_detach(b, cpu, gather) if isinstance(getattr(self, 'dl', None), DistributedDL) else _to_detach(self, b, cpu, gather)
 
 # %% ../../nbs/trainer/07_learner.ipynb #6e2f000b
 _get_preds = Learner.get_preds
@@ -260,6 +260,7 @@ def _unsharded(trainer, what):
         trainer.strategy = strategy
         strategy.setup(trainer.learn, trainer.accelerator.device)
         strategy.set_opt(trainer.learn.opt)
+        trainer.note_parts()
 
 # %% ../../nbs/trainer/07_learner.ipynb #c95af5a9
 _learner_state,_export = Learner.__getstate__,Learner.export

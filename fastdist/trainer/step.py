@@ -34,8 +34,8 @@ class TrainingStep:
         self.n = self.samples = float(self.bs if mine is None else mine)
         self.rows = None if self.total is None else self.bs*self.total//max(mine, 1)
         self.has_loss,self.loss,self.sums,self.kept,self.drawn = False,None,None,[],None
-        self.whole = self.weighed = False # is the loss that of the global batch, or a sum? Has `weigh_loss` been called?
-        self.own,self.hook = False,None # has a callback run a backward of its own?
+        self.summed = is_summed(learn.loss_func) and not isinstance(learn.loss_func, GlobalBatchLoss)
+        self.whole = False # is the loss that of the global batch, or a sum?
         self.uneven = getattr(last, 'uneven', None) # have the shares of some batch before not added up to the samples dealt out?
         self.check = LossCheck(learn) if last is None else last.check
         GlobalBatchLoss.step = self
@@ -65,6 +65,7 @@ def _left(self:TrainingStep, kept, bs):
 @patch
 def batch_weight(self:TrainingStep):
     "What the mean in the loss of the global batch divides by: the number of its samples, for most losses"
+    if self.sums is None and self.total is None: self._sum_weights() # asked for before there is a loss
     if self.sums is None: return self.total
     if isinstance(self.sums, Tensor):
         self.summing.wait()
@@ -152,14 +153,15 @@ def weigh_loss(self:TrainingStep):
     "Scale the loss so that the average of the workers' gradients is that of the global batch"
     # last of all callbacks: what others have added counts too
     learn,scale = self.learn,self._scale()
-    self.weighed = True
-    if self.n==0: # not times 0: the mean over nothing is nan
+    # a share without samples runs its whole backward, as others wait for it in global batch norm; but 0 times the mean over nothing is nan
+    if self.n==0 and not (learn.loss_grad.requires_grad and learn.loss_grad.isfinite().all()):
         learn.loss_grad = sum(t.sum() for t in tensors_in(learn.pred) if t.requires_grad)*0.
     elif scale!=1: learn.loss_grad = learn.loss_grad*scale
 
 @patch
-def share_scale(self:TrainingStep):
-    "What a loss of this share is multiplied by, so that the mean over the workers is that of the global batch"
+def share_scale(self:TrainingStep, root=None):
+    "What a loss of this share, the `root` of a backward pass, is multiplied by, so that the mean over the workers is that of the global batch"
+    if root is not None and root is getattr(self.learn, 'loss_grad', None): return self._scale()
     all_n = self.batch_weight()
     return get_world_size()*(float(self.counts) if self.summed else self.n/all_n if self.n else 0.)
 
@@ -168,19 +170,6 @@ def _scale(self:TrainingStep):
     "The same of `learn.loss_grad`: a sum is as if of all samples by now, and `GradientAccumulation` has multiplied by bs/n_acc"
     res = self.share_scale()*(self.n/self.batch_weight() if self.summed and self.n else 1.)
     return res*self.rows/self.bs if self.learn._grab_cbs(GradientAccumulation) else res
-
-# %% ../../nbs/trainer/03_step.ipynb #13629f45
-@patch
-def weigh_own(self:TrainingStep):
-    "A callback may run a backward of its own, and cancel that of fastai: its gradients are scaled as they come in"
-    preds = [t for t in tensors_in(self.learn.pred) if t.requires_grad]
-    at = self.learn.loss_grad if self.whole or len(preds)!=1 else preds[0]
-    def scaled(g):
-        if self.weighed: return
-        self.own = True
-        return g*self._scale() if self.n else torch.zeros_like(g)
-    if self.hook is not None: self.hook.remove()
-    if at.requires_grad: self.hook = at.register_hook(scaled)
 
 # %% ../../nbs/trainer/03_step.ipynb #bd5e5ae5
 @patch
@@ -255,20 +244,13 @@ def before_batch(self:StrategyHooks):
 @patch
 def after_loss(self:StrategyHooks):
     "Send the loss"
-    if not self.training: return
-    self.trainer.step.send_loss(self.trainer.decisions.interrupted)
-    self.trainer.step.weigh_own()
+    if self.training: self.trainer.step.send_loss(self.trainer.decisions.interrupted)
 
 @patch
 def before_backward(self:StrategyHooks):
     "Weigh this worker's share"
-    self.strategy.before_backward()
     self.trainer.step.weigh_loss()
-
-@patch
-def after_cancel_backward(self:StrategyHooks):
-    "A callback may have run a backward of its own in its place"
-    if self.trainer.step.own: self.strategy.before_backward()
+    self.strategy.before_backward()
 
 # %% ../../nbs/trainer/03_step.ipynb #50523439
 @patch
@@ -282,7 +264,6 @@ def before_step(self:StrategyHooks):
 @patch
 def after_batch(self:StrategyHooks):
     "Give the model back, where the forward was cancelled, and the metrics their state, where this batch does not count"
-    self.strategy.after_batch()
     self.fit_failed()
     if not self.training: return
     self.weigh_stats()
@@ -293,5 +274,6 @@ def after_batch(self:StrategyHooks):
 def fit_failed(self:StrategyHooks, error=None # That ended the fit
               ):
     "No batch is expected any more: in a loop of a callback's own each local batch counts"
+    self.strategy.after_batch()
     GlobalBatchLoss.step = None
     GlobalBatchNorm.expect()

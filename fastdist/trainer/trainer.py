@@ -23,20 +23,21 @@ from ..metrics.metrics import EpochTotals
 from ..model.activation_checkpoint import checkpoint_activations
 from ..model.batchnorm import GlobalBatchNorm, sync_batch_norm
 from ..model.compile import compile_model
-from ..strategy.base import check_trainable, same_everywhere, sync_buffers
+from ..strategy.base import check_trainable, same_everywhere, sync_buffers, whole_model
+from ..strategy.sharding import explain_shards
 from ..strategy.select import close_strategy, make_strategy
 from .args import accelerator_args, check_args, check_launch, check_own, check_precision, make_accelerator, not_default
 from .evaluation import Evaluation, same_log
 from .loaders import SharedLoaders, seeded_loaders
 from .step import StrategyHooks, TrainingStep
 from .strategy_args import check_mesh
-from .undone import UndoneCallback
+from .undone import FollowsModel, UndoneCallback
 from ..world.errors import refuse
 from ..world.process_group import init_group, teardown_distrib
 from ..world.ranks import get_rank, get_world_size, use_cpu
 
 # %% ../../nbs/trainer/06_trainer.ipynb #83db08b8
-class DistributedTrainer(UndoneCallback):
+class DistributedTrainer(FollowsModel):
     "Trains and evaluates a `Learner` on all workers of the process group; `attach` sets it up and `detach` undoes all of it"
     order = -20 # before whatever looks at losses and metrics
     name = 'distributed_trainer' # as `trainer_of` looks for it, of subclasses too
@@ -74,7 +75,7 @@ def _same_model(self:DistributedTrainer):
     same_data(self.learn.dls) # first: vocabularies, and so models, may differ by it
     device = self.accelerator.device
     if device.type!='cpu': self.learn.model.to(device)
-    same_everywhere(self.learn.model, self.learn.opt)
+    same_everywhere(whole_model(self.learn), self.learn.opt)
 
 @patch
 def _prepare(self:DistributedTrainer):
@@ -96,7 +97,7 @@ def _leave_stream(self:DistributedTrainer):
 def _share_batch_norm(self:DistributedTrainer):
     "Take batch norm's statistics from the global batch"
     self.undo.callback(GlobalBatchNorm.expect) # of a loop of one's own each local batch counts
-    if self.args['sync_bn']: self.undo.callback(sync_batch_norm(self.learn.model))
+    if self.args['sync_bn']: self.undo.callback(sync_batch_norm(whole_model(self.learn)))
 
 # %% ../../nbs/trainer/06_trainer.ipynb #1ed02cb1
 @patch
@@ -104,6 +105,7 @@ def _share_model(self:DistributedTrainer):
     "Replicate or shard the model, as the strategy does"
     learn,device,ddp = self.learn,self.accelerator.device,self.settings.ddp
     self.strategy = make_strategy(self.settings, learn, device)
+    self.strategy.share_scale = lambda root=None: self.step.share_scale(root)
     each = ddp is not None and (ddp.find_unused_parameters or ddp.static_graph) # what the last batch does not use would not be averaged
     self.add(StrategyHooks(self, self.strategy, each))
     self.undo.callback(self._close_strategy)
@@ -160,7 +162,7 @@ def _accumulate(self:DistributedTrainer):
     "Step once for several batches"
     plugin = self.settings.accumulation
     if plugin is None: return
-    shared = {} if self.accelerator is None else dict(batch_weight=lambda: self.step.batch_weight(), average=self.strategy.average)
+    shared = {} if self.accelerator is None else dict(batch_weight=lambda: self.step.batch_weight(), average=lambda: self.strategy.average())
     self.add(AccumulateSteps(plugin, **shared))
 
 @patch
@@ -197,16 +199,18 @@ def join_group(self:DistributedTrainer):
 
 # %% ../../nbs/trainer/06_trainer.ipynb #7fb8f347
 @patch
+def model_steps(self:DistributedTrainer):
+    "What `shape_model` does"
+    return [self._share_batch_norm, self._checkpoint, self._share_model, self._compile]
+
+@patch
 def steps(self:DistributedTrainer):
     "What `attach` does, in this order; `detach` undoes it in reverse"
     both = [self._accumulate, self._set_path, self._seed_loaders, self._set_precision]
     if self.accelerator is None: return [self._copy_to_gpus, self._checkpoint, self._compile, *both]
     return [self._same_model,
             self._prepare,
-            self._share_batch_norm,
-            self._checkpoint,
-            self._share_model,
-            self._compile,
+            self.shape_model,
             self._share_loaders,
             self._show_in_rank0, *both]
 
@@ -231,16 +235,9 @@ def is_inner(self:DistributedTrainer):
     return self.decisions is not None and bool(self.decisions.alone or self.decisions.inner)
 
 @patch
-def _check_model(self:DistributedTrainer):
-    check_trainable(self.learn.model)
-    if self.learn.model is not self.strategy.model: raise RuntimeError(
-        f"rank {get_rank()}: learn.model was replaced in the context, which set up the one that was there: "
-        "replace it before, or make a new learner")
-
-@patch
 def _agree_buffers(self:DistributedTrainer):
     "Buffers that a forward changes differ between workers: take rank 0's, once an epoch"
-    if self.dirty: sync_buffers(self.learn.model)
+    if self.dirty: sync_buffers(whole_model(self.learn))
     self.dirty = False
 
 # %% ../../nbs/trainer/06_trainer.ipynb #c01f9c86
@@ -269,6 +266,7 @@ def before_fit(self:DistributedTrainer):
     if self.accelerator is None: return
     check_precision(self.learn)
     if self.is_inner: return
+    self.follow_model()
     self.random.restart_if_seeded()
     self.strategy.end_fit()
     self.strategy.set_opt(self.learn.opt)
@@ -304,7 +302,7 @@ def after_epoch(self:DistributedTrainer):
 @patch
 def before_train(self:DistributedTrainer):
     "Take this worker's part of the training loader"
-    self._check_model()
+    self.follow_model()
     if not self.decisions.inner: rejoin_streams()
     synchronize_rng(self.settings.rng_types)
     self.learn.dl = self.loaders.train(self.learn.dl)
@@ -403,7 +401,7 @@ def _decide(self:DistributedTrainer):
         self.decisions.begin()
         undo.callback(self.decisions.end)
         undo.push(self._fit_failed)
-        with self.decisions.interruptible(): yield
+        with explain_shards(self.strategy), self.decisions.interruptible(): yield
 
 @patch
 def _fit_failed(self:DistributedTrainer, cls, error, *_):
@@ -421,6 +419,7 @@ def validate_together(self:DistributedTrainer):
         yield
         return
     learn,outer = self.learn,self.evaluation
+    if not (self.in_fit or self.is_inner): self.follow_model()
     learn.dl = self.loaders.evaluate(learn.dl, self.decisions.alone)
     self.evaluation = Evaluation(learn, self.decisions, self.strategy.shards_params, self.preds_to)
     try:
