@@ -209,7 +209,7 @@ def _rebuild(o, path, res, device):
 
 # %% ../../nbs/comm/03_reduce.ipynb #4be9852c
 def all_reduce_dict(data, # Numbers, arrays and tensors, in any nesting of dicts, lists and tuples
-                    device=None, # Of the tensors in the result, and numbers are tensors then, as in fairseq; by default all stay what and where they were
+                    device=None, # Where all are tensors in the result, numbers too, as in fairseq; by default they stay as they are
                     group=None, # A process group; by default that of all workers
                     op='sum', # `sum`, `mean`, `max` or `min`, or torch's `ReduceOp.SUM`, ...
                    ):

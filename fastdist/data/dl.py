@@ -183,12 +183,13 @@ def _order(self:DistributedDL, order, own):
     finally: self._drawing = None
 
 # %% ../../nbs/data/06_dl.ipynb #b8247b89
-_drawn = WeakKeyDictionary() # by loader: of epochs of which some workers have their part, (world size, state from which the order was drawn, those workers)
+# by loader: of epochs of which some workers have their part, (world size, state from which the order was drawn, those workers)
+_drawn = WeakKeyDictionary()
 
 @patch
 @contextmanager
 def _like_others(self:DistributedDL):
-    "The state from which other workers of this process have drawn an epoch that this one has not, or `None`; generators stay where they are"
+    "The state from which other workers of this process have drawn an epoch that this one has not, or `None`"
     seen = next((o for o in _drawn.get(self.dl, ()) if o[0]==self.world_size and self.rank not in o[2]), None)
     if seen is None:
         yield

@@ -177,8 +177,8 @@ def _undecided(self:Decisions, cb, event, e):
     elif isinstance(e, KeyboardInterrupt) or self.inner or of in ('fastai','fastdist'): raise e
     elif self.keys.get(id(cb)) in self.everywhere and (get_world_size()==1 or monitor().meet()): self._raise_in_all(e)
     else: raise RuntimeError(
-        f"rank {get_rank()}: {type(cb).__name__}.{event} raised {type(e).__name__}, other ranks did not, and its code does not show that "
-        "it may: mention the exception in that method, or give the class `may_cancel = True`, and all ranks will do what one decides") from e
+        f"rank {get_rank()}: {type(cb).__name__}.{event} raised {type(e).__name__}, other ranks did not, and its code does not show "
+        "that it may: mention the exception in that method, or give the class `may_cancel = True`, and all do what one decides") from e
 
 @patch
 def _run(self:Decisions, cb, event):

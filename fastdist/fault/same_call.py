@@ -42,12 +42,13 @@ def all_at(what # A call that all ranks have to make, in words
         for b in _further(m, range(m.size)):
             if all_here(): return # it has been here, and is further now
             at,lines = b.state(),[*user_frames(b.stack),*b.stack,['?',0,'?']]
-            raise RuntimeError(f"rank {get_rank()}: {what} needs all workers, as each has a part of what is saved, and rank {b.rank} does not "
-                               f"make the call: {b.left or f'it is at {at.call}, {frame_text(lines[0])}'}. Call it in all workers")
+            where = b.left or f'it is at {at.call}, {frame_text(lines[0])}'
+            raise RuntimeError(f"rank {get_rank()}: {what} needs all workers, as each has a part of what is saved, and rank {b.rank} "
+                               f"does not make the call: {where}. Call it in all workers")
 
 # %% ../../nbs/fault/05_same_call.ipynb #920ee1f0
 def after_rank0():
-    "Called by all ranks: wait until rank 0 calls it too, from the same lines of the script and as often, or is further. Rank 0 does not wait"
+    "Called by all ranks: all but rank 0 wait until rank 0 calls it too, from the same lines of the script and as often, or is further"
     m = monitor()
     if m is None: return
     lines = '\n'.join(f'{f[0]}:{f[1]}' for f in user_frames(stack_of(threading.get_ident())))

@@ -107,8 +107,8 @@ def _norm_alone(self:GlobalBatchNorm, x):
 
 def _refuse_twice(g):
     if torch.is_grad_enabled(): raise RuntimeError(
-        f"rank {dist.get_rank()}: a gradient of a gradient (create_graph=True) through batch norm over all workers, which torch's kernels for GPUs "
-        "have not: use sync_bn=False, or another norm in this model")
+        f"rank {dist.get_rank()}: a gradient of a gradient (create_graph=True) through batch norm over all workers, which torch's "
+        "kernels for GPUs have not: use sync_bn=False, or another norm in this model")
 
 @patch
 def _norm_by_kernels(self:GlobalBatchNorm, x):

@@ -115,8 +115,8 @@ def _check_buffers(named):
     for n in {n:0 for o in every for n in o}:
         kinds = [o.get(n, 'nothing') for o in every]
         if len(set(kinds)) > 1: raise ValueError(
-            f"rank {get_rank()}: the buffer {n} of the model differs: {who_has(range(len(every)), kinds)}; the workers cannot agree on one. "
-            "Give it the same shape in all of them, or make it a plain attribute of its module, which each worker has for itself")
+            f"rank {get_rank()}: the buffer {n} of the model differs: {who_has(range(len(every)), kinds)}; the workers cannot agree "
+            "on one. Give it the same shape in all of them, or make it a plain attribute of its module, which each worker has for itself")
 
 def sync_buffers(model):
     """Give all workers the same buffers of `model`: the mean over them, or rank 0's; those of global batch norm are the same already.

@@ -157,7 +157,8 @@ def _penalty(self:FullyShard, p, g):
 def _check_penalty(self:FullyShard, scale):
     if not scale: raise RuntimeError(
         f"rank {get_rank()}: strategy={self.name!r}, a penalty on the parameters, and a batch of which this worker has no sample, "
-        "so that its rows of the parameters would get none: drop the last batch (drop_last=True), use weight decay (wd), or strategy='zero2'")
+        "so that its rows of the parameters would get none: drop the last batch (drop_last=True), use weight decay (wd), "
+        "or strategy='zero2'")
 
 # %% ../../nbs/strategy/06_fsdp.ipynb #244a8fd3
 @patch
@@ -274,8 +275,8 @@ def explain(self:FullyShard, error):
     "Raise an error that names the strategy, where a gradient of a gradient needs parameters that torch has let go of"
     if not isinstance(error, RuntimeError) or not any(o in str(error) for o in _gone): return
     raise RuntimeError(
-        f"rank {get_rank()}: strategy={self.name!r} lets go of the parameters that a forward has gathered, which torch.autograd.grad of them, "
-        "or a gradient of a gradient (create_graph=True), still needs: use strategy='zero2'") from error
+        f"rank {get_rank()}: strategy={self.name!r} lets go of the parameters that a forward has gathered, which "
+        "torch.autograd.grad of them, or a gradient of a gradient (create_graph=True), still needs: use strategy='zero2'") from error
 
 _gone = 'out of bounds for storage of size 0','appears to not have been used in the graph' # as torch says it
 

@@ -69,7 +69,8 @@ def _about_shards(error):
         while tb is not None and tb.tb_next is not None: tb = tb.tb_next
         where = '' if tb is None else tb.tb_frame.f_globals.get('__name__', '')
         # the second: of a gradient of a gradient
-        if 'DTensor' in str(error) or 'out of bounds for storage of size 0' in str(error) or where.startswith('torch.distributed.tensor'): return True
+        if where.startswith('torch.distributed.tensor') or any(o in str(error) for o in ('DTensor','out of bounds for storage of size 0')):
+            return True
         error = error.__cause__ or error.__context__
 
 @contextmanager
@@ -77,12 +78,13 @@ def explain_shards(strategy):
     "Of torch's errors about `DTensor`s say which strategy they come from, and the way out"
     try: yield
     except Exception as e:
-        if strategy.name not in ('zero2','fsdp','hsdp') or isinstance(e, RemoteError) or f'rank {get_rank()}: ' in str(e) or not _about_shards(e): raise
+        ours = isinstance(e, RemoteError) or f'rank {get_rank()}: ' in str(e)
+        if ours or 'gradients' not in strategy.splits or not _about_shards(e): raise
         what = 'gradients' if strategy.name=='zero2' else 'parameters and gradients'
         raise RuntimeError(
-            f"rank {get_rank()}: with strategy={strategy.name!r} {what} are DTensors between the passes, each worker has its rows of them, and something in "
-            "this fit (a callback such as SAM, the loss, a part of the model that is called by itself, a gradient of a gradient) computes with them in a way that torch has not for "
-            f"DTensors: use strategy='zero1' or 'ddp'. torch's error: {e}") from e
+            f"rank {get_rank()}: with strategy={strategy.name!r} {what} are DTensors between the passes, each worker has its rows of them, "
+            "and something in this fit (a callback such as SAM, the loss, a part of the model that is called by itself, a gradient of "
+            f"a gradient) computes with them in a way that torch has not for DTensors: use strategy='zero1' or 'ddp'. torch's error: {e}") from e
 
 # %% ../../nbs/strategy/03_sharding.ipynb #c0d7f363
 def _all_gather(t, pg):

@@ -199,7 +199,8 @@ def check_launch(learn # `Learner` that is to be trained
     "The mixed precision that the launcher was told, 'fp16' or 'bf16'; `None` if it was told none, or the learner has its own"
     precision = os.environ.get('ACCELERATE_MIXED_PRECISION', '').lower()
     if precision in ('','no') or learn._grab_cbs(MixedPrecision) or learn._grab_cbs(NonNativeMixedPrecision): return
-    if precision not in ('fp16','bf16'): refuse('mixed_precision', precision, "(of the launcher) fastai trains in fp16 or bf16: launch with one of them, or no")
+    if precision not in ('fp16','bf16'):
+        refuse('mixed_precision', precision, "(of the launcher) fastai trains in fp16 or bf16: launch with one of them, or no")
     return precision
 
 # %% ../../nbs/trainer/01_args.ipynb #cac5f46a

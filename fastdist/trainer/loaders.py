@@ -70,7 +70,7 @@ def _check_lengths(learn):
 @patch
 def train(self:SharedLoaders, dl # Loader of the learner's
          ):
-    "This worker's part of `dl`, to train; a `ValueError` where there are too few samples for a step, a `TypeError` where no one knows how many"
+    "This worker's part of `dl`, to train; a `ValueError` where it has too few samples for a step, a `TypeError` where their number is unknown"
     res = self.part(dl, False, get_rank(), get_world_size())
     _check_steps(res)
     _check_lengths(self.learn)

@@ -127,8 +127,8 @@ def check_draws(self:TrainingStep, strategy # `Strategy` that shards what the op
     if self.drawn is None or all(a.equal(b) for a,b in zip(self.drawn, _torch_states())): return
     where = "before_step, or " if 'gradients' in strategy.splits else ''
     raise RuntimeError(
-        f"rank {get_rank()}: torch's random numbers were drawn in {where}the optimizer's step. With strategy={strategy.name!r} each worker has "
-        f"a part of the {' and '.join(strategy.splits)} only, so what it draws is not what one process does: use strategy='ddp', "
+        f"rank {get_rank()}: torch's random numbers were drawn in {where}the optimizer's step. With strategy={strategy.name!r} each worker "
+        f"has a part of the {' and '.join(strategy.splits)} only, so what it draws is not what one process does: use strategy='ddp', "
         "or draw from a torch.Generator of your own")
 
 # %% ../../nbs/trainer/03_step.ipynb #ef597367
@@ -160,7 +160,7 @@ def weigh_loss(self:TrainingStep):
 
 @patch
 def share_scale(self:TrainingStep, root=None):
-    "What a loss of this share, the `root` of a backward pass, is multiplied by, so that the mean over the workers is that of the global batch"
+    "What a loss of this share, `root` of a backward pass, is multiplied by: then the workers' mean is that of the global batch"
     if root is not None and root is getattr(self.learn, 'loss_grad', None): return self._scale()
     all_n = self.batch_weight()
     return get_world_size()*(float(self.counts) if self.summed else self.n/all_n if self.n else 0.)

@@ -162,8 +162,8 @@ def _accumulate(self:DistributedTrainer):
     "Step once for several batches"
     plugin = self.settings.accumulation
     if plugin is None: return
-    shared = {} if self.accelerator is None else dict(batch_weight=lambda: self.step.batch_weight(), average=lambda: self.strategy.average())
-    self.add(AccumulateSteps(plugin, **shared))
+    shared = dict(batch_weight=lambda: self.step.batch_weight(), average=lambda: self.strategy.average())
+    self.add(AccumulateSteps(plugin, **({} if self.accelerator is None else shared)))
 
 @patch
 def _set_path(self:DistributedTrainer):
@@ -247,7 +247,7 @@ _own_events = {'after_pred','after_loss','before_backward'} # those from a forwa
 @contextmanager
 def draws_of(self:DistributedTrainer, event_name # Of a fit or an evaluation
             ):
-    "Around the callbacks of an event: they draw from the shared stream; forward and backward, which follow `before_batch`, from the worker's own"
+    "Around the callbacks of an event: they draw from the shared stream; forward and backward, after `before_batch`, from the worker's own"
     if self.random is not None and event_name not in _own_events: self.random.exit()
     yield
     if self.random is not None and event_name=='before_batch': self.random.enter()

@@ -97,6 +97,7 @@ def reached(rank, n, how, url):
     distributed_init(init_method=url, rank=rank, world_size=n)
     at, kv = None, world_store()
     for i in range(3):
+        now = None
         try:
             with fail_together():
                 group = dist.new_group(list(range(n))) if how == 'subgroup' else None
@@ -117,6 +118,7 @@ def reached(rank, n, how, url):
                     raise
         except RemoteError as e:
             ok = (e.rank, type(e.__cause__), 'no disk' in e.traceback, f'rank {rank} stopped because rank 1' in str(e)) == (1, ValueError, True, True)
+            now = now or time.monotonic()  # it came before this rank was where it was to be
             at = max(at or 0, now - kv.get(f'at{i}')) if ok else 1e9
         except ValueError: at = 0
         distributed_init(init_method=url, rank=rank, world_size=n)  # all can go on together
@@ -131,8 +133,7 @@ def test_reaches_all(how):
     "Three times, after each of which the workers make a new process group"
     url = f'tcp://127.0.0.1:{free_port()}'
     res = started(lambda: reached(int(os.environ['I']), 3, how, url), [{'I': str(i)} for i in range(3)])
-    assert isinstance(res[0], float), res
-    print(f'{how}: seconds until the others had raised it: {res[0]:.2f}, {res[2]:.2f}')
+    print(f'{how}: seconds until the others had raised it: {res}')
     assert res[1] == 0 and all(o < 60 for o in res), res  # far below the group's time limit; 0.5 to 0.7 on a quiet machine
 
 
