@@ -88,7 +88,7 @@ def _save_in_this_rank(learn, file):
     if get_rank()==0: return
     path = join_path_file(file, learn.path/learn.model_dir, ext='.pth')
     torch.save(dict(model=get_model(model).state_dict(), opt=opt.state_dict()), path)
-    _files()[1].discard(str(path.absolute()))
+    if dist.is_initialized(): _files()[1].discard(str(path.absolute()))
 
 _finder_before_fit = LRFinder.before_fit
 

@@ -17,7 +17,7 @@ class Backwards:
     "Looks after the backward passes of a training batch: tells that of its own loss from any other, and weighs the others"
     def __init__(self, strategy # Its `begin_backward` and `end_backward` are called
                 ):
-        self.strategy,self.loss,self.previous,self.running = strategy,None,None,False
+        self.strategy,self.loss,self.previous,self.running,self.hook = strategy,None,None,False,None
 
     def begin_batch(self):
         "From here on, in this thread"
@@ -30,12 +30,13 @@ class Backwards:
     def end_batch(self):
         "Give torch its function back"
         if self.previous is not None: torch.autograd.backward,self.previous = self.previous,None
-        self.loss,self.running = None,False
+        if self.hook is not None: self.hook.remove() # which has the strategy, and so would keep the learner's memory
+        self.loss,self.running,self.hook = None,False,None
 
     def watch(self, loss):
         "Take `loss`, which has been weighed, for the batch's own"
         self.loss = loss
-        if loss.requires_grad: loss.register_hook(self._unweighed)
+        if loss.requires_grad: self.hook = loss.register_hook(self._unweighed)
 
 # %% ../../nbs/strategy/01_backward.ipynb #cc732d2d
 @patch
@@ -57,9 +58,9 @@ def _backward(self:Backwards, tensors, *args, **kwargs):
 @patch
 def _other(self:Backwards, roots, args, kwargs):
     "Run another pass; has it given any parameter a gradient?"
-    touched = []
+    scale,touched = self.strategy.share_scale(),[]
     handles = [p.register_post_accumulate_grad_hook(touched.append) for p in self.strategy.all_params() if p.requires_grad]
-    try: self.real([o if (scale := self.strategy.share_scale(o))==1 else o*scale for o in roots], *args, **kwargs)
+    try: self.real([o if scale==1 else o*scale for o in roots], *args, **kwargs)
     finally:
         for h in handles: h.remove()
     return touched

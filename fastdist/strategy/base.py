@@ -27,7 +27,7 @@ class Strategy:
     gathers = False # Does `close` need the other workers?
     splits = () # What is in shards when the optimizer steps: 'parameters', 'gradients'
     loose = () # parameters that the optimizer has beside the model's
-    share_scale = staticmethod(lambda root=None: 1.) # what the loss of this worker's share is to be multiplied by; the trainer knows
+    share_scale = staticmethod(lambda: 1.) # what the loss of this worker's share is to be multiplied by; the trainer knows
     def __init__(self): self.learn,self.model,self.device,self.unsynced = None,None,None,False
     def setup(self, learn, # `Learner` whose context begins; its weights are the same in all workers
               device, # This worker's `torch.device`

@@ -181,7 +181,7 @@ def _add_hooks(self:FullyShard):
         p.requires_grad_(needs)
     frozen = [p for p in self.params if not p.requires_grad]
     for p in frozen: p.requires_grad_()
-    self.handles.append(BeforeAdding(self.params, self._penalty))
+    self.handles += [p.register_hook(partial(self._penalty, p)) for p in self.params] # on a node, the model could not be moved
     for p in frozen: p.requires_grad_(False)
     if hasattr(self.model, 'reset'): self.handles += self._wrap_reset()
     modules = {id(m):m for _,owners in self.slots for m,_ in owners}.values()

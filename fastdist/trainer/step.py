@@ -35,7 +35,7 @@ class TrainingStep:
         self.rows = None if self.total is None else self.bs*self.total//max(mine, 1)
         self.has_loss,self.loss,self.sums,self.kept,self.drawn = False,None,None,[],None
         self.summed = is_summed(learn.loss_func) and not isinstance(learn.loss_func, GlobalBatchLoss)
-        self.whole = False # is the loss that of the global batch, or a sum?
+        self.whole,self.weighed = False,[] # is the loss that of the global batch, or a sum? Has `weigh_loss` been called?
         self.uneven = getattr(last, 'uneven', None) # have the shares of some batch before not added up to the samples dealt out?
         self.check = LossCheck(learn) if last is None else last.check
         GlobalBatchLoss.step = self
@@ -100,6 +100,9 @@ def _begin_weighing(self:TrainingStep):
     # as if all samples were like these: then it is weighed as a mean is, and what callbacks add to it counts once, not once in each worker
     k = self.batch_weight()/self.n
     learn.loss_grad,learn.loss = learn.loss_grad*k,learn.loss*k
+    weighed = self.weighed # a hook that had the learner would keep its memory
+    def unscaled(g): return None if weighed else g/k # a backward of a callback's own is weighed as a sum
+    if learn.loss_grad.requires_grad: learn.loss_grad.register_hook(unscaled)
 
 # %% ../../nbs/trainer/03_step.ipynb #96c4dbbc
 @patch
@@ -153,15 +156,15 @@ def weigh_loss(self:TrainingStep):
     "Scale the loss so that the average of the workers' gradients is that of the global batch"
     # last of all callbacks: what others have added counts too
     learn,scale = self.learn,self._scale()
+    self.weighed.append(True)
     # a share without samples runs its whole backward, as others wait for it in global batch norm; but 0 times the mean over nothing is nan
     if self.n==0 and not (learn.loss_grad.requires_grad and learn.loss_grad.isfinite().all()):
         learn.loss_grad = sum(t.sum() for t in tensors_in(learn.pred) if t.requires_grad)*0.
     elif scale!=1: learn.loss_grad = learn.loss_grad*scale
 
 @patch
-def share_scale(self:TrainingStep, root=None):
-    "What a loss of this share, `root` of a backward pass, is multiplied by: then the workers' mean is that of the global batch"
-    if root is not None and root is getattr(self.learn, 'loss_grad', None): return self._scale()
+def share_scale(self:TrainingStep):
+    "What a loss of this share is multiplied by, so that the mean over the workers is that of the global batch"
     all_n = self.batch_weight()
     return get_world_size()*(float(self.counts) if self.summed else self.n/all_n if self.n else 0.)
 

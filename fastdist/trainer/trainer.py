@@ -105,7 +105,7 @@ def _share_model(self:DistributedTrainer):
     "Replicate or shard the model, as the strategy does"
     learn,device,ddp = self.learn,self.accelerator.device,self.settings.ddp
     self.strategy = make_strategy(self.settings, learn, device)
-    self.strategy.share_scale = lambda root=None: self.step.share_scale(root)
+    self.strategy.share_scale = lambda: self.step.share_scale()
     each = ddp is not None and (ddp.find_unused_parameters or ddp.static_graph) # what the last batch does not use would not be averaged
     self.add(StrategyHooks(self, self.strategy, each))
     self.undo.callback(self._close_strategy)
@@ -304,7 +304,7 @@ def before_train(self:DistributedTrainer):
     "Take this worker's part of the training loader"
     self.follow_model()
     if not self.decisions.inner: rejoin_streams()
-    synchronize_rng(self.settings.rng_types)
+    with self.random.entered(): synchronize_rng(self.settings.rng_types)
     self.learn.dl = self.loaders.train(self.learn.dl)
     self.totals.reset()
 

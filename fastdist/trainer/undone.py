@@ -9,6 +9,7 @@ __all__ = ['UndoneCallback', 'FollowsModel']
 from contextlib import ExitStack
 
 from fastai.basics import *
+from ..checkpoint.weights import is_sharded
 from ..strategy.base import check_trainable, same_everywhere, whole_model
 
 # %% ../../nbs/trainer/05_undone.ipynb #0a43622b
@@ -84,6 +85,7 @@ def follow_model(self:FollowsModel):
     check_trainable(self.learn.model)
     old,_ = self.parts,self.note_parts()
     if len(old)==len(self.parts) and all(a is b for a,b in zip(old, self.parts)): return
+    if not getattr(self.strategy, 'shards_params', False) and is_sharded(self.learn.model): return # by its user, after the context began
     self._undo_model()
     same_everywhere(whole_model(self.learn), self.learn.opt)
     self._shape()

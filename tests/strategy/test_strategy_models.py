@@ -528,7 +528,8 @@ class Fp16OnCpu(MixedPrecision):
 def arguments(ctx, folder=None, precision=False):
     learn, states, scales = made(net, metrics=accuracy), [], []
     class Look(Callback):
-        def before_train(self): states.append(torch.get_rng_state())
+        def after_pred(self):
+            if self.training and self.iter==0: states.append(torch.get_rng_state())
         def after_batch(self):
             if self.training and precision: scales.append(self.learn.scaler.get_scale())
     rng, path, fp16 = learn.dls.train.rng, learn.path, Fp16OnCpu()

@@ -15,7 +15,7 @@ def test_hsdp(world4, by):
     "Shards within a node and replicates across: 2 x 2, and one node of 4"
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy='size_based_wrap', min_num_params=1)
     ctx = dict(split_batches=True, fsdp_plugin=plugin, **(dict(strategy='hsdp') if by=='word' else dict(parallelism_config=ParallelismConfig(dp_replicate_size=2, dp_shard_size=2))))
-    every = world4(fits, ctx, CASES2, OPTS2, timeout=200)
+    every = world4(fits, ctx, [(c, o) for c in CASES2 for o in OPTS2], timeout=200)
     for c in CASES2:
         for o in OPTS2:
             one = fit(c, OPTS[o])
