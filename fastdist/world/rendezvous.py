@@ -260,13 +260,15 @@ def _wait_for_all(store, s, limit):
         late = missing()
         if set(range(s.rank)) - set(late): return # a lower rank says it
         _notice(f"rank {s.rank} waits for {s.world_size} workers, of which ranks {late} have not come yet")
-    try: come = wait_until(lambda: not missing(), limit, notice)
+    try:
+        if wait_until(lambda: not missing(), limit, notice): return
+        late = missing()
     except dist.DistError as e: raise ConnectionError(
         f"rank {s.rank} waited for {s.world_size} workers, and rank 0, or the launcher, which held their store, has ended: "
         "see what it printed") from e
-    if not come: raise MissingRanks(
-        f"rank {s.rank} waited {limit} s for {s.world_size} workers, and ranks {missing()} have not come: "
-        f"have they failed, or were fewer workers started than world_size={s.world_size}?", missing())
+    raise MissingRanks(
+        f"rank {s.rank} waited {limit} s for {s.world_size} workers, and ranks {late} have not come: "
+        f"have they failed, or were fewer workers started than world_size={s.world_size}?", late)
 
 # %% ../../nbs/world/03_rendezvous.ipynb #2007e4f2
 def rendezvous(s, # `Start` that says how
