@@ -47,7 +47,6 @@ class Monitor:
         self.scopes,self.stop_now,self.n,self.ok = [self.job],threading.Event(),0,time.monotonic()
         self.watch,self.groups,self.deadline,self.noticed,self.broken = Watch(self.size, self.ok),None,{},False,False
         self.delivering,self.interrupts = threading.Lock(),Interrupts()
-        self.point = 0,0 # the fit that callbacks decide in, and the event that they are at: the same numbers in all ranks
 
     @property
     def watched(self):
@@ -101,7 +100,6 @@ def _look(self:Monitor, now):
     if not dist.is_initialized(): return self.stop_now.set() # somebody else has ended the group
     self.n += 1
     if self.n%10==1: self._publish()
-    if self.n%10==3: self._answer()
     for s in list(self.scopes):
         f = None if s.failure is not None or s.left else self._get(f'fail/{s.key}', Failure)
         if f is not None and f.by!=self.rank: self._receive(s, f, now)
@@ -126,27 +124,6 @@ def others(self:Monitor, most=64 # Ranks
     if time.monotonic()-self.ok > 2: return []
     beats = [self._try(lambda: self._get(f'beat/{r}', Beat)) for r in range(min(self.size, most)) if r!=self.rank]
     return [vars(b.state()) for b in beats if b is not None]
-
-# %% ../../nbs/fault/02_monitor.ipynb #d90a88c8
-@patch
-def _answer(self:Monitor):
-    "Say so where another rank waits at an event that this one has gone past"
-    o = self._get('waits')
-    if o is None: return
-    here = any(s.key==o['scope'] and not s.left for s in self.scopes)
-    if not here or list(self.point) > o['point']: self._try(lambda: self.store.set(f"passed/{o['scope']}/{o['point']}", str(self.rank)))
-
-@patch
-def meet(self:Monitor):
-    "Wait until all ranks are at this event; `None` if one of them has gone past it. Every rank that calls this does so at the same event"
-    scope,point = self.scopes[-1].key,list(self.point)
-    key,passed = f'meet/{scope}',f'passed/{scope}/{point}'
-    nth = (self.store.add(key, 1)-1)//self.size+1 # the meetings of a scope are counted together: the store keeps what was ever written
-    def all_here(): return self.store.add(key, 0) >= nth*self.size
-    if wait_until(all_here, self.tick): return True
-    self._set('waits', dict(scope=scope, point=point))
-    wait_until(lambda: all_here() or self.store.check([passed]))
-    return all_here() or None
 
 # %% ../../nbs/fault/02_monitor.ipynb #73526734
 @patch
