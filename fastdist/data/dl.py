@@ -22,6 +22,7 @@ from .torch_dl import TorchAdapter, TorchDataLoader
 from ..comm.call import same_text
 from ..comm.objects import all_gather_list, from_rank0
 from ..world.ranks import check_rank, get_rank, get_world_size
+from ..world.state import current_world
 
 # %% ../../nbs/data/06_dl.ipynb #3a6e3f04
 def _world_of(rank, world_size, split_batches, evaluate):
@@ -183,20 +184,21 @@ def _order(self:DistributedDL, order, own):
     finally: self._drawing = None
 
 # %% ../../nbs/data/06_dl.ipynb #b8247b89
-# by loader: of epochs of which some workers have their part, (world size, state from which the order was drawn, those workers)
-_drawn = WeakKeyDictionary()
+def _drawn():
+    "By loader: of epochs of which some workers have their part, (world size, state from which the order was drawn, those workers)"
+    return current_world().cached('drawn', WeakKeyDictionary)
 
 @patch
 @contextmanager
 def _like_others(self:DistributedDL):
     "The state from which other workers of this process have drawn an epoch that this one has not, or `None`"
-    seen = next((o for o in _drawn.get(self.dl, ()) if o[0]==self.world_size and self.rank not in o[2]), None)
+    seen = next((o for o in _drawn().get(self.dl, ()) if o[0]==self.world_size and self.rank not in o[2]), None)
     if seen is None:
         yield
         return
     _,state,ranks = seen
     ranks.add(self.rank)
-    if len(ranks)==self.world_size: _drawn[self.dl].remove(seen)
+    if len(ranks)==self.world_size: _drawn()[self.dl].remove(seen)
     active,gens = WorkerRandom.active,self._adapter.generators()
     with shared_order(gens, sync=False) as now: pass
     try: yield state
@@ -220,7 +222,7 @@ def _draw(self:DistributedDL, new=True):
     with nullcontext() if alone else self._like_others() as state:
         with shared_order(a.generators(), synced, pending['rng'] if pending else state, keep=not a.stream) as at:
             order = self._order(a.order(new, seeded), own)
-        if not alone and state is None: _drawn.setdefault(self.dl, deque(maxlen=64)).append((self.world_size, at, {self.rank}))
+        if not alone and state is None: _drawn().setdefault(self.dl, deque(maxlen=64)).append((self.world_size, at, {self.rank}))
     if synced and (own or not a.from_rng): _same_order(order, a.nm)
     if not new: a.seed = seed_of(at[0], at[2].numpy().tobytes(), repr(at[3])) # for who reads `fake_l` by himself; nothing is drawn
     elif a.seed is None: a.seed = seed_of(pending['epoch']) # that of the processes which were there is not in the state

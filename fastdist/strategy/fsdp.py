@@ -18,7 +18,7 @@ from ..world.ranks import get_rank
 from ..model.blocks import units
 from .base import Strategy, check_trainable, unused_error
 from .backward import Backwards, BeforeAdding, average_grads
-from .sharding import Rows, gather_rows, local, mesh_of, shard_like
+from .sharding import Rows, explain_shards, gather_rows, local, mesh_of, shard_like
 from .sharded_opt import ShardedOptimizer, exchange_params
 from ..world.ranks import get_rank
 
@@ -272,8 +272,8 @@ def check_used(self:FullyShard):
 
 @patch
 def explain(self:FullyShard, error):
-    "Raise an error that names the strategy, where a gradient of a gradient needs parameters that torch has let go of"
-    if not isinstance(error, RuntimeError) or not any(o in str(error) for o in _gone): return
+    "Raise an error that names the strategy, where a gradient of a gradient needs parameters that torch has let go of, or of shards"
+    if not isinstance(error, RuntimeError) or not any(o in str(error) for o in _gone): return explain_shards(self, error)
     raise RuntimeError(
         f"rank {get_rank()}: strategy={self.name!r} lets go of the parameters that a forward has gathered, which "
         "torch.autograd.grad of them, or a gradient of a gradient (create_graph=True), still needs: use strategy='zero2'") from error

@@ -203,7 +203,7 @@ class ShardedOptimizer(_OptRows):
         "Step this worker's rows, and get those that the others have stepped"
         if args or kwargs: raise RuntimeError(
             f"rank {get_rank()}: {type(self.inner).__name__} steps with a closure, which computes gradients of whole parameters, "
-            "and this strategy steps a part of them in each worker: use strategy='ddp'")
+            "and the strategies that shard steps (zero1, zero2, fsdp) step a part of them in each worker: use strategy='ddp'")
         with self._on_parts(): res = self._call('step', *args, **kwargs)
         sent = [p.data for p in self.params() if not isinstance(p, DTensor) and (p.requires_grad or p.grad is not None)]
         if sent: send_rows(sent, self.rows_of)

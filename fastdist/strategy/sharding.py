@@ -6,7 +6,6 @@
 __all__ = ['Rows', 'local', 'shard_like', 'explain_shards', 'gather_rows', 'gather_group', 'row_messages', 'send_rows', 'mesh_of']
 
 # %% ../../nbs/strategy/03_sharding.ipynb #bc23fb59
-from contextlib import contextmanager
 from datetime import timedelta
 from functools import update_wrapper
 
@@ -18,7 +17,6 @@ from torch.nn.utils import clip_grad
 from ..comm.call import route
 from .backward import buckets
 from ..comm.pack import as_bytes
-from ..world.errors import RemoteError
 from ..world.ranks import get_rank
 from ..world.state import current_world
 
@@ -63,28 +61,25 @@ def shard_like(part, # This worker's rows
 
 # %% ../../nbs/strategy/03_sharding.ipynb #70f9982b
 def _about_shards(error):
-    "Is `error`, or what it comes from, one of torch's about `DTensor`s?"
+    "Is `error`, or what it comes from, one of torch's about `DTensor`s? What fastdist raises says enough"
     while error is not None:
         tb = error.__traceback__
         while tb is not None and tb.tb_next is not None: tb = tb.tb_next
         where = '' if tb is None else tb.tb_frame.f_globals.get('__name__', '')
-        # the second: of a gradient of a gradient
-        if where.startswith('torch.distributed.tensor') or any(o in str(error) for o in ('DTensor','out of bounds for storage of size 0')):
-            return True
+        if where.startswith('fastdist.'): return False
+        if where.startswith('torch.distributed.tensor') or 'DTensor' in str(error): return True
         error = error.__cause__ or error.__context__
 
-@contextmanager
-def explain_shards(strategy):
-    "Of torch's errors about `DTensor`s say which strategy they come from, and the way out"
-    try: yield
-    except Exception as e:
-        ours = isinstance(e, RemoteError) or f'rank {get_rank()}: ' in str(e)
-        if ours or 'gradients' not in strategy.splits or not _about_shards(e): raise
-        what = 'gradients' if strategy.name=='zero2' else 'parameters and gradients'
-        raise RuntimeError(
-            f"rank {get_rank()}: with strategy={strategy.name!r} {what} are DTensors between the passes, each worker has its rows of them, "
-            "and something in this fit (a callback such as SAM, the loss, a part of the model that is called by itself, a gradient of "
-            f"a gradient) computes with them in a way that torch has not for DTensors: use strategy='zero1' or 'ddp'. torch's error: {e}") from e
+def explain_shards(strategy, # One whose gradients are in shards
+                   error, # What a fit ends with
+                  ):
+    "Raise a `RuntimeError` that names the strategy and the way out, where `error` is one of torch's about `DTensor`s"
+    if not isinstance(error, Exception) or not _about_shards(error): return
+    what = 'gradients' if strategy.name=='zero2' else 'parameters and gradients'
+    raise RuntimeError(
+        f"rank {get_rank()}: with strategy={strategy.name!r} {what} are DTensors between the passes, each worker has its rows of them, "
+        "and something in this fit (a callback such as SAM, the loss, a part of the model that is called by itself, a gradient of "
+        f"a gradient) computes with them in a way that torch has not: use strategy='zero1' or 'ddp'. torch's error: {error}") from error
 
 # %% ../../nbs/strategy/03_sharding.ipynb #c0d7f363
 def _all_gather(t, pg):

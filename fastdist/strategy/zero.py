@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from .base import Strategy, check_trainable, unused_error
 from .backward import Backwards, BeforeAdding, average_grads, buckets
 from .ddp import Replica
-from .sharding import Rows, gather_rows, local, mesh_of, row_messages
+from .sharding import Rows, explain_shards, gather_rows, local, mesh_of, row_messages
 from .sharded_opt import ShardedOptimizer
 from ..world.ranks import get_rank
 
@@ -103,6 +103,7 @@ class ShardedGradients(_ShardedSteps, Strategy):
         self.unsynced |= not sync # until the end of the backward pass of a batch that is averaged
         self.backwards.begin_batch()
 
+    def explain(self, error): explain_shards(self, error)
     def after_batch(self): self.backwards.end_batch()
 
     def on_zero(self): self.sums.kept.clear()

@@ -70,7 +70,7 @@ def _check_lengths(learn):
 @patch
 def train(self:SharedLoaders, dl # Loader of the learner's
          ):
-    "This worker's part of `dl`, to train; a `ValueError` where it has too few samples for a step, a `TypeError` where their number is unknown"
+    "This worker's part of `dl`, to train; a `ValueError` where its samples are too few for a step, a `TypeError` where it has no length"
     res = self.part(dl, False, get_rank(), get_world_size())
     _check_steps(res)
     _check_lengths(self.learn)

@@ -24,7 +24,6 @@ from ..model.activation_checkpoint import checkpoint_activations
 from ..model.batchnorm import GlobalBatchNorm, sync_batch_norm
 from ..model.compile import compile_model
 from ..strategy.base import check_trainable, same_everywhere, sync_buffers, whole_model
-from ..strategy.sharding import explain_shards
 from ..strategy.select import close_strategy, make_strategy
 from .args import accelerator_args, check_args, check_launch, check_own, check_precision, make_accelerator, not_default
 from .evaluation import Evaluation, same_log
@@ -401,7 +400,7 @@ def _decide(self:DistributedTrainer):
         self.decisions.begin()
         undo.callback(self.decisions.end)
         undo.push(self._fit_failed)
-        with explain_shards(self.strategy), self.decisions.interruptible(): yield
+        with self.decisions.interruptible(): yield
 
 @patch
 def _fit_failed(self:DistributedTrainer, cls, error, *_):

@@ -2,7 +2,7 @@
 import pytest
 from learners import *
 from fastai.callback.mixup import MixUp
-from fastai.optimizer import Optimizer, sgd_step, weight_decay
+from fastai.optimizer import Optimizer, sgd_step
 
 SPLIT = dict(split_batches=True)
 
