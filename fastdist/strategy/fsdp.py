@@ -14,7 +14,6 @@ from fastai.basics import *
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
-from ..world.ranks import get_rank
 from ..model.blocks import units
 from .base import Strategy, check_trainable, unused_error
 from .backward import Backwards, BeforeAdding, average_grads
