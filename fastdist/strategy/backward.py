@@ -40,22 +40,6 @@ class Backwards:
 
 # %% ../../nbs/strategy/01_backward.ipynb #cc732d2d
 @patch
-def _backward(self:Backwards, tensors, *args, **kwargs):
-    "In place of `torch.autograd.backward`"
-    # activation checkpointing may run one in another
-    if self.previous is None or self.running or self.thread!=threading.get_ident(): return self.real(tensors, *args, **kwargs)
-    roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-    own = len(roots)==1 and roots[0] is self.loss
-    self.running = 'own' if own else 'other'
-    try:
-        if own:
-            self.strategy.begin_backward()
-            self.real(tensors, *args, **kwargs)
-        else: own = None if not self._other(roots, args, kwargs) else False
-    finally: self.running = False
-    if own is not None: self.strategy.end_backward(own)
-
-@patch
 def _other(self:Backwards, roots, args, kwargs):
     "Run another pass; has it given any parameter a gradient?"
     scale,touched = self.strategy.share_scale(),[]
@@ -70,6 +54,23 @@ def _unweighed(self:Backwards, g):
     "What comes through the batch's own loss in another pass is weighed already"
     scale = self.strategy.share_scale() if self.running=='other' else 1
     return g/scale if scale not in (0,1) else g
+
+# %% ../../nbs/strategy/01_backward.ipynb #446120f2
+@patch
+def _backward(self:Backwards, tensors, *args, **kwargs):
+    "In place of `torch.autograd.backward`"
+    # activation checkpointing may run one in another
+    if self.previous is None or self.running or self.thread!=threading.get_ident(): return self.real(tensors, *args, **kwargs)
+    roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    own = len(roots)==1 and roots[0] is self.loss
+    self.running = 'own' if own else 'other'
+    try:
+        if own:
+            self.strategy.begin_backward()
+            self.real(tensors, *args, **kwargs)
+        else: own = None if not self._other(roots, args, kwargs) else False
+    finally: self.running = False
+    if own is not None: self.strategy.end_backward(own)
 
 # %% ../../nbs/strategy/01_backward.ipynb #649574d0
 class BeforeAdding:

@@ -74,13 +74,16 @@ class Replica(Strategy):
         self.backwards.begin_batch()
         self.proxy = ForwardProxy(self.learn, self.ddp)
 
-    def average(self):
-        if self.unsynced: average_grads(self.all_params())
-        self.unsynced = False
+# %% ../../nbs/strategy/03_ddp.ipynb #1313cf3b
+@patch
+def average(self:Replica):
+    if self.unsynced: average_grads(self.all_params())
+    self.unsynced = False
 
-    def after_batch(self):
-        if self.proxy is not None: self.proxy.restore() # where the forward was cancelled
-        self.backwards.end_batch()
+@patch
+def after_batch(self:Replica):
+    if self.proxy is not None: self.proxy.restore() # where the forward was cancelled
+    self.backwards.end_batch()
 
 # %% ../../nbs/strategy/03_ddp.ipynb #4e775b8a
 @patch
@@ -118,6 +121,7 @@ def before_backward(self:Replica):
     self.unsynced = not self.sync
     self.backwards.watch(self.learn.loss_grad)
 
+# %% ../../nbs/strategy/03_ddp.ipynb #72d2cad6
 @patch
 def check_used(self:Replica):
     "After a backward: raise an error that names the parameters that got no gradient"
@@ -147,6 +151,7 @@ def begin_backward(self:Replica):
 
 @patch
 def end_backward(self:Replica, own):
+    "Average what `DistributedDataParallel` does not: the gradients of another pass, and those of parameters that the model has not"
     if not own and self.ddp.static_graph: raise RuntimeError(
         f"rank {get_rank()}: a backward pass beside that of the batch's loss, and static_graph=True says that there is none: leave it out")
     if not self.sync:
@@ -174,6 +179,7 @@ def set_opt(self:Replica, opt):
 
 @patch
 def release(self:Replica, group=None):
+    "Give the optimizer its own `step` back"
     opt,self.by_closure = self.by_closure,None
     if opt is not None: del opt.step
 

@@ -261,6 +261,7 @@ def after_batch(self:FullyShard):
     self.backwards.end_batch()
     if not self.ran: self.sync_params() # the forward's parameters must not be taken for those of the next
 
+# %% ../../nbs/strategy/07_fsdp.ipynb #c051c7c4
 @patch
 def check_used(self:FullyShard):
     "Before the first step: raise an error that names the parameters without a gradient"
@@ -330,6 +331,7 @@ def _unshard_model(self:FullyShard):
     _put_params(slots)
     self.params,self.parts = [],[]
 
+# %% ../../nbs/strategy/07_fsdp.ipynb #22198133
 @patch
 @torch.no_grad()
 def close(self:FullyShard, group=None):

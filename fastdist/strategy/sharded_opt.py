@@ -209,9 +209,11 @@ class ShardedOptimizer(_OptRows):
         if sent: send_rows(sent, self.rows_of)
         return res
 
-    def release(self, group=None):
-        "Give the optimizer back, with its whole state"
-        for nm in ('step','zero_grad','state_dict','load_state_dict'): vars(self.opt).pop(nm, None)
-        if group is False: self.opt.clear_state() # without the others it is not to be had
-        else: _each_state(self.opt, lambda p,o: self._gather(p, o, group))
-        self.parts.clear()
+# %% ../../nbs/strategy/05_sharded_opt.ipynb #f7baad4e
+@patch
+def release(self:ShardedOptimizer, group=None):
+    "Give the optimizer back, with its whole state"
+    for nm in ('step','zero_grad','state_dict','load_state_dict'): vars(self.opt).pop(nm, None)
+    if group is False: self.opt.clear_state() # without the others it is not to be had
+    else: _each_state(self.opt, lambda p,o: self._gather(p, o, group))
+    self.parts.clear()

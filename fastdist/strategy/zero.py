@@ -95,18 +95,24 @@ class ShardedGradients(_ShardedSteps, Strategy):
         super().setup(learn, device)
         self.sums = _RowSums(self.rows_of)
 
-    def forward(self, sync):
-        "Be ready for a backward pass; the model itself is what runs"
-        frozen = [not p.requires_grad for p in self.all_params()]
-        if frozen!=self.frozen: self._add_hooks(frozen)
-        self.sync = sync
-        self.unsynced |= not sync # until the end of the backward pass of a batch that is averaged
-        self.backwards.begin_batch()
+# %% ../../nbs/strategy/06_zero.ipynb #6d84a432
+@patch
+def forward(self:ShardedGradients, sync):
+    "Be ready for a backward pass; the model itself is what runs"
+    frozen = [not p.requires_grad for p in self.all_params()]
+    if frozen!=self.frozen: self._add_hooks(frozen)
+    self.sync = sync
+    self.unsynced |= not sync # until the end of the backward pass of a batch that is averaged
+    self.backwards.begin_batch()
 
-    def explain(self, error): explain_shards(self, error)
-    def after_batch(self): self.backwards.end_batch()
+@patch
+def explain(self:ShardedGradients, error): explain_shards(self, error)
 
-    def on_zero(self): self.sums.kept.clear()
+@patch
+def after_batch(self:ShardedGradients): self.backwards.end_batch()
+
+@patch
+def on_zero(self:ShardedGradients): self.sums.kept.clear()
 
 # %% ../../nbs/strategy/06_zero.ipynb #9ca225cc
 @patch
@@ -116,6 +122,7 @@ def before_backward(self:ShardedGradients):
 
 @patch
 def begin_backward(self:ShardedGradients):
+    "Nothing of this pass has been sent yet"
     self.next,self.sums.sent = 0,[]
     self.waiting = [set(b) for b in self.buckets]
 
@@ -132,6 +139,22 @@ def _after(self:ShardedGradients, p):
     self.waiting[self.bucket_of[p]].discard(p)
     # Where parameters may be unused, workers agree first, when the backward pass has ended
     while not self.allows_unused and self.next < len(self.buckets) and not self.waiting[self.next]: self._send()
+
+# %% ../../nbs/strategy/06_zero.ipynb #07381c5c
+@patch
+def _fill_up(self:ShardedGradients, partly):
+    "What to do about parameters that got no gradient"
+    ps = [p for b in self.buckets for p in b]
+    if not self.allows_unused:
+        missing = [] if partly else [p for p in ps if not _is_new(p.grad) and self.bucket_of[p] >= self.next]
+        if missing: raise unused_error(self.model, missing)
+        return
+    used = torch.tensor([_is_new(p.grad) for p in ps], dtype=torch.uint8, device=self.device)
+    dist.all_reduce(used, dist.ReduceOp.MAX, group=self.rows_of.mesh.get_group())
+    for p,o in zip(ps, used.tolist()): # in another worker it was used: here its gradient is zero
+        if o and not _is_new(p.grad):
+            self.sums.keep(p)
+            p.grad = torch.zeros_like(p)
 
 # %% ../../nbs/strategy/06_zero.ipynb #f24bcd04
 @patch
@@ -151,21 +174,6 @@ def end_backward(self:ShardedGradients, own):
         return
     if not own: self.begin_backward()
     self._finish(partly=not own)
-
-@patch
-def _fill_up(self:ShardedGradients, partly):
-    "What to do about parameters that got no gradient"
-    ps = [p for b in self.buckets for p in b]
-    if not self.allows_unused:
-        missing = [] if partly else [p for p in ps if not _is_new(p.grad) and self.bucket_of[p] >= self.next]
-        if missing: raise unused_error(self.model, missing)
-        return
-    used = torch.tensor([_is_new(p.grad) for p in ps], dtype=torch.uint8, device=self.device)
-    dist.all_reduce(used, dist.ReduceOp.MAX, group=self.rows_of.mesh.get_group())
-    for p,o in zip(ps, used.tolist()): # in another worker it was used: here its gradient is zero
-        if o and not _is_new(p.grad):
-            self.sums.keep(p)
-            p.grad = torch.zeros_like(p)
 
 # %% ../../nbs/strategy/06_zero.ipynb #58fef526
 @patch
