@@ -77,11 +77,13 @@ class Replica(Strategy):
 # %% ../../nbs/strategy/03_ddp.ipynb #1313cf3b
 @patch
 def average(self:Replica):
+    "In one message, for batches in which `DistributedDataParallel` sends nothing"
     if self.unsynced: average_grads(self.all_params())
     self.unsynced = False
 
 @patch
 def after_batch(self:Replica):
+    "Give the learner its model back"
     if self.proxy is not None: self.proxy.restore() # where the forward was cancelled
     self.backwards.end_batch()
 

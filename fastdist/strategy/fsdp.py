@@ -242,20 +242,6 @@ def forward(self:FullyShard, sync):
     self.backwards.begin_batch()
 
 @patch
-def before_backward(self:FullyShard):
-    "Note that the backward of this batch runs, and which loss is its own"
-    self.unsynced,self.ran = not self.synced,True
-    if self.penalized: self._check_penalty(self.share_scale())
-    self.backwards.watch(self.learn.loss_grad)
-
-@patch
-def end_backward(self:FullyShard, own):
-    "torch has reduced what it shards"
-    self.ran = True
-    if not self.synced: self.unsynced = True
-    else: average_grads(self.loose)
-
-@patch
 def after_batch(self:FullyShard):
     "Reshard after a forward that no backward has followed"
     self.backwards.end_batch()
@@ -279,6 +265,21 @@ def explain(self:FullyShard, error):
         "torch.autograd.grad of them, or a gradient of a gradient (create_graph=True), still needs: use strategy='zero2'") from error
 
 _gone = 'out of bounds for storage of size 0','appears to not have been used in the graph' # as torch says it
+
+# %% ../../nbs/strategy/07_fsdp.ipynb #e5b4b757
+@patch
+def before_backward(self:FullyShard):
+    "Note that the backward of this batch runs, and which loss is its own"
+    self.unsynced,self.ran = not self.synced,True
+    if self.penalized: self._check_penalty(self.share_scale())
+    self.backwards.watch(self.learn.loss_grad)
+
+@patch
+def end_backward(self:FullyShard, own):
+    "torch has reduced what it shards"
+    self.ran = True
+    if not self.synced: self.unsynced = True
+    else: average_grads(self.loose)
 
 # %% ../../nbs/strategy/07_fsdp.ipynb #a2f5b5e5
 @patch

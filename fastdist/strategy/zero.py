@@ -106,13 +106,19 @@ def forward(self:ShardedGradients, sync):
     self.backwards.begin_batch()
 
 @patch
-def explain(self:ShardedGradients, error): explain_shards(self, error)
+def explain(self:ShardedGradients, error):
+    "Raise an error that says more, where a gradient is a shard and the user takes it for the whole"
+    explain_shards(self, error)
 
 @patch
-def after_batch(self:ShardedGradients): self.backwards.end_batch()
+def after_batch(self:ShardedGradients):
+    "Backward passes are torch's again"
+    self.backwards.end_batch()
 
 @patch
-def on_zero(self:ShardedGradients): self.sums.kept.clear()
+def on_zero(self:ShardedGradients):
+    "Forget the shards of earlier gradients"
+    self.sums.kept.clear()
 
 # %% ../../nbs/strategy/06_zero.ipynb #9ca225cc
 @patch

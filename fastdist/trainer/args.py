@@ -6,13 +6,13 @@
 __all__ = ['accelerator_args', 'not_default', 'check_args', 'check_own', 'check_launch', 'check_precision', 'make_accelerator']
 
 # %% ../../nbs/trainer/01_args.ipynb #121616bc
-import dataclasses,difflib,inspect
+import difflib,inspect
 from pathlib import PurePath
 from types import SimpleNamespace
 
 from accelerate import Accelerator
-from accelerate.utils import (AutocastKwargs, DataLoaderConfiguration, DDPCommunicationHookType, DistributedDataParallelKwargs,
-                              GradientAccumulationPlugin, GradScalerKwargs, InitProcessGroupKwargs, ProjectConfiguration, RNGType)
+from accelerate.utils import (AutocastKwargs, DataLoaderConfiguration, DistributedDataParallelKwargs, GradientAccumulationPlugin,
+                              GradScalerKwargs, InitProcessGroupKwargs, ProjectConfiguration, RNGType)
 from fastai.basics import *
 from fastai.callback.fp16 import MixedPrecision, NonNativeMixedPrecision
 from .strategy_args import check_dynamo, check_sharding, launch_hidden
@@ -192,6 +192,10 @@ def check_own(own, # `dict` of the arguments of `DistributedTrainer` that are no
         if not isinstance(own[nm], bool): refuse(nm, own[nm], f"it is True or False{_no_gpu if gpu and nm=='sync_bn' else ''}")
     if own['offload_to_cpu'] and not (own['activation_checkpointing'] or settings.fsdp.activation_checkpointing):
         refuse('offload_to_cpu', True, "it is of what activation checkpointing keeps: give activation_checkpointing=True too")
+    for nm,o in (('activation_checkpointing',own['activation_checkpointing']),('dynamo_backend',settings.dynamo)):
+        if o and settings.strategy=='dp':
+            refuse(nm, o, "strategy='dp' copies the model to each GPU for each batch, which would run the original's forward: "
+                          "use strategy='ddp'")
 
 # %% ../../nbs/trainer/01_args.ipynb #fc1fa047
 def check_launch(learn # `Learner` that is to be trained
