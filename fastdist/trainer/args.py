@@ -15,10 +15,10 @@ from accelerate.utils import (AutocastKwargs, DataLoaderConfiguration, Distribut
                               GradScalerKwargs, InitProcessGroupKwargs, ProjectConfiguration, RNGType)
 from fastai.basics import *
 from fastai.callback.fp16 import MixedPrecision, NonNativeMixedPrecision
-from .strategy_args import check_dynamo, check_sharding, launch_hidden
+from .strategy_args import check_dynamo, check_mesh, check_sharding, launch_hidden
 from ..world.errors import refuse
 from ..strategy.select import check_ddp
-from ..world.ranks import get_rank
+from ..world.ranks import get_rank, get_world_size
 
 # %% ../../nbs/trainer/01_args.ipynb #433c2953
 _fastai_owns = dict(
@@ -219,7 +219,8 @@ def check_precision(learn # `Learner` in a fit on many workers
 def make_accelerator(settings, # From `check_args`
                      cpu, # Train on the CPU?
                     ):
-    "Accelerate's state of this process. What it would do by itself, to a model or an environment variable, is the strategy's to do"
+    "Accelerate's state of this process, one of several. What it would do by itself, to a model or an environment variable, is the strategy's to do"
+    check_mesh(settings.mesh, get_world_size())
     handlers = [o for o in (settings.ddp,settings.init) if o is not None]
     config = DataLoaderConfiguration(split_batches=settings.split)
     with launch_hidden(): return Accelerator(cpu=cpu, mixed_precision='no', kwargs_handlers=handlers, dataloader_config=config)

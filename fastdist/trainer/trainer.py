@@ -28,7 +28,6 @@ from .args import accelerator_args, check_args, check_launch, check_own, check_p
 from .evaluation import Evaluation, same_log
 from .loaders import SharedLoaders, seeded_loaders
 from .step import StrategyHooks, TrainingStep
-from .strategy_args import check_mesh
 from .undone import FollowsModel, UndoneCallback
 from ..world.process_group import init_group, teardown_distrib
 from ..world.ranks import get_rank, get_world_size, use_cpu
@@ -53,9 +52,8 @@ class DistributedTrainer(FollowsModel):
         self.settings = check_args(kwargs, strategy)
         check_own(own, self.settings)
         self.args,self.watchdog = {**own, **not_default(kwargs)},own['watchdog']
-        self.accelerator = self.decisions = self.strategy = self.step = self.evaluation = self.loggers = self.random = None
-        self.precision = None # that the launcher was told
-        self.by_fit = self.in_fit = self.in_scope = False
+        self.accelerator = self.precision = self.decisions = self.strategy = self.step = self.evaluation = self.loggers = self.random = None
+        self.by_fit = self.in_fit = self.in_scope = self.evaluated = False
         self.preds_to = None # the one rank that gets predictions, or all do
 
 # %% ../../nbs/trainer/06_trainer.ipynb #6c8451da
@@ -81,7 +79,6 @@ def _prepare(self:DistributedTrainer):
     self.random,self.totals = WorkerRandom(get_rank()),EpochTotals(learn)
     self.decisions = Decisions(learn, device, WorkerRandom(get_rank()).entered)
     self.loaders,self.evaluation = SharedLoaders(learn, device, self.settings.split),Evaluation(learn, self.decisions)
-    self.evaluated = False # have the workers shared an evaluation since the epoch began?
     self.dirty = False
     self.undo.callback(self._leave_stream)
 
@@ -217,7 +214,6 @@ def attach(self:DistributedTrainer):
         "leave it before distrib_ctx")
     self.precision = check_launch(self.learn)
     cpu = self.join_group()
-    check_mesh(self.settings.mesh, get_world_size())
     if get_world_size() > 1: self.accelerator = make_accelerator(self.settings, cpu)
     self.set_up(self.steps())
 
@@ -261,7 +257,7 @@ def _end_fit(self:DistributedTrainer):
 # %% ../../nbs/trainer/06_trainer.ipynb #a8ce27a3
 @patch
 def before_epoch(self:DistributedTrainer):
-    "Nothing has been evaluated yet"
+    "The workers have shared no evaluation since the epoch began"
     self.evaluated = False
 
 @patch
