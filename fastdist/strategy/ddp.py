@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from fastai.basics import *
 from .base import Strategy, callback_results, check_trainable, needs_closure, unused_error
-from .backward import Backwards, agree_used, average_grads
+from .backward import Backwards, average_grads, used_elsewhere
 from .forward_proxy import ForwardProxy
 from ..world.ranks import get_rank
 
@@ -165,7 +165,9 @@ def end_backward(self:Replica, own):
 
 @patch
 def _average_all(self:Replica):
-    if self.ddp.find_unused_parameters: agree_used(self.all_params(), self.device)
+    ps = self.all_params()
+    if self.ddp.find_unused_parameters:
+        for p in used_elsewhere(ps, [p.grad is not None for p in ps], self.device): p.grad = torch.zeros_like(p)
     self.unsynced = True
     self.average()
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from fastai.basics import *
 from torch.distributed.tensor import DTensor
 from .base import Strategy, check_trainable, unused_error
-from .backward import Backwards, BeforeAdding, average_grads, buckets
+from .backward import Backwards, BeforeAdding, average_grads, buckets, used_elsewhere
 from .ddp import Replica
 from .sharding import Rows, explain_shards, gather_rows, local, mesh_of, row_messages
 from .sharded_opt import ShardedOptimizer
@@ -155,12 +155,9 @@ def _fill_up(self:ShardedGradients, partly):
         missing = [] if partly else [p for p in ps if not _is_new(p.grad) and self.bucket_of[p] >= self.next]
         if missing: raise unused_error(self.model, missing)
         return
-    used = torch.tensor([_is_new(p.grad) for p in ps], dtype=torch.uint8, device=self.device)
-    dist.all_reduce(used, dist.ReduceOp.MAX, group=self.rows_of.mesh.get_group())
-    for p,o in zip(ps, used.tolist()): # in another worker it was used: here its gradient is zero
-        if o and not _is_new(p.grad):
-            self.sums.keep(p)
-            p.grad = torch.zeros_like(p)
+    for p in used_elsewhere(ps, [_is_new(p.grad) for p in ps], self.device):
+        self.sums.keep(p)
+        p.grad = torch.zeros_like(p)
 
 # %% ../../nbs/strategy/06_zero.ipynb #f24bcd04
 @patch
