@@ -121,6 +121,7 @@ def average_tensors(ts, # Floating or complex tensors, in the same order and sha
             if len(sent) > 1: receive(*sent.pop(0)) # while this one travels
     for o in sent: receive(*o)
 
+# %% ../../nbs/strategy/01_backward.ipynb #7f38a29e
 def average_grads(params):
     "Replace the gradients that `params` have by their mean over all workers"
     grads = [p.grad for p in params if p.grad is not None]

@@ -219,7 +219,7 @@ def check_precision(learn # `Learner` in a fit on many workers
 def make_accelerator(settings, # From `check_args`
                      cpu, # Train on the CPU?
                     ):
-    "Accelerate's state of this process, one of several. What it would do by itself, to a model or an environment variable, is the strategy's to do"
+    "Accelerate's state of this process, one of several. What it would do to a model or an environment variable is the strategy's to do"
     check_mesh(settings.mesh, get_world_size())
     handlers = [o for o in (settings.ddp,settings.init) if o is not None]
     config = DataLoaderConfiguration(split_batches=settings.split)
