@@ -30,6 +30,7 @@ def _cross_entropy(f):
 
 def _inner(f): return f.func if isinstance(f, (BaseLoss,partial)) else f
 
+# %% ../../nbs/metrics/02_losses.ipynb #294784b5
 def loss_divisor(loss_func, # The learner's loss function
                  yb, # Tuple of targets
                 ):
@@ -121,28 +122,10 @@ def _no_trace(f, model):
         for b,was in bufs: b.copy_(was)
         set_rng_state(rng)
 
-# %% ../../nbs/metrics/02_losses.ipynb #5fe99ac4
-class LossCheck:
-    "Holds the loss of a learner's first batches against those of their parts; see `loss_divisor`"
-    def __init__(self, learn, # `Learner` that trains
-                 batches=3, # So many batches of a loss function
-                ):
-        self.learn,self.batches,self.func,self.left = learn,batches,None,0
-
-    def __call__(self):
-        "After the loss: a `ValueError` if it is not what workers would make of their shares"
-        learn,f = self.learn,self.learn.loss_func
-        if f!=self.func: self.func,self.left = f,0 if _is_known(f) or _trusted(f) else self.batches
-        if not self.left or find_bs(learn.yb) < 2: return
-        self.left -= 1
-        try:
-            with _no_trace(f, learn.model): found = _compared(f, learn.pred, learn.yb, learn.loss)
-        except Exception: return # it takes no part of a batch: nothing is known
-        if found: raise _no_mean(f, *found)
-
 # %% ../../nbs/metrics/02_losses.ipynb #4c28ff78
 def _trusted(f): return None in [getattr(o, 'loss_divisor', 0) for o in (f,_inner(f))]
 
+# %% ../../nbs/metrics/02_losses.ipynb #9c28e18c
 def _compared(f, pred, yb, loss):
     "(loss, those of its parts, what they make, whether they add up) of a batch, if its loss is not what is expected of `f`, else `None`"
     parts = [local_rows('batch', (pred,*yb), r, 2) for r in range(2)]
@@ -168,3 +151,22 @@ def _no_mean(f, whole, losses, expected, adds_up):
         f"rank {get_rank()}: the loss function {nm} is no mean over samples: of a batch it is {whole:.6g}, of its halves "
         f"{losses[0]:.6g} and {losses[1]:.6g}, from which follows {expected:.6g}. Each worker has its own share of a batch, "
         f"and would train on another loss than one process. {hint}")
+
+# %% ../../nbs/metrics/02_losses.ipynb #00418f15
+class LossCheck:
+    "Holds the loss of a learner's first batches against those of their parts; see `loss_divisor`"
+    def __init__(self, learn, # `Learner` that trains
+                 batches=3, # So many batches of a loss function
+                ):
+        self.learn,self.batches,self.func,self.left = learn,batches,None,0
+
+    def __call__(self):
+        "After the loss: a `ValueError` if it is not what workers would make of their shares"
+        learn,f = self.learn,self.learn.loss_func
+        if f!=self.func: self.func,self.left = f,0 if _is_known(f) or _trusted(f) else self.batches
+        if not self.left or find_bs(learn.yb) < 2: return
+        self.left -= 1
+        try:
+            with _no_trace(f, learn.model): found = _compared(f, learn.pred, learn.yb, learn.loss)
+        except Exception: return # it takes no part of a batch: nothing is known
+        if found: raise _no_mean(f, *found)

@@ -17,10 +17,21 @@ from ..comm.objects import all_gather_list
 from ..comm.pack import as_bytes, tensors_in
 from ..model.batchnorm import GlobalBatchNorm
 from ..model.running_stats import average_buffers
-from ..world.ranks import get_rank, get_world_size
+from ..world.ranks import get_rank
 
 # %% ../../nbs/strategy/00_base.ipynb #f0347905
-class Strategy:
+class _InBatch:
+    "What a strategy is called for in each batch that is trained; here it does nothing"
+    def before_backward(self): "When the loss has been computed, and weighed: `learn.loss_grad`"
+    def begin_backward(self): "When the backward pass of the batch's own loss begins, where `Backwards` is used"
+    def end_backward(self, own # That of the batch's own loss?
+                    ): "When any backward pass has ended, where `Backwards` is used"
+    def check_used(self): "Before the optimizer steps: raise a `RuntimeError` if a parameter got no gradient"
+    def average(self): "Average the gradients that have been accumulated without a message"
+    def after_batch(self): "When a batch has ended, or been cancelled"
+
+# %% ../../nbs/strategy/00_base.ipynb #20d0f10b
+class Strategy(_InBatch):
     "The hooks of a strategy, and what they do where it has none. `setup`, `forward` and `close` are those that it must have"
     name = 'own'
     shards_params = False # Does a forward pass need the other workers, as each has a shard of the parameters?
@@ -34,27 +45,22 @@ class Strategy:
              ):
         "When a context begins: shape `learn.model`"
         self.learn,self.model,self.device = learn,learn.model,device
-    def set_opt(self, opt):
-        "When the learner has an optimizer, another one, or none any more (`None`): shape it"
-        self._find_loose(opt)
     def forward(self, sync # Are the gradients to be averaged in this batch's backward pass?
                ): "Before each batch that is trained"
-    def before_backward(self): "When the loss has been computed, and weighed: `learn.loss_grad`"
-    def begin_backward(self): "When the backward pass of the batch's own loss begins, where `Backwards` is used"
-    def end_backward(self, own # That of the batch's own loss?
-                    ): "When any backward pass has ended, where `Backwards` is used"
-    def check_used(self): "Before the optimizer steps: raise a `RuntimeError` if a parameter got no gradient"
-    def average(self): "Average the gradients that have been accumulated without a message"
+    def sync_params(self): "When a pass over a loader ends, or is to begin: let the model's parameters be those that the optimizer has"
     def explain(self, error # What a fit ends with
                ): "Raise an error that says more, where `error` is one that the strategy leads to"
-    def after_batch(self): "When a batch has ended, or been cancelled"
-    def sync_params(self): "When a pass over a loader ends, or is to begin: let the model's parameters be those that the optimizer has"
     def end_fit(self): "When a fit begins, and when the context ends"
     def release(self, group=None): "Give the optimizer back as it was, with its whole state; `group` as for `close`"
     def close(self, group=None # Process group to gather shards in, if the one that there was has broken; `False` if there is none
              ): "When the context ends: give the model and the optimizer back"
 
 # %% ../../nbs/strategy/00_base.ipynb #8770e6f7
+@patch
+def set_opt(self:Strategy, opt):
+    "When the learner has an optimizer, another one, or none any more (`None`): shape it"
+    self._find_loose(opt)
+
 @patch
 def all_params(self:Strategy):
     "The parameters of the model, and those that the optimizer has beside them, as of a loss function"

@@ -20,6 +20,7 @@ from ..data.dl import DistributedDL
 from ..strategy.base import check_trainable
 from ..strategy.forward_proxy import ForwardProxy
 from .loaders import plain_dls
+from .step import draws_of
 from .trainer import DistributedTrainer
 from ..world.errors import refuse
 from ..world.process_group import teardown_distrib
@@ -166,7 +167,7 @@ def _with_events(self:Learner, f, event_type, ex, final=noop):
 @patch
 def _call_one(self:Learner, event_name):
     decisions,trainer = _decisions(self),trainer_of(self)
-    with nullcontext() if trainer is None else trainer.draws_of(event_name):
+    with draws_of(getattr(trainer, 'random', None), event_name):
         return _call_one(self, event_name) if decisions is None or decisions.alone else decisions.call(event_name)
 
 @patch

@@ -70,6 +70,7 @@ def _check_lengths(learn):
     if not hasattr(learn, 'lr_finder'):
         for dl in learn.dls.loaders[:2]: len(dl)
 
+# %% ../../nbs/trainer/02_loaders.ipynb #3bb67ed0
 @patch
 def train(self:SharedLoaders, dl # Loader of the learner's
          ):
