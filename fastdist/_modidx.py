@@ -1288,6 +1288,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                'fastdist/metrics/losses.py'),
                                          'fastdist.metrics.losses.GlobalBatchLoss.__init__': ( 'metrics/losses.html#globalbatchloss.__init__',
                                                                                                'fastdist/metrics/losses.py'),
+                                         'fastdist.metrics.losses.GlobalBatchLoss.expect': ( 'metrics/losses.html#globalbatchloss.expect',
+                                                                                             'fastdist/metrics/losses.py'),
                                          'fastdist.metrics.losses.LossCheck': ( 'metrics/losses.html#losscheck',
                                                                                 'fastdist/metrics/losses.py'),
                                          'fastdist.metrics.losses.LossCheck.__call__': ( 'metrics/losses.html#losscheck.__call__',
