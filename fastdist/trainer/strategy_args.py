@@ -19,11 +19,7 @@ from ..world.errors import _short, refuse
 from ..world.ranks import get_rank, get_world_size
 
 # %% ../../nbs/trainer/00_strategy_args.ipynb #ff6a8c4b
-_words = dict(
-    ddp="every worker has the whole model; gradients are averaged", zero1="as ddp, with the optimizer's state sharded",
-    zero2="as zero1, with gradients sharded", fsdp="as zero2, with parameters sharded (ZeRO-3)",
-    hsdp="as fsdp in a node, as ddp across nodes", dp="one process, many GPUs (DataParallel)",
-    auto="chosen by the model's and the devices' memory")
+_words = 'ddp','zero1','zero2','fsdp','hsdp','dp','auto'
 
 _other_words = dict(zero3='fsdp', fsdp2='fsdp', full_shard='fsdp', hybrid_shard='hsdp', no_shard='ddp',
                     oss='zero1', sharded_ddp='zero2', shard_grad_op='zero2')
