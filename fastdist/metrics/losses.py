@@ -18,6 +18,7 @@ from ..data.partition import local_rows
 from ..data.rng import rng_state, set_rng_state
 from ..model.batchnorm import GlobalBatchNorm
 from ..world.ranks import get_rank
+from ..world.state import current_world
 
 # %% ../../nbs/metrics/02_losses.ipynb #107ba435
 def _cross_entropy(f):
@@ -67,20 +68,7 @@ def is_summed(loss_func # The learner's loss function
     kwargs = loss_func.keywords if isinstance(loss_func, partial) else {}
     return kwargs.get('reduction', getattr(loss_func, 'reduction', 'mean'))=='sum'
 
-# %% ../../nbs/metrics/02_losses.ipynb #8cbeeace
-class GlobalBatchLoss(GetAttr):
-    """`loss_func` of the global batch, whatever it makes of its samples: in training each worker gathers the predictions and targets of
-    all. In evaluation, and in one process, it is `loss_func` itself"""
-    _default,loss_divisor = 'loss_func',None
-    step = None # the `TrainingStep` whose loss is about to be computed
-    def __init__(self, loss_func): # Any loss function
-        self.loss_func = loss_func
-
-    def __call__(self, pred, *yb, **kwargs):
-        if GlobalBatchLoss.step is None: return self.loss_func(pred, *yb, **kwargs)
-        pred,*yb = _of_all(pred, yb, GlobalBatchLoss.step)
-        return self.loss_func(pred, *yb, **kwargs)
-
+# %% ../../nbs/metrics/02_losses.ipynb #4a759b41
 def _of_all(pred, yb, step):
     "Predictions and targets of the global batch; gradients go to this worker's own predictions"
     def weighed(g): return g*(step.batch_weight()/step.n) if step.n else g*0 # as a share will be, and this is the whole
@@ -92,6 +80,24 @@ def _of_all(pred, yb, step):
     parts = [to_device(p, find_device(pred)) for p in gather_tensors(to_detach(mine, cpu=False, gather=False))]
     parts[get_rank()] = mine
     return interleave(parts)
+
+# %% ../../nbs/metrics/02_losses.ipynb #8cbeeace
+class GlobalBatchLoss(GetAttr):
+    """`loss_func` of the global batch, whatever it makes of its samples: in training each worker gathers the predictions and targets of
+    all. In evaluation, and in one process, it is `loss_func` itself"""
+    _default,loss_divisor = 'loss_func',None
+    def __init__(self, loss_func): # Any loss function
+        self.loss_func = loss_func
+
+    def __call__(self, pred, *yb, **kwargs):
+        step = current_world().cache.get('global_batch')
+        if step is not None: pred,*yb = _of_all(pred, yb, step)
+        return self.loss_func(pred, *yb, **kwargs)
+
+    @staticmethod
+    def expect(step=None):
+        "The loss that is computed next is that of `step`, a `TrainingStep`; without one it is of what it is given"
+        current_world().cache['global_batch'] = step
 
 # %% ../../nbs/metrics/02_losses.ipynb #e505fa49
 def _is_known(f):

@@ -151,8 +151,9 @@ _with_events,_call_one,_validation_context = Learner._with_events,Learner._call_
 def _around(learn, event_type):
     trainer = trainer_of(learn)
     if trainer is None and event_type=='fit' and not hasattr(learn, 'lr_finder'): _warn_apart() # it restores what it trains
-    if trainer is None or event_type not in ('fit','validate'): return nullcontext()
-    return trainer.fit_together() if event_type=='fit' else trainer.validate_together()
+    if trainer is not None and event_type=='fit': return trainer.fit_together()
+    shared = event_type=='validate' and trainer is not None and trainer.accelerator is not None
+    return trainer.validate_together() if shared else nullcontext()
 
 def _decisions(learn):
     "Those of a fit or an evaluation of all workers, or `None`"

@@ -49,14 +49,16 @@ class SharedLoaders:
         saves = any(getattr(cb, o, None) is not None for cb in self.learn.cbs for o in ('save_preds','save_targs'))
         return dl.bs >= get_world_size() and not saves and not EpochTotals(self.learn).fed(rows=True, training=False)
 
-    def part(self, dl, evaluate, rank, world_size):
-        "`DistributedDL` of `dl`; the one that is given, where it is that already"
-        if isinstance(dl, DistributedDL):
-            if (dl.evaluate,dl.rank,dl.world_size)==(evaluate,rank,world_size): return dl
-            dl = dl.dl
-        place = (0,1) if world_size==1 else () # those of the process group
-        kind = OwnLoopDL if self.sync_bn and world_size > 1 and not evaluate else DistributedDL
-        return kind(dl, *place, device=self.device, split_batches=self.split_batches, evaluate=evaluate)
+# %% ../../nbs/trainer/02_loaders.ipynb #08cd11cd
+@patch
+def part(self:SharedLoaders, dl, evaluate, rank, world_size):
+    "`DistributedDL` of `dl`; the one that is given, where it is that already"
+    if isinstance(dl, DistributedDL):
+        if (dl.evaluate,dl.rank,dl.world_size)==(evaluate,rank,world_size): return dl
+        dl = dl.dl
+    place = (0,1) if world_size==1 else () # those of the process group
+    kind = OwnLoopDL if self.sync_bn and world_size > 1 and not evaluate else DistributedDL
+    return kind(dl, *place, device=self.device, split_batches=self.split_batches, evaluate=evaluate)
 
 # %% ../../nbs/trainer/02_loaders.ipynb #45e9e2ab
 def _check_steps(dl):

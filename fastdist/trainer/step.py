@@ -40,7 +40,7 @@ class TrainingStep:
         self.whole,self.weighed = False,[] # is the loss that of the global batch, or a sum? Has `weigh_loss` been called?
         self.uneven = getattr(last, 'uneven', None) # have the shares of some batch before not added up to the samples dealt out?
         self.check = LossCheck(learn) if last is None else last.check
-        GlobalBatchLoss.step = self
+        GlobalBatchLoss.expect(self)
 
 # %% ../../nbs/trainer/03_step.ipynb #754e9def
 @patch
@@ -95,7 +95,7 @@ def _begin_weighing(self:TrainingStep):
 @patch
 def note_loss(self:TrainingStep):
     "Note that this batch has got as far as a loss; add what fastai's `RNNRegularizer` leaves out of a batch of one row"
-    GlobalBatchLoss.step = None
+    GlobalBatchLoss.expect()
     if len(self.learn.yb):
         self.has_loss = True
         self.check()
@@ -292,5 +292,5 @@ def fit_failed(self:StrategyHooks, error=None # That ended the fit
               ):
     "No batch is expected any more: in a loop of a callback's own each local batch counts"
     self.strategy.after_batch()
-    GlobalBatchLoss.step = None
+    GlobalBatchLoss.expect()
     GlobalBatchNorm.expect()

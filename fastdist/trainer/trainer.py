@@ -79,7 +79,8 @@ def _prepare(self:DistributedTrainer):
     self.random,self.totals = WorkerRandom(get_rank()),EpochTotals(learn)
     self.decisions = Decisions(learn, device, WorkerRandom(get_rank()).entered)
     self.loaders = SharedLoaders(learn, device, self.settings.split, self.args['sync_bn'])
-    self.evaluation,self.dirty = Evaluation(learn, self.decisions),False
+    self.evaluation = Evaluation(learn, self.decisions)
+    self.dirty = False
     self.undo.callback(self._leave_stream)
 
 @patch
@@ -383,9 +384,6 @@ def _fit_failed(self:DistributedTrainer, cls, error, *_):
 @contextmanager
 def validate_together(self:DistributedTrainer):
     "Around a validation, which may be inside of another (`FetchPredsCallback`): share it, and agree on what callbacks decide"
-    if self.accelerator is None:
-        yield
-        return
     learn,random,outer = self.learn,self.random,self.evaluation
     if not (self.in_fit or self.is_inner): self.follow_model()
     learn.dl = self.loaders.evaluate(learn.dl, self.decisions.alone)
