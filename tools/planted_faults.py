@@ -35,7 +35,7 @@ FAULTS = [Fault(*o) for o in [
      '    _set_all(gens, vals)\n', '',
      ['tests/data/test_loaders.py::test_workers_that_were_not_seeded_share_an_order[fastai]']),
     ('same-augmentations', 'P1', "dropout and augmentations of a fit are the same in all workers",
-     'set_seed(seed_of(self.rank, self.shared[0]', 'set_seed(seed_of(0, self.shared[0]',
+     '_seed(seed_of(self.rank, self.shared[0]', '_seed(seed_of(0, self.shared[0]',
      ['tests/data/test_loaders.py::test_a_fit_draws_the_same_after_the_same_seed']),
     ('shares-weigh-alike', 'P1', "gradients of unequal shares of a batch get equal weights",
      'else self.n/all_n if self.n else 0.)', 'else 1/get_world_size())',
