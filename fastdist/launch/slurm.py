@@ -221,6 +221,8 @@ exit "$status"
 """
 
 # %% ../../nbs/launch/05_slurm.ipynb #8b29373d
+_random = "od -An -v -N32 -tx1 /dev/urandom | tr -d ' \\n'"
+
 def _setup_line(command): # a line that ends the job if the command fails
     return f'{{ {command}; }} || {{ echo "fastdist: the command before the training has failed: "{shlex.quote(command)} >&2; exit 1; }}'
 
@@ -229,7 +231,8 @@ def _batch_file(a):
     setup = [*([f'source {shlex.quote(os.path.abspath(a.venv))}/bin/activate'] if a.venv else []), *a.env_setup]
     lines = ['#!/bin/bash', f"# Written by: {shlex.join(a.command)}".replace('\n', '\n# '), *_header(a), '',
              'echo "fastdist: job $SLURM_JOB_ID on $SLURM_JOB_NODELIST, run $((${SLURM_RESTART_COUNT:-0}+1))"', *map(_setup_line, setup),
-             f'export OMP_NUM_THREADS="${{OMP_NUM_THREADS:-{n_threads(a.cpus, a.workers)}}}"  # for each worker', '']
+             f'export OMP_NUM_THREADS="${{OMP_NUM_THREADS:-{n_threads(a.cpus, a.workers)}}}"  # for each worker',
+             f'export FASTDIST_SECRET="${{FASTDIST_SECRET:-$({_random})}}"  # by which the workers of this job know each other', '']
     run = _launchers(a)
     body = _wait.replace('WARN', str(a.warn)).replace('TIMES', str(a.requeue)).replace('LAUNCH', run) if a.warn else run+'\n'
     return '\n'.join(lines)+'\n'+body
@@ -271,8 +274,9 @@ def main(args # Arguments after `fastdist slurm`
         if os.path.exists(a.output) and Path(a.output).read_text()!=text: sys.exit(
             f"fastdist slurm: {a.output} is there already, and is left as it is: remove it, "
             "or give another name with -o (-o - shows the file on the screen)")
+        Path(a.output).touch(0o600)
         Path(a.output).write_text(text)
-    os.makedirs(a.logs, exist_ok=True)
+    os.makedirs(a.logs, 0o700, exist_ok=True)
     if a.submit: return _submit(text, a)
     print(f"fastdist: wrote {a.output}; submit it with: sbatch {shlex.quote(a.output)}\n"
           f"fastdist: its log will be {a.logs}/{a.job_name}-JOB.out, with the number of the job")
