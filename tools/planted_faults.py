@@ -15,6 +15,16 @@ MARK = 'FASTDIST_PLANTED'  # every process of a trial carries it, and so do its 
 # `old` stands in exactly one place of fastdist/, whichever module that is
 Fault = namedtuple('Fault', 'name promise breaks old new tests')
 FAULTS = [Fault(*o) for o in [
+    # Doors: nothing that comes from outside of the job is run
+    ('unsigned-opened', 'P2', "a pickle without a signature is opened like any other",
+     'if self.signed or _is_plain(module, name):', 'if True:',
+     ['tests/world/test_doors.py::test_intruder[late]']),
+    ('signature-unchecked', 'P2', "a signature may be any",
+     'if not hmac.compare_digest(mac, _mac(data, secret, key)): _refuse', 'if False: _refuse',
+     ['tests/world/test_doors.py::test_intruder[late]']),
+    ('listens-everywhere', 'P2', "the launcher's store listens on all interfaces",
+     's.bind((host, port))', "s.bind(('', port))",
+     ['tests/world/test_doors.py::test_launch']),
     # P1: the numbers of one process
     ('share-cut', 'P1', "shares of a batch are cut to one length: the samples left over are trained by nobody",
      'self.order[lo+self.rank:hi:self.world_size] or', 'self.order[lo+self.rank:hi-(hi-lo)%self.world_size:self.world_size] or',
@@ -77,7 +87,7 @@ FAULTS = [Fault(*o) for o in [
      'return cause.rank,failures.get(', 'return rank,failures.get(',
      ['tests/promises/test_p2_no_hang.py::test_ends_at_once[leaves_last]']),
     ('exit-status-lost', 'P2', "fastdist launch ends with 0 whatever its workers end with",
-     'with patch_environment(**o.env): return _run(', 'with patch_environment(**o.env): _run(',
+     'with patch_environment(**o.env): status = _run(', 'with patch_environment(**o.env): status = 0*_run(',
      ['tests/launch/test_launch.py::test_exit_status']),
     ('process-left', 'P2', "fastdist check leaves its workers running when it is interrupted",
      '    finally: _stop(proc)\n', '    finally: proc.poll()\n',
