@@ -11,7 +11,7 @@ import pickle
 import torch.distributed as dist
 from ..world.ranks import get_local_rank, get_node_rank, get_rank, get_world_size, is_master
 from ..world.store import wait_until
-from ..world.errors import Failure, RemoteError
+from ..world.errors import Failure, RemoteError, hook_uncaught
 from ..world.process_group import shared_store
 
 # %% ../../nbs/comm/05_rank0.ipynb #1d0def23
@@ -28,11 +28,16 @@ def _value(store, key):
     return pickle.loads(b''.join(store.get(f'{key}/{i}') for i in range(int(store.get(key)))))
 
 # %% ../../nbs/comm/05_rank0.ipynb #b4cb52ac
+def _ends():
+    "What is raised now may end this process; without a process group, nobody else would let the first failure be printed first"
+    if not dist.is_initialized(): hook_uncaught(shared_store('fault'))
+
 def _lead(func, args, kwargs, store, key, send):
     "In the worker that is first: call `func`, and write what it has returned, or raised"
     try: res = func(*args, **kwargs)
     except BaseException as e:
         _put(store, key, Failure.of(e))
+        _ends()
         raise
     try: _put(store, key, res if send else None)
     except Exception as e: # it cannot be pickled
@@ -49,7 +54,9 @@ def _follow(store, key):
         res = _value(store, key)
     except dist.DistError as e: raise RemoteError(
         f"rank {get_rank()} waited for the worker that is first, and it, or the launcher, has ended") from e
-    if isinstance(res, Failure): raise res.as_error()
+    if isinstance(res, Failure):
+        _ends()
+        raise res.as_error()
     return res
 
 # %% ../../nbs/comm/05_rank0.ipynb #e4e6b5b7
