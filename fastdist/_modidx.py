@@ -1140,6 +1140,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                            'fastdist/launch/notebook/launcher.py'),
                                                    'fastdist.launch.notebook.launcher._Workers.receive': ( 'launch/notebook/launcher.html#_workers.receive',
                                                                                                            'fastdist/launch/notebook/launcher.py'),
+                                                   'fastdist.launch.notebook.launcher._Workers.recorded': ( 'launch/notebook/launcher.html#_workers.recorded',
+                                                                                                            'fastdist/launch/notebook/launcher.py'),
                                                    'fastdist.launch.notebook.launcher._Workers.run': ( 'launch/notebook/launcher.html#_workers.run',
                                                                                                        'fastdist/launch/notebook/launcher.py'),
                                                    'fastdist.launch.notebook.launcher._Workers.show_rest': ( 'launch/notebook/launcher.html#_workers.show_rest',

@@ -358,8 +358,9 @@ def cause_of(self:Monitor, e, # The exception that this rank sees
     res = self._gone()
     f = self._try(found)
     if f is not None and f.by!=self.rank: return f.as_error()
-    if res is None: return # all are there: it is the network, or what it says
-    res = res.as_error()
+    if res is None and self._try(lambda: self.store.num_keys()) is not None: return # all are there: it is the network, or what it says
+    gone = f"rank {self.rank} stopped because the process that held the store, the launcher or rank 0, has gone"
+    res = (res or Failure(kind='store', text=gone)).as_error()
     res.__cause__ = e
     return res
 

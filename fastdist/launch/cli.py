@@ -153,7 +153,7 @@ def _how(process, record):
     # one that has left a report was on its way out, if the launcher's SIGTERM, or another rank's SIGKILL, found it still there
     if code < 0 and (record is None or record.kind=='ended'): return f"was killed by signal {-code}",128-code
     code = max(code, 1)
-    if record is not None and record.kind=='stalled': return "kept the others waiting",code
+    if record is not None and record.kind=='stalled': return "was stuck",code
     if record is not None and record.kind=='ended': return "ended without a traceback",code
     if record is not None and (process is None or process.exitcode < 0): return f"failed ({record.type or record.kind})",code
     return f"failed with exit status {code}",code
