@@ -50,7 +50,7 @@ FAULTS = dict(
             for o in DataLoader(Items(), batch_size=2, num_workers=1): pass''', says=['rank 0 stopped because rank 1', 'is killed by signal']),
     sigkill=dict(fault='os.kill(os.getpid(), signal.SIGKILL)', says='worker 1 was killed by signal 9'),
     sigterm=dict(fault='os.kill(os.getpid(), signal.SIGTERM)', says='worker 1 was killed by signal 15'),
-    sigstop=dict(fault='os.kill(os.getpid(), signal.SIGSTOP)', says=['rank 1 has kept the others waiting', 'has no heartbeat any more', 'waits in all_reduce', 'train.py:17 in <module>', 'worker 1 was stuck first']),
+    sigstop=dict(fault='os.kill(os.getpid(), signal.SIGSTOP)', says=['rank 1 has kept the others waiting', 'has no heartbeat any more', 'waits in all_reduce', 'train.py:16 in <module>', 'worker 1 was stuck first']),
     returns_early=dict(fault='sys.exit()', says=['rank 0 stopped because rank 1', 'SystemExit']),
     leaves_the_context=dict(without='''
     def leave():
@@ -72,8 +72,8 @@ FAULTS = dict(
         raise OSError('no such host')
     try: rank0_first(download)
     finally: time.sleep(3*(rank == 0))''', before='setup_distrib = lambda **_: None', says=['OSError: no such host', 'in download', 'worker 0 failed with exit status 1'], who=0),
-    segmentation_fault=dict(fault='import ctypes; ctypes.string_at(0)', says=['worker 1 was killed by signal 11', 'Fatal Python error: Segmentation fault', 'train.py", line 17 in <module>']),
-    keeps_the_interpreter_lock=dict(fault='import ctypes; ctypes.PyDLL(None).sleep(1000)', says=['rank 1 has kept the others waiting', 'train.py:17 in <module>', 'worker 1 was stuck first']),
+    segmentation_fault=dict(fault='import ctypes; ctypes.string_at(0)', says=['worker 1 was killed by signal 11', 'Fatal Python error: Segmentation fault', 'train.py", line 16 in <module>']),
+    keeps_the_interpreter_lock=dict(fault='import ctypes; ctypes.PyDLL(None).sleep(1000)', says=['rank 1 has kept the others waiting', 'train.py:16 in <module>', 'worker 1 was stuck first']),
     crashed_and_stuck_loader_process=dict(fault='''
             import ctypes
             from fastai.data.load import DataLoader
