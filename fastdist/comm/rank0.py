@@ -11,7 +11,7 @@ import io,json,pickle
 import torch.distributed as dist
 from ..world.ranks import get_local_rank, get_node_rank, get_rank, get_world_size, is_master
 from ..world.store import wait_until
-from ..world.errors import Failure, RemoteError
+from ..world.errors import Failure, RemoteError, hook_uncaught
 from ..world.process_group import job_secret, shared_store
 from ..world.secret import Unpickler, is_signed, sign
 
@@ -34,11 +34,16 @@ def _value(store, key):
     if kind=='value': return Unpickler(io.BytesIO(data[32:]), is_signed(data, job_secret(), key, get_rank()), key, get_rank()).load()
 
 # %% ../../nbs/comm/05_rank0.ipynb #b4cb52ac
+def _ends():
+    "What is raised now may end this process; without a process group, nobody else would let the first failure be printed first"
+    if not dist.is_initialized(): hook_uncaught(shared_store('fault'))
+
 def _lead(func, args, kwargs, store, key, send):
     "In the worker that is first: call `func`, and write what it has returned, or raised"
     try: res = func(*args, **kwargs)
     except BaseException as e:
         _put(store, key, 'failure', Failure.of(e).to_json().encode())
+        _ends()
         raise
     try: _put_value(store, key, res) if send else _put(store, key, 'done')
     except Exception as e: # it cannot be pickled
@@ -55,6 +60,9 @@ def _follow(store, key):
         return _value(store, key)
     except dist.DistError as e: raise RemoteError(
         f"rank {get_rank()} waited for the worker that is first, and it, or the launcher, has ended") from e
+    except RemoteError:
+        _ends()
+        raise
 
 # %% ../../nbs/comm/05_rank0.ipynb #e4e6b5b7
 def _next_call(name):

@@ -50,7 +50,7 @@ FAULTS = dict(
             for o in DataLoader(Items(), batch_size=2, num_workers=1): pass''', says=['rank 0 stopped because rank 1', 'is killed by signal']),
     sigkill=dict(fault='os.kill(os.getpid(), signal.SIGKILL)', says='worker 1 was killed by signal 9'),
     sigterm=dict(fault='os.kill(os.getpid(), signal.SIGTERM)', says='worker 1 was killed by signal 15'),
-    sigstop=dict(fault='os.kill(os.getpid(), signal.SIGSTOP)', says=['rank 1 has kept the others waiting', 'has no heartbeat any more', 'waits in all_reduce']),
+    sigstop=dict(fault='os.kill(os.getpid(), signal.SIGSTOP)', says=['rank 1 has kept the others waiting', 'has no heartbeat any more', 'waits in all_reduce', 'train.py:16 in <module>', 'worker 1 was stuck first']),
     returns_early=dict(fault='sys.exit()', says=['rank 0 stopped because rank 1', 'SystemExit']),
     leaves_the_context=dict(without='''
     def leave():
@@ -63,6 +63,28 @@ FAULTS = dict(
         time.sleep(1000)''', says=['it has left the process group']),
     another_call=dict(fault='all_gather_list(rank)', without="dist.all_reduce = all_reduce", says=['rank 1 at all_gather_list', "ranks 0, 2 are at all_reduce(op='sum')"], who=None),
     another_collective=dict(fault='dist.broadcast(t, 0)', says=['the ranks are at different calls', 'in broadcast', 'in all_reduce'], who=None),
+    # its own connection to a server, while all ranks are there
+    own_connection=dict(fault="raise RuntimeError('the server: Connection reset by peer')", says=['rank 0 stopped because rank 1', 'RuntimeError: the server: Connection reset by peer']),
+    exits_with_0_in_rank_0=dict(without="if rank == 0:\n        with fail_together(): dist.barrier(); sys.exit(0) # here", says=['worker 0 failed (SystemExit) first', 'SystemExit: 0', 'sys.exit(0) # here'], who=0),
+    slow_end_of_rank_0=dict(without='''
+    def download():
+        fault()
+        raise OSError('no such host')
+    try: rank0_first(download)
+    finally: time.sleep(3*(rank == 0))''', before='setup_distrib = lambda **_: None', says=['OSError: no such host', 'in download', 'worker 0 failed with exit status 1'], who=0),
+    segmentation_fault=dict(fault='import ctypes; ctypes.string_at(0)', says=['worker 1 was killed by signal 11', 'Fatal Python error: Segmentation fault', 'train.py", line 16 in <module>']),
+    keeps_the_interpreter_lock=dict(fault='import ctypes; ctypes.PyDLL(None).sleep(1000)', says=['rank 1 has kept the others waiting', 'train.py:16 in <module>', 'worker 1 was stuck first']),
+    crashed_and_stuck_loader_process=dict(fault='''
+            import ctypes
+            from fastai.data.load import DataLoader
+            def item(i):
+                if i == 0: ctypes.string_at(0)
+            def later(i): time.sleep(1000)
+            try: list(DistributedDL(DataLoader(list(range(8)), bs=2, num_workers=1, after_item=item), 0, 1))
+            except RuntimeError as e: print(crashes(running_monitor().stacks), file=sys.stderr)
+            list(DistributedDL(DataLoader(list(range(8)), bs=2, num_workers=1, after_item=later), 0, 1))''',
+        before='from fastdist.all import DistributedDL\n    from fastdist.fault.stacks import crashes\n    from fastdist.fault.monitor import running_monitor',
+        says=['Fatal Python error: Segmentation fault', 'in item', 'rank 1 has kept the others waiting', 'its loader process', 'in later']),
     sleeps=dict(fault='time.sleep(1000)', says=['rank 1 has kept the others waiting', 'in <module>', 'waits in all_reduce']),
     busy=dict(fault='while True: pass', says=['rank 1 has kept the others waiting']))
 

@@ -71,3 +71,22 @@ def test_ended_by_one(world):
     "A callback of one worker ends it in the fourth batch, before its predictions are collected"
     _, preds = one(30, 3)
     for _, p, *_ in world(by_hand, 30, False, None, stop=3): assert diff(p[0], preds[0]) < 1e-7 and (p[1] == preds[1]).all()
+
+
+def apart():
+    "What each rank raises where one is in another call than the others"
+    from fastdist.world import get_rank
+    learn = quiet(Learner(dls_of(13, 13, bs=4), mlp(), loss_func=Double()))
+    calls = [lambda: learn.get_preds(), lambda: learn.validate(), lambda: learn.get_preds(ds_idx=0)]
+    def error(f):
+        try: return f()
+        except Exception as e: return f'{type(e).__name__}: {e}'
+    with learn.distrib_ctx(watchdog=30): return [error(a if get_rank() == 1 else b) for a, b in zip(calls, calls[1:])]
+
+
+def test_ranks_in_different_evaluations(world):
+    "All of them learn which rank is in which call, before any data is sent; and can go on"
+    names = ['learn.get_preds of ds_idx=1', 'learn.validate of ds_idx=1', 'learn.get_preds of ds_idx=0']
+    for found in world(apart):
+        for text, one, others in zip(found, names, names[1:]):
+            assert text.startswith('OutOfStep: ') and f'rank 1 at {one}' in text and f'at {others}' in text and text.count('test_evaluation.py:') == 2, text

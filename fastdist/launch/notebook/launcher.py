@@ -18,8 +18,9 @@ from ...data.rng import rng_state
 from ...env import check_gpus
 from ..machine import n_cores, n_gpus, thread_env, why_cpu
 from .serialize import namespace, pack, unpack, why_not
+from ..logs import last_words
 from ..processes import handlers_kept, send_signal, torch_quiet
-from ...world.errors import RemoteError
+from ...world.errors import RemoteError, read_record
 from ...world.loopback import loopback_env, loopback_store
 from ...world.private import clear_left, keep, new_folder
 from ...world.secret import secret_env
@@ -208,23 +209,31 @@ def _short_traceback(text):
 
 # %% ../../../nbs/launch/notebook/03_launcher.ipynb #bf4404b7
 def _tail(file, n=8):
-    "The last lines of a file"
-    text = Path(file).read_text(errors='replace').strip().splitlines() if Path(file).exists() else []
-    return ''.join(f'\n  {o}' for o in text[-n:])
+    "The last lines of a file; of a crash, all that `faulthandler` has written of it"
+    text = last_words(file, 60).splitlines() if Path(file).exists() else []
+    crash = bool(text) and text[0].startswith('Fatal Python error')
+    return ''.join(f'\n  {o}' for o in (text if crash else text[-n:]))
+
+@patch
+def recorded(self:_Workers):
+    "The first `Failure` in the error records of the workers, `None` if there is none: of one that was stopped, another has written it"
+    found = [read_record(o.error_file_data) for o in (self.result.failures.values() if self.result is not None else ())]
+    return min((o for o in found if o is not None), key=lambda o: o.time, default=None)
 
 @patch
 def error(self:_Workers):
     "What is raised in the notebook"
     own = [f for r,f in self.failures if f.rank==r]
-    f = first(own or [f for _,f in self.failures])
+    f = first(own or [f for _,f in self.failures]) or self.recorded()
     logs = f"\n(What the workers have printed is in {self.log_dir})"
     if f is None:
         r,p = min(self.result.failures.items(), key=lambda o: (o[1].exitcode==-signal.SIGTERM, o[0])) # the launcher has ended the others
-        how = f"was killed by signal {-p.exitcode} (out of memory?)" if p.exitcode < 0 else f"ended with exit status {p.exitcode}"
+        how = f"was killed by signal {-p.exitcode}" if p.exitcode < 0 else f"ended with exit status {p.exitcode}"
+        if p.exitcode==-signal.SIGKILL: how += " (out of memory?)"
         text = _tail(f'{self.log_dir}/rank{r}.err.log')
         return _error(f"rank {r} of {self.n} {how}, without a traceback{text and '. The last that it has written is:'}{text}{logs}", r)
     if f.kind=='interrupt': return KeyboardInterrupt(f"Ctrl-C in rank {f.rank}")
-    res = _error(f"rank {f.rank} of {self.n} failed:\n{_short_traceback(f.traceback).rstrip()}{logs}", failure=f)
+    res = _error(f"rank {f.rank} of {self.n} failed:\n{_short_traceback(f.traceback or f.text).rstrip()}{logs}", failure=f)
     res.__cause__ = f.exception()
     return res
 
