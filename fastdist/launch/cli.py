@@ -251,7 +251,11 @@ def read_config(a):
     if not found: sys.exit(f"fastdist launch: there is no {'module' if a.module else 'file'} {a.training_script!r}")
     if a.config_file and not os.path.isfile(a.config_file):
         sys.exit(f"fastdist launch: --config_file {a.config_file}: there is no such file")
-    return load_config_from_file(a.config_file) if a.config_file or os.path.isfile(default_config_file) else None
+    file = a.config_file or default_config_file
+    if not os.path.isfile(file): return
+    try: return load_config_from_file(a.config_file)
+    except Exception as e: # of the file's syntax, of what a value is, of a key: each of a class of its own
+        sys.exit(f"fastdist launch: --config_file {file}: it is no file of `accelerate config`: {type(e).__name__}: {e}")
 
 # %% ../../nbs/launch/04_cli.ipynb #4d5e5321
 def _log_to(o, a):

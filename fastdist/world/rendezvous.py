@@ -15,6 +15,7 @@ from pathlib import Path
 from urllib.parse import parse_qs,urlparse
 
 import psutil, torch, torch.distributed as dist
+from ..env import is_host
 from .ranks import check_rank, env_int, from_env, use_cpu
 from .store import wait_until
 
@@ -41,19 +42,28 @@ def first_host(nodes, # Slurm's list of nodes, such as `n[01-03,7],m1`
     if shutil.which('scontrol'):
         cmd = ['scontrol','show','hostnames',nodes]
         try: return subprocess.run(cmd, capture_output=True, text=True, timeout=5, check=True).stdout.split()[0]
-        except (subprocess.SubprocessError,IndexError): pass # in a container it may look for Slurm's configuration for a minute
-    first = re.match(r'(?:[^,\[]|\[[^\]]*\])+', nodes)[0]
+        except (subprocess.SubprocessError,OSError,IndexError): pass # in a container it may look for Slurm's configuration for a minute
+    first = re.match(r'(?:[^,\[]|\[[^\]]*\])*', nodes)[0]
     return re.sub(r'\[([^\],-]+)[^\]]*\]', r'\1', first)
 
 # %% ../../nbs/world/03_rendezvous.ipynb #0f785acc
 def slurm_port():
     "A port for the workers of this step of a Slurm job, below those that the system hands out"
-    job,step = os.environ.get('SLURM_JOB_ID') or os.environ.get('SLURM_JOBID') or 0, os.environ.get('SLURM_STEP_ID') or 0
-    return 10000 + (int(job)*101 + int(step)*7)%20000
+    job,step = env_int('SLURM_JOB_ID') or env_int('SLURM_JOBID') or 0, env_int('SLURM_STEP_ID') or 0
+    return 10000 + (job*101 + step*7)%20000
 
 # %% ../../nbs/world/03_rendezvous.ipynb #693a2f97
-def _env_url():
-    return f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+def _env_host():
+    "`MASTER_ADDR`, without the brackets of an IPv6 address"
+    host = os.environ['MASTER_ADDR']
+    found = host[1:-1] if host.startswith('[') and host.endswith(']') else host
+    if is_host(found): return found
+    raise ValueError(f"environment variable MASTER_ADDR={host!r} is no name or address of a machine; the launcher sets it, "
+                     "unset it to train in one process")
+
+def _url(host, port): return f"tcp://{f'[{host}]' if ':' in host else host}:{port}"
+
+def _env_url(): return _url(_env_host(), env_int('MASTER_PORT', 1, 65535))
 
 def _from_launcher(e):
     "`RANK` and `WORLD_SIZE` are set"
@@ -65,23 +75,27 @@ def _from_launcher(e):
 # %% ../../nbs/world/03_rendezvous.ipynb #3f8fe5d6
 def _from_slurm(e, port):
     "One of the tasks of a step"
-    nodes = os.environ.get('SLURM_STEP_NODELIST') or os.environ.get('SLURM_JOB_NODELIST') or os.environ.get('SLURM_NODELIST')
+    source = next((o for o in ('SLURM_STEP_NODELIST','SLURM_JOB_NODELIST','SLURM_NODELIST') if os.environ.get(o)), '')
+    nodes = os.environ.get(source)
     if not nodes and 'MASTER_ADDR' not in os.environ: raise ValueError(
         f"rank {e.rank}: Slurm started {e.world_size} tasks, but neither SLURM_STEP_NODELIST nor SLURM_JOB_NODELIST says on which nodes: "
         "start the script with `srun`, or set MASTER_ADDR")
     if 'MASTER_ADDR' not in os.environ and os.environ.get('SLURM_DISTRIBUTION')=='arbitrary': raise ValueError(
         f"rank {e.rank}: with Slurm's --distribution=arbitrary rank 0 may be on any node: set MASTER_ADDR to the name of its node")
-    host,given = os.environ.get('MASTER_ADDR') or first_host(nodes), port or env_int('MASTER_PORT')
+    host = _env_host() if 'MASTER_ADDR' in os.environ else first_host(nodes)
+    if not is_host(host): raise ValueError(f"rank {e.rank}: environment variable {source}={nodes!r} is no list of nodes, such as n[1-4]: "
+                                           "start the script with `srun`, or set MASTER_ADDR")
+    given = port or env_int('MASTER_PORT', 1, 65535)
     why = 'as MASTER_PORT or port says' if given else 'which comes from the number of the job'
     given = given or slurm_port()
-    return f"tcp://{host}:{given}", (f"Slurm started this as task {e.rank} of {e.world_size}; "
+    return _url(host, given), (f"Slurm started this as task {e.rank} of {e.world_size}; "
                                      f"the rendezvous is at {host}, the first of {nodes}, at port {given}, {why}")
 
 # %% ../../nbs/world/03_rendezvous.ipynb #ceaaa72a
 def _check_alone():
     "Was this process meant to be one of several?"
     if dist.is_initialized() or 'WORLD_SIZE' in os.environ: return
-    tasks = env_int('SLURM_NTASKS')
+    tasks = env_int('SLURM_NTASKS', 1)
     script = Path(sys.argv[0]).name
     if tasks and tasks > 1: raise ValueError(
         f"SLURM_NTASKS={tasks} tasks were asked for, but this process was not started as one of them: type `srun python {script}`, "
@@ -98,16 +112,20 @@ def _check_alone():
 # %% ../../nbs/world/03_rendezvous.ipynb #58e93390
 def _explicit(url, rank, size, e):
     "From a URL that the user gave"
-    u = urlparse(url)
+    try:
+        u = urlparse(url)
+        query = {k:int(v[0]) for k,v in parse_qs(u.query).items() if k in ('rank','world_size')}
+        port,host = u.port,u.scheme!='tcp' or is_host(u.hostname or '')
+    except ValueError as err: raise ValueError(f"init_method={url!r} is not accepted: {err}") from None
     if u.scheme not in ('env','tcp','file'): raise ValueError(
         f"init_method={url!r} is not accepted: it begins with env://, tcp:// or file://")
-    query = {k:v[0] for k,v in parse_qs(u.query).items()}
-    rank,size = (v if v is not None else int(query[k]) if k in query else None for k,v in (('rank',rank),('world_size',size)))
+    if not host: raise ValueError(f"init_method={url!r} is not accepted: {u.hostname!r} is no name or address of a machine")
+    rank,size = query.get('rank') if rank is None else rank, query.get('world_size') if size is None else size
     if rank is None or size is None:
         if e.launcher=='none': raise ValueError(
             f"init_method={url!r} does not say which of the workers this is: give rank and world_size, or set RANK and WORLD_SIZE")
         rank,size = (b if a is None else a for a,b in ((rank,e.rank),(size,e.world_size)))
-    if u.scheme=='tcp' and not u.port: raise ValueError(f"init_method={url!r} has no port: it is like tcp://host:29500")
+    if u.scheme=='tcp' and not port: raise ValueError(f"init_method={url!r} has no port: it is like tcp://host:29500")
     return url.partition('?')[0],rank,size
 
 # %% ../../nbs/world/03_rendezvous.ipynb #64c29203
@@ -115,7 +133,7 @@ def _given(init_method, rank, world_size, e):
     "`Start` of a URL, or of a rank and a world size, that the user gave"
     if init_method is None:
         k,v = ('rank',rank) if rank is not None else ('world_size',world_size)
-        if 'MASTER_ADDR' not in os.environ: raise ValueError(
+        if not {'MASTER_ADDR','MASTER_PORT'} <= set(os.environ): raise ValueError(
             f"{k}={v} says nothing about where the rendezvous is: give init_method (tcp://host:port, or file:///shared/path), "
             "or set MASTER_ADDR and MASTER_PORT")
         init_method = 'env://'
@@ -130,8 +148,6 @@ def _one_of_many(e, port):
     "`Start` of a worker that a launcher, or Slurm, has started with others"
     slurm = e.launcher=='slurm'
     url,reason = _from_slurm(e, port) if slurm else _from_launcher(e)
-    try: check_rank(e.rank, e.world_size)
-    except ValueError as err: raise ValueError(f"the environment says RANK={e.rank} and WORLD_SIZE={e.world_size}: {err}") from None
     n = torch.cuda.device_count() if slurm and e.local_world_size==1 and not use_cpu() else 1
     if n==1: return Start(url, e.rank, e.world_size, e.local_rank, e.local_world_size, e.node_rank, e.launcher, reason=reason)
     return Start(url, e.rank*n, e.world_size*n, None, n, e.rank, 'slurm', n,
