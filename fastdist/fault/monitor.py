@@ -14,6 +14,7 @@ from fastcore.basics import patch
 from .interrupt import Interrupts, is_default, is_ending
 from .stacks import Stacks, ask_children, ask_stack, begin_loader_process, crashes
 from .watchdog import Beat, Watch, failure_at, frame_text, own_beat, stack_of, user_frames
+from ..notices import notice
 from ..world.errors import (Failure, RemoteError, _base, _connections, end_after_first, end_connections, has_ended, in_short,
                                    write_record, write_record_of)
 from ..world.process_group import shared_store
@@ -261,8 +262,7 @@ def _notice(self:Monitor, now, limit):
     "Print once that ranks wait, long before the watchdog ends the job"
     found = self.watch.stalled(now, limit/10) if limit >= 100 else None
     if found and not self.noticed:
-        print(f"fastdist: {self.watch.report(found)}", file=sys.stderr)
-        print(f"fastdist: that may be all right; after {limit:.0f} s the watchdog ends the job", file=sys.stderr, flush=True)
+        notice(f"{self.watch.report(found)}\nfastdist: that may be all right; after {limit:.0f} s the watchdog ends the job")
     self.noticed = found is not None
 
 @patch

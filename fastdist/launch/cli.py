@@ -17,6 +17,7 @@ import psutil
 from ..env import check_gpus
 from .machine import n_cores, n_gpus, plural, startup_seconds, thread_env, why_cpu
 from .nodes import own_options, rendezvous, slurm_srun
+from .watch import end_noticed, guarded, notices_shown
 from .processes import end_processes, handlers_kept, send_signal, torch_quiet
 
 # %% ../../nbs/launch/04_cli.ipynb #6a85a6eb
@@ -249,8 +250,10 @@ def _watched(a, startup):
     from fastdist.launch.logs import close_copies, copied
     alone = a.num_processes==1 and not _is_other(a)
     copy = copied(a.log_dir) if alone and a.log_dir else nullcontext()
+    def hidden(rank): return (rank!='0' or bool(a.machine_rank)) and a.tee not in ('2','3')
     try:
-        with _closed(a), torch_quiet(), _late_notice(a, startup), (_one_process() if alone else nullcontext()), copy: yield
+        with _closed(a), torch_quiet(), _late_notice(a, startup), (_one_process() if alone else nullcontext()), copy, \
+             notices_shown(hidden), end_noticed(a.num_processes//a.num_machines, a.log_dir): yield
     finally: close_copies()
 
 # %% ../../nbs/launch/04_cli.ipynb #c40455bd
@@ -294,7 +297,11 @@ def read_config(a):
     if not found: sys.exit(f"fastdist launch: there is no {'module' if a.module else 'file'} {a.training_script!r}")
     if a.config_file and not os.path.isfile(a.config_file):
         sys.exit(f"fastdist launch: --config_file {a.config_file}: there is no such file")
-    return load_config_from_file(a.config_file) if a.config_file or os.path.isfile(default_config_file) else None
+    file = a.config_file or default_config_file
+    if not os.path.isfile(file): return
+    try: return load_config_from_file(a.config_file)
+    except Exception as e: # of the file's syntax, of what a value is, of a key: each of a class of its own
+        sys.exit(f"fastdist launch: --config_file {file}: it is no file of `accelerate config`: {type(e).__name__}: {e}")
 
 # %% ../../nbs/launch/04_cli.ipynb #4d5e5321
 def _log_to(o, a):
@@ -310,7 +317,7 @@ def _run_in(folder, o, startup):
     from fastdist.world.private import clear_left, keep
     status = 1
     try:
-        with patch_environment(**o.env): status = _run(o.command, startup)
+        with guarded(), patch_environment(**o.env): status = _run(o.command, startup)
     finally:
         if folder and status: keep(folder)
         clear_left() # of workers that were killed

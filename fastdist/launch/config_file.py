@@ -72,6 +72,7 @@ def _parse_override(word, texts=()):
 # %% ../../nbs/launch/06_config_file.ipynb #2212a511
 def _read(path):
     "The text of a config; ends the process if it cannot be read"
+    if not path: raise SystemExit("fastdist train: config: the name of the file is empty")
     try: return Path(path).read_text(encoding='utf-8-sig').replace('\r\n', '\n')
     except OSError as e: raise SystemExit(f"fastdist train: {path}: {e.strerror or e}")
     except UnicodeDecodeError as e: raise SystemExit(f"fastdist train: {path} is not a text in UTF-8: {e.reason} at byte {e.start}")
@@ -153,7 +154,8 @@ def import_function(name, # `module:function`
     module,func = name.split(':')
     file = _module_file(module, folder)
     if str(folder) not in sys.path: sys.path.insert(0, str(folder))
-    m = importlib.import_module(module)
+    try: m = importlib.import_module(module)
+    except SystemExit as e: raise ImportError(f"{module} ends the process while it is imported, by sys.exit({e.code!r})") from e
     if file and getattr(m, '__file__', None) and os.path.realpath(m.__file__)!=os.path.realpath(file):
         raise ImportError(f"{module} is {m.__file__}, which was imported before, and not {file}: give your module another name")
     if not callable(getattr(m, func, None)): raise AttributeError(f"{module} has no function {func}: {nearest(func, _functions(m))}")

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from fastcore.basics import patch
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-from ..world.private import keep, new_folder
 from ..world.errors import shorten
+from ..world.private import keep, new_folder
 
 # %% ../../nbs/launch/02_logs.ipynb #fa2031c8
 def _new_logs(folder, rank):

@@ -8,6 +8,7 @@ __all__ = ['own_options', 'light_parser', 'node_address', 'slurm_srun', 'rendezv
 # %% ../../nbs/launch/03_nodes.ipynb #4e77962a
 import argparse,os,re,socket
 import psutil
+from ..env import is_host
 
 # %% ../../nbs/launch/03_nodes.ipynb #ac1ab729
 def own_options(p # Parser, which gets the options that are not Accelerate's
@@ -34,30 +35,34 @@ def _first(*values): return next((o for o in values if o is not None), None)
 
 def _endpoint(text):
     "(host, port) of `HOST`, `HOST:PORT` or `:PORT`, with an IPv6 address in brackets; `None` for what it leaves out"
-    m = re.fullmatch(r'(?:\[(.+)\]|([^:\[\]]*))(?::(\d+))?', text or '')
-    if not m: raise ValueError(f"--rdzv-endpoint {text}: it is like host1:29500, or [2001:db8::1]:29500")
-    return m[1] or m[2] or None, int(m[3]) if m[3] else None
+    m = re.fullmatch(r'(?:\[(.+)\]|([^:\[\]]*))(?::(\d{1,5}))?', text or '')
+    host,port = (m[1] or m[2], m[3] and int(m[3])) if m else ('-',None)
+    if not is_host(host or 'x') or (port or 0) > 65535:
+        raise ValueError(f"--rdzv-endpoint {text}: it is like host1:29500, or [2001:db8::1]:29500")
+    return host or None,port
 
 def node_address(a, # Parsed arguments
                  conf=lambda name: None, # Function from a name to its value in Accelerate's config file
                 ):
     "(host, port, node rank): the rendezvous, and the number of this node; `None` for what is not given"
     host,port = _endpoint(a.rdzv_endpoint)
-    return (_first(host, a.main_process_ip, conf('main_process_ip')),
-            _first(port, a.main_process_port, conf('main_process_port')),
-            _first(a.node_rank, a.machine_rank, conf('machine_rank')))
+    host,port = _first(host, a.main_process_ip, conf('main_process_ip')),_first(port, a.main_process_port, conf('main_process_port'))
+    if host is not None and not is_host(host.strip('[]')):
+        raise ValueError(f"--main_process_ip {host}: it is a name or address of a machine")
+    if port is not None and not 0 <= port <= 65535: raise ValueError(f"--main_process_port {port}: a port is a number up to 65535")
+    return host,port,_first(a.node_rank, a.machine_rank, conf('machine_rank'))
 
 # %% ../../nbs/launch/03_nodes.ipynb #e25d2014
 def slurm_srun():
     "The command that starts a launcher on each node of Slurm's job, as a list; `None` where there is no need of it"
     env = os.environ
-    nodes = env.get('SLURM_JOB_NUM_NODES') or env.get('SLURM_NNODES')
-    if 'SLURM_JOB_ID' not in env or not nodes: return
-    from fastdist.world.ranks import in_slurm_step, tasks_per_node # takes fastai's time to import
-    if in_slurm_step() or nodes=='1' and 'SLURMD_NODENAME' in env: return # it is the node
+    if 'SLURM_JOB_ID' not in env or not {'SLURM_JOB_NUM_NODES','SLURM_NNODES'} & set(env): return
+    from fastdist.world.ranks import env_int, in_slurm_step, tasks_per_node # takes fastai's time to import
+    nodes = env_int('SLURM_JOB_NUM_NODES', 1) or env_int('SLURM_NNODES', 1)
+    if in_slurm_step() or nodes==1 and 'SLURMD_NODENAME' in env: return # it is the node
     # By itself Slurm gives a task one CPU, takes the number of tasks from the job, and the environment from sbatch --export
     cores = env.get('SLURM_JOB_CPUS_PER_NODE')
-    cpus = [f'--cpus-per-task={min(tasks_per_node(cores))}'] if cores else []
+    cpus = [f"--cpus-per-task={min(tasks_per_node(cores, 'SLURM_JOB_CPUS_PER_NODE'))}"] if cores else []
     return ['srun', f'--nodes={nodes}', f'--ntasks={nodes}', *cpus, '--kill-on-bad-exit=1', '--export=ALL']
 
 # %% ../../nbs/launch/03_nodes.ipynb #d994518b
@@ -65,13 +70,17 @@ def _slurm_nodes():
     "In a task of Slurm's: number of nodes, host and port of the rendezvous, number of this node; a `ValueError` for two tasks on a node"
     env = os.environ
     if not env.get('SLURM_STEP_NODELIST'): return
-    from fastdist.world.ranks import in_slurm_step
+    from fastdist.world.ranks import env_int, in_slurm_step
     from fastdist.world.rendezvous import first_host, slurm_port
     if not in_slurm_step(): return
     n = len(env.get('SLURM_GTIDS', '0').split(','))
     if n > 1: raise ValueError(f"Slurm has started {n} tasks on this node, and each would start workers of its own: "
                                "type `srun --ntasks-per-node=1 fastdist launch ...`, or `srun python ...` without fastdist launch")
-    return int(env['SLURM_STEP_NUM_NODES']),first_host(env['SLURM_STEP_NODELIST']),slurm_port(),int(env['SLURM_NODEID'])
+    nodes,number,host = env_int('SLURM_STEP_NUM_NODES', 1),env_int('SLURM_NODEID'),first_host(env['SLURM_STEP_NODELIST'])
+    if not is_host(host): raise ValueError(f"SLURM_STEP_NODELIST={env['SLURM_STEP_NODELIST']!r} is no list of nodes, such as n[1-4]")
+    for nm,v in (('SLURM_STEP_NUM_NODES',nodes), ('SLURM_NODEID',number)):
+        if v is None: raise ValueError(f"{nm} is not set in this task of Slurm's: start the launcher with `srun`, or give --nnodes")
+    return nodes,host,slurm_port(),number
 
 # %% ../../nbs/launch/03_nodes.ipynb #a00365a9
 def _is_here(host):
@@ -101,6 +110,8 @@ def rendezvous(a, # Parsed arguments
     slurm = _slurm_nodes() if nodes is None else None
     nodes,host,port,rank = slurm or (_first(nodes, conf('num_machines'), 1), *node_address(a, conf))
     if nodes < 1: raise ValueError(f"--nnodes {nodes}: at least 1 machine is needed")
+    if slurm and rank >= nodes:
+        raise ValueError(f"SLURM_NODEID={rank} is no node of SLURM_STEP_NUM_NODES={nodes}, which are numbered from 0")
     if rank is not None and not 0 <= rank < nodes:
         raise ValueError(f"--node-rank {rank}: {nodes} node(s) are numbered from 0; --nnodes is their number")
     # by default any free port, so that two jobs can run side by side

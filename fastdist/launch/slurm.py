@@ -70,7 +70,7 @@ def _parser():
 def _seconds(text):
     "Seconds of a time limit, infinite for `UNLIMITED`, `None` where it is none"
     if text.upper() in ('UNLIMITED','INFINITE'): return float('inf')
-    m = re.fullmatch(r'(?:(\d+)-(\d+)(?::(\d+))?(?::(\d+))?|(\d+)(?::(\d+))?|(\d+):(\d+):(\d+))', text)
+    m = re.fullmatch(r'(?:(\d+)-(\d+)(?::(\d+))?(?::(\d+))?|(\d+)(?::(\d+))?|(\d+):(\d+):(\d+))', text, re.ASCII)
     if not m: return
     d,h,mi,s, mi2,s2, h3,mi3,s3 = (int(o or 0) for o in m.groups())
     return ((d*24 + h + h3)*60 + mi+mi2+mi3)*60 + s+s2+s3
@@ -84,7 +84,7 @@ _ours = {'N':'--nodes', 'G':'--gpus', 'gpus-per-node':'--gpus', 'c':'--cpus-per-
 
 def _name(option): return (re.match(r'--([\w-]+)', option) or re.match(r'-(\w)', option) or [None,None])[1]
 
-def _gpus(text): return re.fullmatch(r'(?:([\w.-]+):)?0*([1-9]\d*)', text)
+def _gpus(text): return re.fullmatch(r'(?:([\w.-]+):)?0*([1-9]\d*)', text, re.ASCII)
 
 def _given(a, name):
     "An option with its value, as it was typed"
@@ -108,7 +108,7 @@ def _check_size(p, a):
     if a.cpus_per_gpu and not n: p.error(f"--cpus-per-gpu {a.cpus_per_gpu}: there is no --gpus; use --cpus-per-task")
     if a.cpus_per_gpu and a.cpus_per_task: p.error("--cpus-per-gpu and --cpus-per-task: give one of them")
     a.cpus = a.cpus_per_task or (n*(a.cpus_per_gpu or 4) if n else a.workers)
-    if a.mem and not re.fullmatch(r'\d+[KMGTkmgt]?', a.mem): p.error(f"--mem {a.mem}: it is like 64G")
+    if a.mem is not None and not re.fullmatch(r'[0-9]+[KMGTkmgt]?', a.mem): p.error(f"--mem {a.mem}: it is like 64G")
 
 # %% ../../nbs/launch/05_slurm.ipynb #440a438b
 def _check_time(p, a):
@@ -129,15 +129,38 @@ def _check_files(p, a):
     "Check Slurm's own options, and the names of files; sets `job_name` and `output`"
     for o in a.sbatch:
         nm = _name(o)
-        if nm is None or '\n' in o: p.error(f"--sbatch={o}: it is an option of sbatch, such as --sbatch=--constraint=a100")
+        if nm is None: p.error(f"--sbatch={o}: it is an option of sbatch, such as --sbatch=--constraint=a100")
         if nm in _ours: p.error(f"--sbatch={o}: use {_ours[nm]} of fastdist slurm, which starts one launcher on each node")
     if not a.module and not os.path.isfile(a.script): p.error(f"there is no file {a.script!r}")
     if a.venv and not os.path.exists(f'{a.venv}/bin/python'): p.error(f"--venv {a.venv}: there is no {a.venv}/bin/python")
     stem = a.script.split('.')[-1] if a.module else Path(a.script).stem
-    a.job_name = a.job_name or stem
+    if a.job_name is None: a.job_name = stem
     if a.output is None and not a.submit: a.output = f'{stem}.sbatch'
-    for nm in ('job_name','logs','partition','account'):
-        if '\n' in (getattr(a, nm) or ''): p.error(f"--{nm.replace('_', '-')}: there is a line break in it")
+
+# %% ../../nbs/launch/05_slurm.ipynb #2be8e9ee
+def _check_text(p, nm, v, own=False):
+    "Check what stands in the job's file; `own`: in quotes, in the part for the shell. The lines for Slurm end with the line, quotes or not"
+    if not isinstance(v, str): p.error(f"{nm}: -- is no value") # Python's parser makes an empty list of it
+    bad = re.search(r'[\ud800-\udfff]' if own else r'[\0-\x1f\x7f\ud800-\udfff]', v)
+    if bad: p.error(f"{nm} {v!r}: there is {'a line break' if bad[0] in chr(10)+chr(13) else 'a character that is none'} in it")
+    if not own and not v.strip(): p.error(f"{nm} {v!r}: it is empty")
+
+def _check_names(p, a):
+    "Check all that stands in the job's file, in quotes or not"
+    given = {'--logs':a.logs, '--partition':a.partition, '--account':a.account, '--venv':a.venv, '-o':a.output, 'the script':a.script,
+             '--job-name':a.job_name}
+    for nm,v in given.items():
+        if v is not None: _check_text(p, nm, v)
+    for nm,values in (('--env-setup',a.env_setup), ('--launch',a.launch), ('the argument',a.args)):
+        for v in values: _check_text(p, nm, v, own=True)
+    for v in a.sbatch: _check_text(p, '--sbatch', v)
+    if not any(_name(o)=='chdir' for o in a.sbatch):
+        _check_text(p, 'the current folder, for which --sbatch=--chdir=DIR gives another,', os.getcwd())
+    if '/' in a.job_name: p.error(f"--job-name {a.job_name!r}: there is a / in it, and it is in the names of the logs")
+    if set(a.logs) & set('%\\'): p.error(f"--logs {a.logs!r}: Slurm takes % and \\ in the name of a log for something else")
+    for o in a.launch:
+        try: shlex.split(o)
+        except ValueError: p.error(f"--launch={o}: a quote is not closed")
 
 # %% ../../nbs/launch/05_slurm.ipynb #581121cd
 def _script_last(args):
@@ -157,7 +180,7 @@ def _read(args):
     if script and a.script!=script:
         p.error(f"{a.script}: is it the script's? Then it stands after --, as in: fastdist slurm {script} --nodes 2 --gpus 8 -- {a.script}")
     a.command = ['fastdist','slurm',*args]
-    for check in (_check_size,_check_time,_check_files): check(p, a)
+    for check in (_check_size,_check_time,_check_files,_check_names): check(p, a)
     return a
 
 # %% ../../nbs/launch/05_slurm.ipynb #25bf5680
@@ -263,6 +286,15 @@ def _submit(text, a):
           f"see `squeue -j {job}`, end it with `scancel {job}`\nfastdist: its log will be {a.logs}/{a.job_name}-{job}.out")
     return 0
 
+# %% ../../nbs/launch/05_slurm.ipynb #7f82d439
+def _write(text, file):
+    "Write a job's file, unless there is another one"
+    if os.path.exists(file) and Path(file).read_bytes()!=text.encode(): sys.exit(
+        f"fastdist slurm: {file} is there already, and is left as it is: remove it, "
+        "or give another name with -o (-o - shows the file on the screen)")
+    Path(file).touch(0o600)
+    Path(file).write_bytes(text.encode())
+
 # %% ../../nbs/launch/05_slurm.ipynb #454b3edb
 def main(args # Arguments after `fastdist slurm`
         ):
@@ -270,13 +302,10 @@ def main(args # Arguments after `fastdist slurm`
     a = _read(args or ['--help'])
     text = _batch_file(a)
     if a.output=='-' and not a.submit: print(text, end=''); return 0
-    if a.output not in (None,'-'):
-        if os.path.exists(a.output) and Path(a.output).read_text()!=text: sys.exit(
-            f"fastdist slurm: {a.output} is there already, and is left as it is: remove it, "
-            "or give another name with -o (-o - shows the file on the screen)")
-        Path(a.output).touch(0o600)
-        Path(a.output).write_text(text)
-    os.makedirs(a.logs, 0o700, exist_ok=True)
+    try:
+        if a.output not in (None,'-'): _write(text, a.output)
+        os.makedirs(a.logs, 0o700, exist_ok=True)
+    except OSError as e: sys.exit(f"fastdist slurm: {e.filename!r}, of {'--logs' if e.filename==a.logs else '-o'}: {e.strerror or e}")
     if a.submit: return _submit(text, a)
     print(f"fastdist: wrote {a.output}; submit it with: sbatch {shlex.quote(a.output)}\n"
           f"fastdist: its log will be {a.logs}/{a.job_name}-JOB.out, with the number of the job")

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from urllib.parse import urlparse
 
 from .config_file import Source, function_signature, import_function, nearest, toml
-from ..env import check_gpus
+from ..env import check_gpus, is_host
 from .machine import n_gpus, plural, why_cpu
 
 # %% ../../nbs/launch/07_train.ipynb #819c0ed8
@@ -44,9 +44,11 @@ def _count(help, default=None, first=1, end=math.inf):
 def _is_function(v): return re.fullmatch(r'[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*', v) is not None
 
 def _is_url(v):
-    u = urlparse(v)
-    try: return v=='env://' or u.scheme=='tcp' and bool(u.hostname and u.port) or u.scheme=='file' and not u.netloc and len(u.path) > 1
-    except ValueError: return False # a port that is no number
+    try:
+        u = urlparse(v)
+        tcp = u.scheme=='tcp' and is_host(u.hostname or '') and bool(u.port)
+        return v=='env://' or tcp or u.scheme=='file' and not u.netloc and len(u.path) > 1
+    except ValueError: return False # a port that is no number, a bracket that is not closed
 
 # %% ../../nbs/launch/07_train.ipynb #1908e610
 keys = dict(
@@ -137,6 +139,12 @@ def _check_files(s, c):
     elif not f.parent.is_dir() or not os.access(f.parent, os.W_OK): s.fault(('save',), f"{f.parent} is not a folder that can be written to")
 
 # %% ../../nbs/launch/07_train.ipynb #787eead5
+def _slurm_nodes():
+    "Machines of Slurm's job, 1 where there is none"
+    if 'SLURM_JOB_NUM_NODES' not in os.environ: return 1
+    from fastdist.world.ranks import env_int
+    return env_int('SLURM_JOB_NUM_NODES', 1)
+
 def _started(): return any(o in os.environ for o in ('WORLD_SIZE','RANK','SLURM_PROCID')) # perhaps: `from_env` knows
 
 _cpu_precision = '''workers are on the CPU here, where fastai's mixed precision does nothing: give precision = "fp32"'''
@@ -149,7 +157,7 @@ def _check_machine(s, c, n_gpus=n_gpus):
     gpus,local = math.inf,1 # whoever started this worker has seen to it
     if not _started() and not (c.use_cuda_if_available and n==1 and c.precision=='fp32'):
         gpus = n_gpus() if c.use_cuda_if_available else 0
-        local = -(-n//(c.nodes if c.nodes > 1 else int(os.environ.get('SLURM_JOB_NUM_NODES', 1))))
+        local = -(-n//(c.nodes if c.nodes > 1 else _slurm_nodes()))
     try: device = check_devices(local, gpus, c.use_cuda_if_available)
     except ValueError as e: return s.fault(('distributed_world_size',), e)
     if device=='cpu' and c.precision!='fp32': s.fault(('precision',), _cpu_precision)
@@ -330,7 +338,8 @@ def _is_worker():
     "Has a launcher started this process?"
     if not _started(): return False
     from fastdist.world.ranks import from_env
-    return from_env().launcher!='none'
+    try: return from_env().launcher!='none'
+    except ValueError as e: raise SystemExit(f"fastdist train: {e}") from None
 
 def _parser():
     p = ArgumentParser('fastdist train', usage="fastdist train [-h] [--dry-run] config.toml [key=value ...]",

@@ -18,12 +18,18 @@ from .state import current_world, get_default_group
 
 # %% ../../nbs/world/01_ranks.ipynb #97ed9ccf
 def env_int(nm:str, # Name of an environment variable
+            least:int=0, # It is no less than that
+            most:int=2**63, # And no more
            ):
-    "The variable as a number, `None` where it is not set; a `ValueError` names one that is no number"
+    "The variable as a number, `None` where it is not set; a `ValueError` names one that is no number, or cannot be right"
     v = os.environ.get(nm)
-    try: return None if v is None else int(v)
-    except ValueError: raise ValueError(
-        f"environment variable {nm}={v!r} is not an integer; the launcher sets it, unset it to train in one process") from None
+    if v is None: return
+    try: n = int(v)
+    except ValueError: n = None
+    if n is not None and least <= n <= most: return n
+    bound = f'{least} at least' if n is not None and n < least else f'{most} at most'
+    why = 'is not an integer' if n is None else f'is not right: it is {bound}'
+    raise ValueError(f"environment variable {nm}={v!r} {why}; the launcher sets it, unset it to train in one process")
 
 # %% ../../nbs/world/01_ranks.ipynb #f9ff1f9d
 def check_rank(rank:int, # Of a worker, from 0 to `world_size-1`
@@ -46,24 +52,25 @@ def in_slurm_step():
     return same('SLURM_STEP_NUM_TASKS', 'SLURM_NTASKS') and same('SLURM_STEP_TASKS_PER_NODE', 'SLURM_TASKS_PER_NODE')
 
 # %% ../../nbs/world/01_ranks.ipynb #6579ac54
-def tasks_per_node(text:str, # Of `SLURM_TASKS_PER_NODE`
+def tasks_per_node(text:str, # Value of the variable
+                   nm:str='SLURM_TASKS_PER_NODE', # Its name
                   ):
-    "Slurm's short form of the number of tasks on each node, as a list; a `ValueError` where it cannot be read"
-    found = [re.fullmatch(r'(\d+)(?:\(x(\d+)\))?', o) for o in text.split(',')]
-    if not all(found): raise ValueError(f"SLURM_TASKS_PER_NODE={text!r} cannot be read: it should be like 2(x3),1")
+    "Slurm's short form of a number on each node, as a list; a `ValueError` where it cannot be read"
+    found = [re.fullmatch(r'(\d+)(?:\(x([1-9]\d{0,5})\))?', o) for o in text.split(',')]
+    if not all(found): raise ValueError(f"environment variable {nm}={text!r} cannot be read: it should be like 2(x3),1")
     return [int(m[1]) for m in found for _ in range(int(m[2] or 1))]
 
 # %% ../../nbs/world/01_ranks.ipynb #1f2242e2
 def _slurm_ranks():
     "(rank, world size, local rank, local world size, node rank) of a task"
-    size = env_int('SLURM_STEP_NUM_TASKS') or env_int('SLURM_NTASKS') or env_int('SLURM_NPROCS')
+    size = env_int('SLURM_STEP_NUM_TASKS', 1) or env_int('SLURM_NTASKS', 1) or env_int('SLURM_NPROCS', 1)
     rank,local,node = env_int('SLURM_PROCID'),env_int('SLURM_LOCALID'),env_int('SLURM_NODEID')
     if size is None: raise ValueError(f"SLURM_PROCID={rank} is set but SLURM_NTASKS is not: start the script with `srun`, "
                                       "or unset SLURM_PROCID to train in one process")
-    counts = os.environ.get('SLURM_STEP_TASKS_PER_NODE') or os.environ.get('SLURM_TASKS_PER_NODE')
-    per_node = env_int('SLURM_NTASKS_PER_NODE')
-    if counts: # ranks of a node need not follow each other, and SLURM_NTASKS_PER_NODE may be that of the job
-        counts = tasks_per_node(counts)
+    source = next((o for o in ('SLURM_STEP_TASKS_PER_NODE','SLURM_TASKS_PER_NODE') if os.environ.get(o)), None)
+    per_node = env_int('SLURM_NTASKS_PER_NODE', 1)
+    if source: # ranks of a node need not follow each other, and SLURM_NTASKS_PER_NODE may be that of the job
+        counts = tasks_per_node(os.environ[source], source)
         n_local = counts[node] if node is not None and node < len(counts) and sum(counts)==size else None
     else:
         n_local = per_node
@@ -79,15 +86,27 @@ def _launched_by():
     marks = dict(FORK_LAUNCHED='notebook_launcher', ACCELERATE_MIXED_PRECISION='accelerate', TORCHELASTIC_RUN_ID='torchrun')
     return next((who for k,who in marks.items() if k in env), 'environment')
 
+def _launched_ranks():
+    "(rank, world size, local rank, local world size, node rank) of `RANK`, `WORLD_SIZE` and what goes with them"
+    rank,size = env_int('RANK'),env_int('WORLD_SIZE', 1)
+    if rank and size is None: raise ValueError( # left by another job: it would train alone, and save nothing
+        f"RANK={rank} is set but WORLD_SIZE is not: unset RANK to train in one process, or start the script with `accelerate launch`, "
+        "`torchrun` or `fastdist launch -n N`")
+    n = env_int('LOCAL_WORLD_SIZE', 1, size or 1)
+    local = env_int('LOCAL_RANK', 0, (n or size or 1)-1)
+    return rank or 0,size or 1,local,n,env_int('GROUP_RANK')
+
 def from_env():
     """What the launcher says: `rank`, `world_size`, `local_rank`, `local_world_size`, `node_rank` (`None` where it does not say),
     and who that is, `launcher`"""
     names = 'rank','world_size','local_rank','local_world_size','node_rank'
-    if 'WORLD_SIZE' in os.environ or 'RANK' in os.environ:
-        found = env_int('RANK') or 0, env_int('WORLD_SIZE') or 1, *map(env_int, ('LOCAL_RANK','LOCAL_WORLD_SIZE','GROUP_RANK'))
-        launcher = _launched_by()
+    if 'WORLD_SIZE' in os.environ or 'RANK' in os.environ: launcher,found = _launched_by(),_launched_ranks()
     elif in_slurm_step(): launcher,found = 'slurm',_slurm_ranks()
     else: launcher,found = 'none',(0,1,0,1,0)
+    try: check_rank(*found[:2])
+    except ValueError as e:
+        rank,size = ('SLURM_PROCID','the number of tasks') if launcher=='slurm' else ('RANK','WORLD_SIZE')
+        raise ValueError(f"the environment says {rank}={found[0]} and {size}={found[1]}: {e}") from None
     if found[1]==1: found = (found[0],1,0,1,0)
     return SimpleNamespace(launcher=launcher, **dict(zip(names, found)))
 

@@ -122,7 +122,8 @@ def _parse(args):
     a,rest = p.parse_known_args(args)
     if a.n is not None and a.n < 1: p.error(f"-n {a.n}: at least 1 worker is needed")
     if not 0 < a.timeout < 1e6: p.error(f"--timeout {a.timeout:g}: it is a number of seconds, above 0")
-    if rest and not rest[0].startswith('-'): p.error(f"{rest[0]!r}: it takes no script, for it checks with a tiny model of its own")
+    script = next((o for i,o in enumerate(rest) if o in ('','--') or i==0 and not o.startswith('-')), None)
+    if script is not None: p.error(f"{script!r}: it takes no script, for it checks with a tiny model of its own")
     if '-m' in rest: p.error("-m: it takes no module, for it checks with a tiny model of its own")
     if a.timeout==int(a.timeout): a.timeout = int(a.timeout) # for messages
     launch = light_parser(p.prog).parse_known_args(rest)[0]
@@ -140,7 +141,7 @@ def _number(n, a, n_gpus):
     "Arguments for `fastdist launch`: 2 workers where it would start a single one on a CPU, and so there would be nothing to measure"
     if n is not None: return ['-n',str(n)]
     given = any(o is not None for o in (a.num_processes,a.nproc_per_node,a.nnodes,a.num_machines,a.config_file))
-    slurm = any(int(os.environ.get(o) or 1) > 1 for o in ('SLURM_NTASKS','SLURM_JOB_NUM_NODES'))
+    slurm = any(os.environ.get(o) not in (None,'','1') for o in ('SLURM_NTASKS','SLURM_JOB_NUM_NODES')) # `fastdist launch` reads them
     return [] if n_gpus or given or slurm else ['-n','2']
 
 # %% ../../../nbs/launch/check/03_cli.ipynb #b08ab55e
@@ -149,7 +150,8 @@ def _is_launched():
     if 'TORCHELASTIC_RUN_ID' in os.environ: return True
     if 'SLURM_PROCID' not in os.environ: return False
     from fastdist.world.ranks import from_env
-    return 'RANK' not in os.environ and from_env().launcher=='slurm' and from_env().world_size > 1
+    try: return 'RANK' not in os.environ and from_env().launcher=='slurm' and from_env().world_size > 1
+    except ValueError as e: sys.exit(f"fastdist check: {e}")
 
 # %% ../../../nbs/launch/check/03_cli.ipynb #44823638
 _worker = ['-m','fastdist.launch.check.cli','--worker','yes']
