@@ -1,0 +1,57 @@
+"""P6: what runs on the CPU runs on GPUs, with the same numbers; a worker stays on its own. The GPUs are pretended (support/fakegpu), nccl's rules are its own."""
+import pytest
+from fastai.callback.training import GradientClip
+from learners import *
+from strategies import ctx_of
+
+STRATEGIES = 'ddp', 'zero1', 'zero2', 'fsdp'
+
+
+def report(learn, preds=None):
+    "What a learner has learned, and where it is"
+    res = SimpleNamespace(weights=weights(learn), losses=[float(o) for o in learn.recorder.losses], values=[list(v) for v in learn.recorder.values], preds=preds)
+    state = [v for s in learn.opt.state.values() for v in s.values() if isinstance(v, torch.Tensor) and v.dim()]
+    res.devices = {str(o.device) for o in (*learn.model.parameters(), *learn.model.buffers(), *state)}
+    return res
+
+
+def twice(ctx=None, early=True, bs=6, frozen=False, **kwargs):
+    "Two fits, in a context each, and predictions; the loaders were made before the process group where `early`"
+    import fastdist.all
+    from fastdist.world import setup_distrib, get_rank
+    if ctx is not None and not early: setup_distrib()
+    learn = quiet(learner(n=20, bs=bs, n_val=7, bn=True, lr=0.05, metrics=accuracy, splitter=lambda m: [list(m[:1].parameters()), list(m[1:].parameters())], **kwargs))
+    if ctx is not None: learn.dls.to(torch.device('cuda', torch.cuda.current_device()))  # as a DataBlock does it
+    around = contextlib.nullcontext if ctx is None else partial(learn.distrib_ctx, **ctx)
+    with around():
+        if frozen: learn.freeze()
+        learn.fit_one_cycle(1, 0.05)
+    with around():
+        if frozen: learn.unfreeze()
+        learn.fit_one_cycle(1, 0.05)
+        preds = [o.cpu() for o in learn.get_preds()]
+    res = report(learn, preds)
+    res.validated = learn.validate()  # by each worker alone
+    if ctx is not None:
+        res.rank, res.loader = get_rank(), str(torch.device(learn.dls.device))
+        res.elsewhere = [torch.cuda.memory_allocated(i) for i in range(torch.cuda.device_count()) if i != get_rank()]
+    return res
+
+
+def same(a, b, tol=1e-6):
+    assert diff(a.weights, b.weights) < tol and diff(a.losses, b.losses) < tol
+    assert all(diff([x for x in v if x is not None], [x for x in w if x is not None]) < tol for v, w in zip(a.values, b.values))
+    assert a.preds is None or all(diff(x, y) < tol for x, y in zip(a.preds, b.preds))
+
+
+@pytest.mark.parametrize('strategy', STRATEGIES)
+@pytest.mark.parametrize('early', [True, False])
+def test_as_on_the_cpu(gpu_worlds, early, strategy):
+    "Loaders that were made before the process group are of the GPU 0 in all workers; the learner stays on its worker's, with the optimizer's state"
+    n, kwargs = (3, dict(opt=Adam)) if early == (strategy in ('zero1', 'fsdp')) else (2, dict(opt=partial(OptimWrapper, opt=torch.optim.AdamW), frozen=True))
+    alone = twice(**kwargs)
+    for o in gpu_worlds(n)(twice, ctx_of(strategy), early, **kwargs):
+        same(o, alone)
+        assert o.devices == {f'fakegpu:{o.rank}'} and o.loader in (f'fakegpu:{o.rank}', f'cuda:{o.rank}'), (o.rank, o.devices, o.loader)
+        assert not any(o.elsewhere) or early, o.elsewhere
+        assert diff(list(o.validated), list(alone.validated)) < 1e-6
