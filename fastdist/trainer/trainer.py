@@ -27,7 +27,7 @@ from ..strategy.base import check_trainable, same_everywhere, sync_buffers, whol
 from ..strategy.select import close_strategy, make_strategy
 from .args import accelerator_args, check_args, check_launch, check_own, check_precision, make_accelerator, not_default
 from .evaluation import Evaluation, same_log
-from .loaders import SharedLoaders, seeded_loaders
+from .loaders import SharedLoaders, on_device, seeded_loaders
 from .step import StrategyHooks, TrainingStep
 from .strategy_args import check_mesh
 from .undone import FollowsModel, UndoneCallback
@@ -72,8 +72,7 @@ def __call__(self:DistributedTrainer, event_name # Of a fit
 def _same_model(self:DistributedTrainer):
     "All workers have the same data, and begin with rank 0's weights"
     same_data(self.learn.dls) # first: vocabularies, and so models, may differ by it
-    device = self.accelerator.device
-    if device.type!='cpu': self.learn.model.to(device)
+    self.undo.enter_context(on_device(self.learn, self.accelerator.device)) # undone last: a strategy gives back what it has on the device
     same_everywhere(whole_model(self.learn), self.learn.opt)
 
 @patch
