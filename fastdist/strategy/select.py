@@ -113,7 +113,7 @@ def close_strategy(strategy # A `Strategy` that has been set up
         f"rank {get_rank()}: with strategy={strategy.name!r} other workers had shards of the "
         f"{'weights, which are nan now' if strategy.shards_params else 'optimizer state'}, and are gone: "
         "load a checkpoint before you go on with this learner")
-    if strategy.unsynced: # an error has ended the fit: gradients that differ between workers must not get into the next one
+    if strategy.unsynced or aborted: # an error has ended the fit: gradients that differ between workers, or are garbage, must not get into the next
         for p in (*strategy.model.parameters(), *strategy.loose): p.grad = None
 
 # %% ../../nbs/strategy/07_select.ipynb #0f8afc6a

@@ -55,3 +55,51 @@ def test_as_on_the_cpu(gpu_worlds, early, strategy):
         assert o.devices == {f'fakegpu:{o.rank}'} and o.loader in (f'fakegpu:{o.rank}', f'cuda:{o.rank}'), (o.rank, o.devices, o.loader)
         assert not any(o.elsewhere) or early, o.elsewhere
         assert diff(list(o.validated), list(alone.validated)) < 1e-6
+
+
+class Fails(Callback):
+    "Raises in the rank 1, in the middle of a backward pass of all"
+    order = 1001
+    def before_backward(self):
+        if dist.get_rank() == 1 and self.iter == 1: raise ZeroDivisionError('in rank 1')
+
+
+def fails_once(ctx):
+    "What an error in one worker is in each, what is left of the learner, and of the process group, and a fit afterwards"
+    import fastdist.all, torch.distributed as dist
+    from fastdist.world import get_rank
+    Fails.before_backward.__globals__['dist'] = dist
+    learn, res = quiet(learner(n=20, bs=6, bn=True, lr=0.05, shuffle=False)), SimpleNamespace()
+    saved, rank = weights(learn), None
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter('always')
+        try:
+            with learn.distrib_ctx(**ctx):
+                rank = get_rank()
+                learn.fit(1, cbs=Fails())
+        except Exception as e: res.error = type(e).__name__, getattr(e, 'type', ''), str(e)
+    res.warned = [str(o.message) for o in warned if 'not to be trusted' in str(o.message)]
+    res.left = dist.is_initialized(), type(learn.model).__name__, {type(p).__name__ for p in learn.model.parameters()}
+    res.hooks = sum(len(p._backward_hooks or ()) + len(p._post_accumulate_grad_hooks or ()) for p in learn.model.parameters())
+    res.devices, res.rank = {str(p.device) for p in learn.model.parameters()}, rank
+    learn.model.load_state_dict(saved)
+    learn.create_opt()
+    set_seed(1)
+    with learn.distrib_ctx(**ctx): learn.fit(1)
+    res.weights = weights(learn)
+    return res
+
+
+@pytest.mark.parametrize('strategy', STRATEGIES)
+def test_an_error_in_one_worker(gpu_worlds, strategy):
+    "The others get it as a RemoteError, whatever is shaped is undone, and the next context makes a process group of all"
+    alone = quiet(learner(n=20, bs=6, bn=True, lr=0.05, shuffle=False))
+    set_seed(1)
+    alone.fit(1)
+    res = gpu_worlds(2)(fails_once, ctx_of(strategy))
+    assert res[0].error[:2] == ('RemoteError', 'ZeroDivisionError') and res[1].error[0] == 'ZeroDivisionError', [o.error for o in res]
+    assert res[0].warned and 'Load a checkpoint' in res[0].warned[0]  # it waited for the gradients of rank 1
+    for o in res:
+        assert o.left == (False, 'Sequential', {'Parameter'}) and not o.hooks, o.left
+        assert o.devices == {f'fakegpu:{o.rank}'}
+        assert diff(o.weights, weights(alone)) < 1e-6
