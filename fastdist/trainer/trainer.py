@@ -303,6 +303,7 @@ def before_train(self:DistributedTrainer):
     self.follow_model()
     if not self.decisions.inner: rejoin_streams()
     with self.random.entered(): synchronize_rng(self.settings.rng_types)
+    if self.step is not None: self.step.late = None # what was pressed in an earlier fit is no stop of this one
     self.learn.dl = self.loaders.train(self.learn.dl)
     self.totals.reset()
 

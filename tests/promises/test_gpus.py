@@ -103,3 +103,47 @@ def test_an_error_in_one_worker(gpu_worlds, strategy):
         assert o.left == (False, 'Sequential', {'Parameter'}) and not o.hooks, o.left
         assert o.devices == {f'fakegpu:{o.rank}'}
         assert diff(o.weights, weights(alone)) < 1e-6
+
+
+class Begins(Callback):
+    "Counts where the host waits, and what is sent, in each step of a fit but the first two"
+    order = -1000
+    def before_fit(self): self.found, self.sent = [], []
+    def before_batch(self):
+        from fakegpu import HostSyncs, nccl
+        self.counter = None
+        if not self.training or self.iter < 2: return
+        self.counter, self.start = HostSyncs(), len(nccl.sent)
+        self.counter.__enter__()
+
+
+class Ends(Callback):
+    "What `Begins` has begun"
+    order = 2000
+    def after_batch(self):
+        from fakegpu import nccl
+        b = self.learn.begins
+        if b.counter is None: return
+        b.counter.__exit__(None, None, None)
+        b.found.append(dict(b.counter.found))
+        b.sent.append(nccl.sent[b.start:])
+
+
+def waits(ctx, **kwargs):
+    "Where the host waits in each step but the first two, and what is sent"
+    import fastdist.all
+    learn = quiet(learner(n=24, bs=6, n_val=6, lr=0.05, opt=Adam, dtype=torch.float32, cbs=[Begins(), Ends()], **kwargs))
+    with learn.distrib_ctx(**ctx): learn.fit(1)
+    return learn.begins.found, learn.begins.sent
+
+
+@pytest.mark.parametrize('bn', [False, True])
+@pytest.mark.parametrize('strategy', STRATEGIES)
+def test_the_host_waits_for_no_kernel_of_a_step(gpu_worlds, strategy, bn):
+    "What all have agreed on fastdist reads a step late, when it is there. fastai reads the loss, for its average"
+    messages = dict(ddp=2, zero1=3, zero2=3, fsdp=4)[strategy] + 2*bn  # the loss, gradients, parameters; forward and backward of batch norm
+    for found, sent in gpu_worlds(2)(waits, ctx_of(strategy), bn=bn, loss=CrossEntropyLossFlat()):
+        assert len(found) == 2
+        for step, messages_of in zip(found, sent):
+            print('STEP', strategy, bn, step, [(o[0], o[1]) for o in messages_of])
+            assert step == {('event', 'fastdist', 'trainer/step.py', '_agreed'): 1, ('copy to the CPU', 'fastai', 'torch_core.py', '_inner'): 1}

@@ -18,11 +18,11 @@ def note(what):
 
 
 def _where():
-    "('fastdist', file, function), where fastdist is on the way to it, or else ('fastai', ...), or that of whoever it is"
-    frames = [f for f in reversed(traceback.extract_stack()) if '/fakegpu/' not in f.filename]
-    for who in ('fastdist', 'fastai'):
-        for f in frames:
-            if f'/{who}/' in f.filename and '/tests/' not in f.filename: return who, f.filename.rpartition(f'/{who}/')[2], f.name
+    "(whose code, file, function) of the innermost frame of fastdist or fastai"
+    frames = [f for f in reversed(traceback.extract_stack()) if '/fakegpu/' not in f.filename and '/tests/' not in f.filename]
+    for f in frames:
+        for who in ('fastdist', 'fastai'):
+            if f'/{who}/' in f.filename: return who, f.filename.rpartition(f'/{who}/')[2], f.name
     return 'other', *((frames[0].filename, frames[0].name) if frames else ('autograd', ''))
 
 
