@@ -146,4 +146,5 @@ def test_the_host_waits_for_no_kernel_of_a_step(gpu_worlds, strategy, bn):
         assert len(found) == 2
         for step, messages_of in zip(found, sent):
             print('STEP', strategy, bn, step, [(o[0], o[1]) for o in messages_of])
-            assert step == {('event', 'fastdist', 'trainer/step.py', '_agreed'): 1, ('copy to the CPU', 'fastai', 'torch_core.py', '_inner'): 1}
+            assert {k: n for k, n in step.items() if k[1] != 'fastai'} == {('event', 'fastdist', 'trainer/step.py', '_agreed'): 1}, step
+            assert sum(step.values()) == 2, step
