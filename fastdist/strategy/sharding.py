@@ -18,6 +18,7 @@ from ..comm.call import route
 from .backward import buckets
 from ..comm.pack import as_bytes
 from ..world.ranks import get_rank
+from ..world.process_group import keep_timeout
 from ..world.state import current_world
 
 # %% ../../nbs/strategy/03_sharding.ipynb #75908766
@@ -209,6 +210,7 @@ def mesh_of(device, # Device type
         with world.reach():
             if shard in (None,n): mesh = DeviceMesh.from_group(dist.group.WORLD, device, mesh_dim_names=('shard',))
             else: mesh = dist.init_device_mesh(device, (n//shard,shard), mesh_dim_names=('replicate','shard'))
+        keep_timeout()
         mesh.__reduce_ex__,mesh.__deepcopy__ = _refuse_pickle,lambda memo: mesh # a `DTensor` is pickled, and copied, with its mesh
         return mesh
     return world.cached(('mesh', device, shard), make)

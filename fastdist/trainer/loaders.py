@@ -35,8 +35,9 @@ class SharedLoaders:
     def __init__(self, learn, # `Learner` that trains and evaluates
                  device, # On which workers train; a loader's own stays where it is the CPU
                  split_batches=False, # Is a batch of the loader the global batch, rather than each worker's?
+                 non_blocking=False, # Go on while a batch is copied to the GPU? Only from pinned memory
                 ):
-        self.learn,self.split_batches = learn,split_batches
+        self.learn,self.split_batches,self.non_blocking = learn,split_batches,non_blocking
         self.device = None if device.type=='cpu' else device
 
     def can_share(self, dl # Loader, not a `DistributedDL`
@@ -54,7 +55,12 @@ class SharedLoaders:
             if (dl.evaluate,dl.rank,dl.world_size)==(evaluate,rank,world_size): return dl
             dl = dl.dl
         place = (0,1) if world_size==1 else () # those of the process group
-        return DistributedDL(dl, *place, device=self.device, split_batches=self.split_batches, evaluate=evaluate)
+        if self.non_blocking and self.device is not None and not getattr(dl, 'pin_memory', False): refuse(
+            'dataloader_config.non_blocking', True, "a copy from memory that is not pinned is waited for all the same: "
+            "make the loaders with pin_memory=True too")
+        res = DistributedDL(dl, *place, device=self.device, split_batches=self.split_batches, evaluate=evaluate)
+        vars(res)['non_blocking'] = self.non_blocking
+        return res
 
 # %% ../../nbs/trainer/02_loaders.ipynb #45e9e2ab
 def _check_steps(dl):

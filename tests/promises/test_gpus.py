@@ -1,4 +1,6 @@
 """P6: what runs on the CPU runs on GPUs, with the same numbers; a worker stays on its own. The GPUs are pretended (support/fakegpu), nccl's rules are its own."""
+import os
+
 import pytest
 from fastai.callback.training import GradientClip
 from learners import *
@@ -141,10 +143,55 @@ def waits(ctx, **kwargs):
 @pytest.mark.parametrize('strategy', STRATEGIES)
 def test_the_host_waits_for_no_kernel_of_a_step(gpu_worlds, strategy, bn):
     "What all have agreed on fastdist reads a step late, when it is there. fastai reads the loss, for its average"
-    messages = dict(ddp=2, zero1=3, zero2=3, fsdp=4)[strategy] + 2*bn  # the loss, gradients, parameters; forward and backward of batch norm
+    # the loss, gradients, parameters from each to all, gradients from all to each; parts that are gathered as one; forward and backward of batch norm
+    messages = dict(ddp=2, zero1=2+2, zero2=1+2+2, fsdp=1+(2+bn)*3)[strategy] + 2*bn
     for found, sent in gpu_worlds(2)(waits, ctx_of(strategy), bn=bn, loss=CrossEntropyLossFlat()):
         assert len(found) == 2
         for step, messages_of in zip(found, sent):
-            print('STEP', strategy, bn, step, [(o[0], o[1]) for o in messages_of])
             assert {k: n for k, n in step.items() if k[1] != 'fastai'} == {('event', 'fastdist', 'trainer/step.py', '_agreed'): 1}, step
             assert sum(step.values()) == 2, step
+            assert len(messages_of) == messages, messages_of
+
+
+def limits(watchdog, **kwargs):
+    "How long nccl and gloo wait in a collective, in a context and after it"
+    import fastdist.all, torch.distributed as dist
+    from fakegpu import nccl
+    from fastdist.world import setup_distrib
+    setup_distrib(**kwargs)
+    gloo = lambda: dist.group.WORLD._get_backend(torch.device('cpu')).options._timeout
+    now = lambda: [o.total_seconds() for o in (nccl.groups[-1].limit, gloo())]
+    learn = quiet(learner())
+    before = now()
+    with learn.distrib_ctx(watchdog=watchdog): inside = now()
+    return before, inside, now(), dist.get_backend_config(), __import__('fastdist.world').world.get_backend()
+
+
+def test_the_time_limits_of_backends_follow_the_watchdog(gpu_worlds):
+    "Theirs would end the process before the watchdog could say why, or make it useless that it waits longer"
+    for before, inside, after, config, backend in gpu_worlds(2)(limits, 3600):
+        assert before == after == [1800, 1800] and min(inside) > 3600 and backend == 'nccl' and 'cpu:gloo' in config
+    assert all(o[1] == [50, 50] for o in gpu_worlds(2)(limits, 3600, timeout=50))
+
+
+def one_visible(n, same):
+    "Each worker sees one GPU, as wrappers of launchers have it; the `same` to all, it may be"
+    import fakegpu.cuda, fastdist.all
+    from fastdist.world import get_device, setup_distrib, teardown_distrib
+    os.environ['CUDA_VISIBLE_DEVICES'] = '0' if same else os.environ['LOCAL_RANK']
+    torch.cuda.device_count = lambda: 1
+    try:
+        setup_distrib(timeout=5)
+        return get_device().index, torch.cuda.current_device()
+    except ValueError as e: return str(e)
+    except Exception as e: return type(e).__name__
+    finally:
+        torch.cuda.device_count = fakegpu.cuda.lib.fakegpu_count
+        del os.environ['CUDA_VISIBLE_DEVICES']
+        teardown_distrib()
+
+
+def test_one_visible_gpu_each(gpu_worlds):
+    assert gpu_worlds(2)(one_visible, 2, False) == [(0, 0)]*2
+    refused = [o for o in gpu_worlds(2)(one_visible, 2, True) if 'CUDA_VISIBLE_DEVICES=0 shows 1 GPU, which other workers' in o]
+    assert len(refused) == 1

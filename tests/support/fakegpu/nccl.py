@@ -161,6 +161,8 @@ class StrictNCCL(torch._C._distributed_c10d.Backend):
     def getBackendName(self): return 'nccl'
     def _get_sequence_number_for_group(self): return self.calls
     def _set_sequence_number_for_group(self): pass
+    def set_timeout(self, limit): self.limit = limit
+    _set_default_timeout = set_timeout
     supports_splitting = supports_coalescing = False
 
 
