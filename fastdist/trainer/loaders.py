@@ -18,6 +18,7 @@ from ..data.dl import DistributedDL
 from ..data.fastai_dl import reads_rows
 from ..data.loaders import loaders_in, n_batches, reads_in_processes
 from ..metrics.metrics import EpochTotals
+from ..model.own_loop import OwnLoopDL
 from ..strategy.sharded_opt import move_state
 from ..world.errors import refuse
 from ..world.ranks import get_rank, get_world_size
@@ -35,9 +36,10 @@ class SharedLoaders:
     def __init__(self, learn, # `Learner` that trains and evaluates
                  device, # On which workers train; a loader's own stays where it is the CPU
                  split_batches=False, # Is a batch of the loader the global batch, rather than each worker's?
+                 sync_bn=True, # Does batch norm in training have the statistics of the global batch, in loops of the script's own too?
                  non_blocking=False, # Go on while a batch is copied to the GPU? Only from pinned memory
                 ):
-        self.learn,self.split_batches,self.non_blocking = learn,split_batches,non_blocking
+        self.learn,self.split_batches,self.sync_bn,self.non_blocking = learn,split_batches,sync_bn,non_blocking
         self.device = None if device.type=='cpu' else device
 
     def can_share(self, dl # Loader, not a `DistributedDL`
@@ -58,7 +60,8 @@ class SharedLoaders:
         if self.non_blocking and self.device is not None and not getattr(dl, 'pin_memory', False): refuse(
             'dataloader_config.non_blocking', True, "a copy from memory that is not pinned is waited for all the same: "
             "make the loaders with pin_memory=True too")
-        res = DistributedDL(dl, *place, device=self.device, split_batches=self.split_batches, evaluate=evaluate)
+        kind = OwnLoopDL if self.sync_bn and world_size > 1 and not evaluate else DistributedDL
+        res = kind(dl, *place, device=self.device, split_batches=self.split_batches, evaluate=evaluate)
         vars(res)['non_blocking'] = self.non_blocking
         return res
 
@@ -81,6 +84,7 @@ def train(self:SharedLoaders, dl # Loader of the learner's
     res = self.part(dl, False, get_rank(), get_world_size())
     _check_steps(res)
     _check_lengths(self.learn)
+    if isinstance(res, OwnLoopDL): res.fit_next = True
     return res
 
 @patch

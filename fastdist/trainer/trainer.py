@@ -81,7 +81,9 @@ def _prepare(self:DistributedTrainer):
     learn,device = self.learn,self.accelerator.device
     self.random,self.totals = WorkerRandom(get_rank()),EpochTotals(learn)
     self.decisions = Decisions(learn, device, WorkerRandom(get_rank()).entered)
-    self.loaders,self.evaluation = SharedLoaders(learn, device, self.settings.split, self.settings.non_blocking),Evaluation(learn, self.decisions)
+    s = self.settings
+    self.loaders = SharedLoaders(learn, device, s.split, self.args['sync_bn'], s.non_blocking)
+    self.evaluation = Evaluation(learn, self.decisions)
     self.evaluated = False # have the workers shared an evaluation since the epoch began?
     self.dirty = False # have buffers changed since the workers agreed on them?
     self.undo.callback(self._leave_stream)

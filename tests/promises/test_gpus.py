@@ -171,7 +171,9 @@ def test_the_time_limits_of_backends_follow_the_watchdog(gpu_worlds):
     "Theirs would end the process before the watchdog could say why, or make it useless that it waits longer"
     for before, inside, after, config, backend in gpu_worlds(2)(limits, 3600):
         assert before == after == [1800, 1800] and min(inside) > 3600 and backend == 'nccl' and 'cpu:gloo' in config
-    assert all(o[1] == [50, 50] for o in gpu_worlds(2)(limits, 3600, timeout=50))
+    gpu_worlds.end_groups()
+    res = gpu_worlds(2)(limits, 3600, timeout=50)
+    assert all(o[1] == [50, 50] for o in res), res
 
 
 def one_visible(n, same):
