@@ -17,12 +17,17 @@ def report(learn, preds=None):
     return res
 
 
-def twice(ctx=None, early=True, bs=6, frozen=False, **kwargs):
+CASES = dict(clip=lambda: dict(cbs=GradientClip(0.05)), accumulate=lambda: dict(cbs=GradientAccumulation(11)), plain=dict,
+             weighted=lambda: dict(loss=Double(weight=torch.tensor([1., .5, 2.], dtype=torch.float64))))
+
+
+def twice(ctx=None, early=True, bs=6, frozen=False, case='plain', **kwargs):
     "Two fits, in a context each, and predictions; the loaders were made before the process group where `early`"
     import fastdist.all
     from fastdist.world import setup_distrib, get_rank
     if ctx is not None and not early: setup_distrib()
-    learn = quiet(learner(n=20, bs=bs, n_val=7, bn=True, lr=0.05, metrics=accuracy, splitter=lambda m: [list(m[:1].parameters()), list(m[1:].parameters())], **kwargs))
+    learn = quiet(learner(n=20, bs=bs, n_val=7, bn=True, lr=0.05, metrics=accuracy, splitter=lambda m: [list(m[:1].parameters()), list(m[1:].parameters())],
+                          **CASES[case](), **kwargs))
     if ctx is not None: learn.dls.to(torch.device('cuda', torch.cuda.current_device()))  # as a DataBlock does it
     around = contextlib.nullcontext if ctx is None else partial(learn.distrib_ctx, **ctx)
     with around():
@@ -51,6 +56,7 @@ def same(a, b, tol=1e-6):
 def test_as_on_the_cpu(gpu_worlds, early, strategy):
     "Loaders that were made before the process group are of the GPU 0 in all workers; the learner stays on its worker's, with the optimizer's state"
     n, kwargs = (3, dict(opt=Adam)) if early == (strategy in ('zero1', 'fsdp')) else (2, dict(opt=partial(OptimWrapper, opt=torch.optim.AdamW), frozen=True))
+    kwargs['case'] = dict(ddp=('weighted', 'accumulate'), zero1=('accumulate', 'clip'), zero2=('clip', 'weighted'), fsdp=('plain', 'clip'))[strategy][early]
     alone = twice(**kwargs)
     for o in gpu_worlds(n)(twice, ctx_of(strategy), early, **kwargs):
         same(o, alone)
@@ -153,12 +159,12 @@ def test_the_host_waits_for_no_kernel_of_a_step(gpu_worlds, strategy, bn):
             assert len(messages_of) == messages, messages_of
 
 
-def limits(watchdog, **kwargs):
+def limits(watchdog, given=None):
     "How long nccl and gloo wait in a collective, in a context and after it"
     import fastdist.all, torch.distributed as dist
     from fakegpu import nccl
     from fastdist.world import setup_distrib
-    setup_distrib(**kwargs)
+    setup_distrib(timeout=given)
     gloo = lambda: dist.group.WORLD._get_backend(torch.device('cpu')).options._timeout
     now = lambda: [o.total_seconds() for o in (nccl.groups[-1].limit, gloo())]
     learn = quiet(learner())
@@ -172,7 +178,7 @@ def test_the_time_limits_of_backends_follow_the_watchdog(gpu_worlds):
     for before, inside, after, config, backend in gpu_worlds(2)(limits, 3600):
         assert before == after == [1800, 1800] and min(inside) > 3600 and backend == 'nccl' and 'cpu:gloo' in config
     gpu_worlds.end_groups()
-    res = gpu_worlds(2)(limits, 3600, timeout=50)
+    res = gpu_worlds(2)(limits, 3600, 50)
     assert all(o[1] == [50, 50] for o in res), res
 
 
