@@ -180,7 +180,7 @@ def _like_others(self:DistributedDL):
     _,state,ranks = seen
     ranks.add(self.rank)
     if len(ranks)==self.world_size: _drawn()[self.dl].remove(seen)
-    active,gens = WorkerRandom.active,self._adapter.generators()
+    gens = self._adapter.generators()
     with shared_order(gens, sync=False) as now: pass
     try: yield state
     finally:

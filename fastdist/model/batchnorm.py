@@ -66,32 +66,38 @@ def _global_norm(x, weight, bias, eps, counts):
     return y.to(x.dtype), mean.detach(), var.detach(), n.detach()
 
 # %% ../../nbs/model/03_batchnorm.ipynb #e7226518
+def _all_stats(x, eps, dtype):
+    "Mean, inverse standard deviation and count of each worker, by torch's kernels"
+    mean,invstd = torch.batch_norm_stats(x, eps)
+    mine = torch.cat([mean, invstd, mean.new_full((1,), x.numel()//x.shape[1])])
+    every = mine.new_empty(dist.get_world_size()*len(mine))
+    dist.all_gather_single(every, mine)
+    means,invstds,ns = every.view(-1, len(mine)).split([len(mean),len(mean),1], 1)
+    return means.contiguous(), invstds.contiguous(), ns.flatten().to(dtype)
+
 class _KernelNorm(torch.autograd.Function):
     "Normalize `x` with the statistics of all workers' samples, by torch's kernels for GPUs; each worker has samples"
     @staticmethod
     def forward(ctx, x, weight, bias, running_mean, running_var, eps, momentum):
-        mean,invstd = torch.batch_norm_stats(x, eps)
-        mine = torch.cat([mean, invstd, mean.new_full((1,), x.numel()//x.shape[1])])
-        every = mine.new_empty(dist.get_world_size()*len(mine))
-        dist.all_gather_single(every, mine)
-        means,invstds,ns = every.view(-1, len(mine)).split([len(mean),len(mean),1], 1)
-        ns = ns.flatten() if running_mean is None else ns.flatten().to(running_mean.dtype)
+        means,invstds,ns = _all_stats(x, eps, torch.float32 if running_mean is None else running_mean.dtype)
         args = running_mean,running_var,momentum,eps,ns
-        mean,invstd = torch.batch_norm_gather_stats_with_counts(x, means.contiguous(), invstds.contiguous(), *args)
+        mean,invstd = torch.batch_norm_gather_stats_with_counts(x, means, invstds, *args)
         ctx.save_for_backward(x, weight, mean, invstd, ns.to(torch.int32))
         return torch.batch_norm_elemt(x, weight, bias, mean, invstd, eps)
 
     @staticmethod
-    def backward(ctx, g):
-        x,weight,mean,invstd,ns = ctx.saved_tensors
-        needs = ctx.needs_input_grad[:3]
-        if not any(g.is_contiguous(memory_format=o) for o in (torch.channels_last,torch.channels_last_3d)): g = g.contiguous()
-        sums,products,gw,gb = torch.batch_norm_backward_reduce(g, x, mean, invstd, weight, *needs)
-        if not needs[0]: return (None,gw,gb,*[None]*4)
-        both = torch.cat([sums,products])
-        dist.all_reduce(both)
-        w = weight if weight is None else weight.to(mean.dtype)
-        return (torch.batch_norm_backward_elemt(g, x, mean, invstd, w, *both.split(len(sums)), ns), gw, gb, *[None]*4)
+    def backward(ctx, g): return _norm_backward(g, ctx.needs_input_grad[:3], *ctx.saved_tensors)
+
+# %% ../../nbs/model/03_batchnorm.ipynb #ec85f655
+def _norm_backward(g, needs, x, weight, mean, invstd, ns):
+    "The gradients of the arguments of `_KernelNorm`"
+    if not any(g.is_contiguous(memory_format=o) for o in (torch.channels_last,torch.channels_last_3d)): g = g.contiguous()
+    sums,products,gw,gb = torch.batch_norm_backward_reduce(g, x, mean, invstd, weight, *needs)
+    if not needs[0]: return (None,gw,gb,*[None]*4)
+    both = torch.cat([sums,products])
+    dist.all_reduce(both)
+    w = weight if weight is None else weight.to(mean.dtype)
+    return (torch.batch_norm_backward_elemt(g, x, mean, invstd, w, *both.split(len(sums)), ns), gw, gb, *[None]*4)
 
 # %% ../../nbs/model/03_batchnorm.ipynb #87723bed
 def _check_count(n, x):
@@ -128,11 +134,19 @@ def expect(cls:GlobalBatchNorm, counts=True, # Does this worker's local batch co
 
 # %% ../../nbs/model/03_batchnorm.ipynb #87723bef
 @patch
+def _momentum(self:GlobalBatchNorm, number=float):
+    "Count a batch in training; the weight that its statistics get"
+    if not (self.training and self.track_running_stats): return 0. if self.momentum is None else self.momentum
+    if self.num_batches_tracked is not None: self.num_batches_tracked.add_(1)
+    return 1/number(self.num_batches_tracked) if self.momentum is None else self.momentum
+
+@patch
 def _norm_alone(self:GlobalBatchNorm, x):
     "As torch's layer does it: in evaluation, and in a world of one"
     use_batch = self.training or self.running_mean is None
     return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, use_batch, self._momentum(), self.eps)
 
+# %% ../../nbs/model/03_batchnorm.ipynb #7706f4ef
 def _refuse_twice(g):
     if torch.is_grad_enabled(): raise RuntimeError(
         f"rank {dist.get_rank()}: a gradient of a gradient (create_graph=True) through batch norm over all workers, which torch's "
@@ -147,13 +161,6 @@ def _norm_by_kernels(self:GlobalBatchNorm, x):
     y = _KernelNorm.apply(x if channels_last else x.contiguous(), self.weight, self.bias, *running, self.eps, self._momentum())
     if y.requires_grad: y.register_hook(_refuse_twice)
     return y
-
-@patch
-def _momentum(self:GlobalBatchNorm, number=float):
-    "Count a batch in training; the weight that its statistics get"
-    if not (self.training and self.track_running_stats): return 0. if self.momentum is None else self.momentum
-    if self.num_batches_tracked is not None: self.num_batches_tracked.add_(1)
-    return 1/number(self.num_batches_tracked) if self.momentum is None else self.momentum
 
 # %% ../../nbs/model/03_batchnorm.ipynb #87723bf1
 @patch

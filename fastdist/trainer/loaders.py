@@ -51,19 +51,21 @@ class SharedLoaders:
         saves = any(getattr(cb, o, None) is not None for cb in self.learn.cbs for o in ('save_preds','save_targs'))
         return dl.bs >= get_world_size() and not saves and not EpochTotals(self.learn).fed(rows=True, training=False)
 
-    def part(self, dl, evaluate, rank, world_size):
-        "`DistributedDL` of `dl`; the one that is given, where it is that already"
-        if isinstance(dl, DistributedDL):
-            if (dl.evaluate,dl.rank,dl.world_size)==(evaluate,rank,world_size): return dl
-            dl = dl.dl
-        place = (0,1) if world_size==1 else () # those of the process group
-        if self.non_blocking and self.device is not None and not getattr(dl, 'pin_memory', False): refuse(
-            'dataloader_config.non_blocking', True, "a copy from memory that is not pinned is waited for all the same: "
-            "make the loaders with pin_memory=True too")
-        kind = OwnLoopDL if self.sync_bn and world_size > 1 and not evaluate else DistributedDL
-        res = kind(dl, *place, device=self.device, split_batches=self.split_batches, evaluate=evaluate)
-        vars(res)['non_blocking'] = self.non_blocking
-        return res
+# %% ../../nbs/trainer/02_loaders.ipynb #08cd11cd
+@patch
+def part(self:SharedLoaders, dl, evaluate, rank, world_size):
+    "`DistributedDL` of `dl`; the one that is given, where it is that already"
+    if isinstance(dl, DistributedDL):
+        if (dl.evaluate,dl.rank,dl.world_size)==(evaluate,rank,world_size): return dl
+        dl = dl.dl
+    place = (0,1) if world_size==1 else () # those of the process group
+    if self.non_blocking and self.device is not None and not getattr(dl, 'pin_memory', False): refuse(
+        'dataloader_config.non_blocking', True,
+        "a copy from memory that is not pinned is waited for all the same: make the loaders with pin_memory=True too")
+    kind = OwnLoopDL if self.sync_bn and world_size > 1 and not evaluate else DistributedDL
+    res = kind(dl, *place, device=self.device, split_batches=self.split_batches, evaluate=evaluate)
+    vars(res)['non_blocking'] = self.non_blocking
+    return res
 
 # %% ../../nbs/trainer/02_loaders.ipynb #45e9e2ab
 def _check_steps(dl):
@@ -77,6 +79,7 @@ def _check_lengths(learn):
     if not hasattr(learn, 'lr_finder'):
         for dl in learn.dls.loaders[:2]: len(dl)
 
+# %% ../../nbs/trainer/02_loaders.ipynb #3bb67ed0
 @patch
 def train(self:SharedLoaders, dl # Loader of the learner's
          ):

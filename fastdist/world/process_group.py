@@ -236,6 +236,7 @@ def keep_timeout():
         torchs = dist.distributed_c10d._get_default_timeout(dist.get_backend(group))
         getattr(o, 'set_timeout', o._set_default_timeout)(torchs if secs is ... else timedelta(seconds=secs))
 
+# %% ../../nbs/world/05_process_group.ipynb #c3c7c908
 @contextmanager
 def collective_timeout(watchdog # Seconds after which the watchdog ends the work; `None` for never
                       ):
