@@ -41,7 +41,8 @@ def gpu_worlds():
 @pytest.fixture(autouse=True)
 def no_group_left(request, worlds):
     yield
-    for o in [worlds, *([request.getfixturevalue('gpu_worlds')] if 'gpu_worlds' in request.fixturenames else [])]: o.end_groups()
+    for o in (worlds, request.node.funcargs.get('gpu_worlds')):
+        if o is not None: o.end_groups()
 
 
 @pytest.fixture(scope='session')
