@@ -32,8 +32,10 @@ class StrictNCCL(torch._C._distributed_c10d.Backend):
                 if job.what[0] not in ('send', 'recv'): self._check_order(job.what)
                 job.work()
                 if not self.aborted: job.future.set_result(job.result)
+                self.pending.remove(job)  # which holds its tensors
+                job = None
             except BaseException as e:
-                if self.aborted: continue
+                if job is None or self.aborted: continue
                 print(f'fake nccl, rank {self.me}: {job.what}: {e}', file=sys.stderr, flush=True)
                 job.future.set_exception(e if isinstance(e, Exception) else RuntimeError(str(e)))
 
@@ -63,7 +65,6 @@ class StrictNCCL(torch._C._distributed_c10d.Backend):
         what = (name, self.calls, same or [(t.numel(), str(t.dtype)) for t in ts][:1])
         sent.append((name, sum(t.nbytes for t in ts), *_where()))
         future = torch.futures.Future()
-        self.pending = [o for o in self.pending if not o.future.done()]
         self.pending.append(job := SimpleNamespace(what=what, tensors=ts, work=work, future=future, result=result))
         if self.aborted: self._drop(job)
         else: self.queue.put(job)
@@ -77,7 +78,7 @@ class StrictNCCL(torch._C._distributed_c10d.Backend):
 
     def abort(self):
         self.aborted = True
-        for job in self.pending:
+        for job in list(self.pending):
             if not job.future.done(): self._drop(job)
 
     def shutdown(self): self.queue.put(None)
