@@ -5,7 +5,7 @@ from pathlib import Path
 import fastai.basics, hypothesis, pytest
 
 os.environ.setdefault('OMP_NUM_THREADS', '1')  # one core for each of xdist's processes
-import warm
+import fakegpu, warm
 from harness import Worlds
 from hosts import Slurm, why_no_slurm
 
@@ -28,10 +28,21 @@ def worlds():
     w.stop()
 
 
+@pytest.fixture(scope='session')
+def gpu_worlds():
+    "The same of workers that have GPUs, which are pretended: two, or three in a world of three"
+    if why := fakegpu.why_not(): pytest.skip(f'the branches for GPUs: {why}')
+    library = str(fakegpu.build())
+    w = Worlds({'FASTDIST_TEST_GPUS': library, 'FAKEGPU_COUNT': '3'})
+    yield w
+    w.stop()
+
+
 @pytest.fixture(autouse=True)
-def no_group_left(worlds):
+def no_group_left(request, worlds):
     yield
-    worlds.end_groups()
+    for o in (worlds, request.node.funcargs.get('gpu_worlds')):
+        if o is not None: o.end_groups()
 
 
 @pytest.fixture(scope='session')

@@ -57,6 +57,7 @@ class DistributedDL(LoaderProxy):
     A worker for whom nothing is left in a step gets a padding sample that counts for nothing (see `counts`), so all make the same
     number of steps. With `evaluate` rank `r` has batches `r`, `r+world_size`, ..., exactly as one process has them. Streams have no
     slices: `None` is `False` there. Raises a `TypeError` that says why, where a loader cannot be split."""
+    non_blocking = False # go on while a batch is copied to the device?
     def __init__(self,
         dl, # fastai's or PyTorch's `DataLoader`, or an object that holds some of them; it stays as it is
         rank:int=None, # This worker; by default that of the process. Others in one process share the order of each epoch
@@ -253,7 +254,7 @@ def _batches(self:DistributedDL):
 def _sent(self:DistributedDL, b):
     "Batch `b` where it goes, as the loader transforms it there"
     device = self._adapter.device if self._device is None else self._device
-    return self._adapter.finish(b if device is None else to_device(b, device))
+    return self._adapter.finish(b if device is None else to_device(b, device, self.non_blocking))
 
 # %% ../../nbs/data/07_dl.ipynb #ba21f87e
 @patch

@@ -17,7 +17,7 @@ from .watchdog import Beat, Watch, failure_at, frame_text, own_beat, stack_of, u
 from ..notices import notice
 from ..world.errors import (Failure, RemoteError, _base, _connections, end_after_first, end_connections, has_ended, in_short,
                                    write_record, write_record_of)
-from ..world.process_group import shared_store
+from ..world.process_group import abort_gpu_collectives, shared_store
 from ..world.state import current_world
 from ..world.ranks import get_rank, get_world_size, host_name
 from ..world.store import wait_until
@@ -49,6 +49,7 @@ class Monitor:
         self.job,self.count = Scope('job'),0
         self.scopes,self.stop_now,self.n,self.ok = [self.job],threading.Event(),0,time.monotonic()
         self.watch,self.groups,self.deadline,self.noticed,self.broken = Watch(self.size, self.ok),None,{},False,False
+        self.aborted = False # have kernels that waited for other ranks been ended, so that what they were to write is garbage?
         self.delivering,self.interrupts,self.stacks = threading.Lock(),Interrupts(),None
 
     @property
@@ -150,7 +151,7 @@ def _break_off(self:Monitor):
     "End the collectives that this rank waits in"
     for r in range(self.size):
         if r!=self.rank: end_connections(self._try(lambda: self._get(f'links/{r}')) or [])
-    if dist.is_initialized() and dist.get_backend()=='nccl': self._try(dist.distributed_c10d._abort_process_group)
+    if self._try(abort_gpu_collectives): self.aborted = True
 
 @patch
 def _end_process(self:Monitor, f):

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from .interrupt import handler_kept
 from .monitor import Monitor, Scope, running_monitor
 from ..world.errors import RemoteError, end_after_first, write_record
-from ..world.process_group import init_group, teardown_distrib
+from ..world.process_group import collective_timeout, init_group, teardown_distrib
 from ..world.ranks import get_rank, get_world_size
 from ..world.state import World, current_world
 from ..world.store import seconds
@@ -33,7 +33,7 @@ def monitor():
 World.on_begin(monitor)
 
 # %% ../../nbs/fault/03_supervisor.ipynb #fd810e3a
-watchdog_time = 600 # seconds: as long as nccl waits in a collective, by default
+watchdog_time = 600 # seconds, by default; those of a backend's own follow it
 
 def check_watchdog(t # Seconds, a `timedelta`, or `None`
                   ):
@@ -58,7 +58,7 @@ def scope(watchdog # Seconds, or `None`
     s = Scope(f'{current_world().number}/{m.count}', watchdog)
     m.scopes.append(s)
     try:
-        yield s
+        with collective_timeout(watchdog): yield s
         m.leave(s)
         if s.failure is not None and not s.raised: raise s.failure.as_error()
         if m.interrupts.pending is not None: raise m.interrupts.pop()

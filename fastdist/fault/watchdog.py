@@ -53,7 +53,10 @@ def _sequence_numbers():
     if not dist.is_initialized(): return {}
     world = dist.distributed_c10d._world # torch has no other list of groups
     groups = [o for o in list(world.pg_map) if o is not dist.GroupMember.NON_GROUP_MEMBER]
-    return {world.pg_names[o]:o._get_sequence_number_for_group() for o in groups}
+    def begun(group): # a group may have a backend for the CPU, and one for GPUs
+        every = {id(b):b for b in map(group._get_backend, group._device_types)}
+        return sum(b._get_sequence_number_for_group() for b in every.values())
+    return {world.pg_names[o]:begun(o) for o in groups}
 
 # %% ../../nbs/fault/00_watchdog.ipynb #f1d47e9e
 @dataclass

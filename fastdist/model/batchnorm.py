@@ -65,6 +65,40 @@ def _global_norm(x, weight, bias, eps, counts):
     y = centered*scale.view(shape) + shift.view(shape)
     return y.to(x.dtype), mean.detach(), var.detach(), n.detach()
 
+# %% ../../nbs/model/03_batchnorm.ipynb #e7226518
+def _all_stats(x, eps, dtype):
+    "Mean, inverse standard deviation and count of each worker, by torch's kernels"
+    mean,invstd = torch.batch_norm_stats(x, eps)
+    mine = torch.cat([mean, invstd, mean.new_full((1,), x.numel()//x.shape[1])])
+    every = mine.new_empty(dist.get_world_size()*len(mine))
+    dist.all_gather_single(every, mine)
+    means,invstds,ns = every.view(-1, len(mine)).split([len(mean),len(mean),1], 1)
+    return means.contiguous(), invstds.contiguous(), ns.flatten().to(dtype)
+
+class _KernelNorm(torch.autograd.Function):
+    "Normalize `x` with the statistics of all workers' samples, by torch's kernels for GPUs; each worker has samples"
+    @staticmethod
+    def forward(ctx, x, weight, bias, running_mean, running_var, eps, momentum):
+        means,invstds,ns = _all_stats(x, eps, torch.float32 if running_mean is None else running_mean.dtype)
+        args = running_mean,running_var,momentum,eps,ns
+        mean,invstd = torch.batch_norm_gather_stats_with_counts(x, means, invstds, *args)
+        ctx.save_for_backward(x, weight, mean, invstd, ns.to(torch.int32))
+        return torch.batch_norm_elemt(x, weight, bias, mean, invstd, eps)
+
+    @staticmethod
+    def backward(ctx, g): return _norm_backward(g, ctx.needs_input_grad[:3], *ctx.saved_tensors)
+
+# %% ../../nbs/model/03_batchnorm.ipynb #ec85f655
+def _norm_backward(g, needs, x, weight, mean, invstd, ns):
+    "The gradients of the arguments of `_KernelNorm`"
+    if not any(g.is_contiguous(memory_format=o) for o in (torch.channels_last,torch.channels_last_3d)): g = g.contiguous()
+    sums,products,gw,gb = torch.batch_norm_backward_reduce(g, x, mean, invstd, weight, *needs)
+    if not needs[0]: return (None,gw,gb,*[None]*4)
+    both = torch.cat([sums,products])
+    dist.all_reduce(both)
+    w = weight if weight is None else weight.to(mean.dtype)
+    return (torch.batch_norm_backward_elemt(g, x, mean, invstd, w, *both.split(len(sums)), ns), gw, gb, *[None]*4)
+
 # %% ../../nbs/model/03_batchnorm.ipynb #87723bed
 def _check_count(n, x):
     "A `ValueError` as torch's, if the global batch has one value of each channel"
@@ -120,10 +154,11 @@ def _refuse_twice(g):
 
 @patch
 def _norm_by_kernels(self:GlobalBatchNorm, x):
-    "With the kernels of torch's `SyncBatchNorm`; not a base class, as DistributedDataParallel refuses that on the CPU"
-    self.process_group = dist.group.WORLD
-    try: y = nn.SyncBatchNorm.forward(self, x)
-    finally: del self.process_group
+    "With the kernels of torch's `SyncBatchNorm`"
+    channels_last = [o for o in (torch.channels_last,torch.channels_last_3d) if x.is_contiguous(memory_format=o)]
+    tracks = self.track_running_stats and self.running_mean is not None
+    running = (self.running_mean,self.running_var) if tracks else (None,None)
+    y = _KernelNorm.apply(x if channels_last else x.contiguous(), self.weight, self.bias, *running, self.eps, self._momentum())
     if y.requires_grad: y.register_hook(_refuse_twice)
     return y
 

@@ -12,7 +12,7 @@ import inspect
 import torch.distributed as dist
 from fastai.basics import *
 from torch.nn.parameter import is_lazy
-from ..comm.call import same_text, who_has
+from ..comm.call import route, same_text, who_has
 from ..comm.objects import all_gather_list
 from ..comm.pack import as_bytes, tensors_in
 from ..model.batchnorm import GlobalBatchNorm
@@ -107,7 +107,7 @@ def _broadcast(ts # Tensors, in the same order and shapes in all workers
     "Overwrite `ts` with rank 0's, in place"
     ts = [t.detach() for t in ts if t.numel()]
     # as bytes: gloo knows neither bfloat16 nor bool, and takes no strides
-    flat = [as_bytes(t) for t in ts]
+    flat = [as_bytes(t.to(route(t.device, None))) for t in ts]
     for w in [dist.broadcast(b, src=0, async_op=True) for b in flat]: w.wait()
     for t,b in zip(ts, flat):
         if b.data_ptr()!=t.data_ptr(): t.copy_(b.view(t.dtype).view(t.shape))

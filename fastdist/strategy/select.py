@@ -102,15 +102,18 @@ def close_strategy(strategy # A `Strategy` that has been set up
                   ):
     "Close `strategy`, as well as that goes after an error: a warning where other workers took their shards along"
     m = monitor()
-    broken = strategy.gathers and m is not None and m.broken
+    broken,aborted = strategy.gathers and m is not None and m.broken,m is not None and m.aborted
     # the contexts of all workers are numbered alike
     group = (gather_group(f'{current_world().number}/{m.count}') or False) if broken else None
     strategy.close(group)
-    if group is False: warn(
+    if aborted: warn(
+        f"rank {get_rank()}: what the GPUs were sending each other was ended in the middle, and they computed with what had come: the weights "
+        "of this learner, and what its optimizer remembers, are not to be trusted. Load a checkpoint before you go on with this learner")
+    elif group is False: warn(
         f"rank {get_rank()}: with strategy={strategy.name!r} other workers had shards of the "
         f"{'weights, which are nan now' if strategy.shards_params else 'optimizer state'}, and are gone: "
         "load a checkpoint before you go on with this learner")
-    if strategy.unsynced: # an error has ended the fit: gradients that differ between workers must not get into the next one
+    if strategy.unsynced or aborted: # an error has ended the fit: gradients that differ between workers, or are garbage, must not get into the next
         for p in (*strategy.model.parameters(), *strategy.loose): p.grad = None
 
 # %% ../../nbs/strategy/08_select.ipynb #0f8afc6a

@@ -18,6 +18,7 @@ from ..comm.call import route
 from .backward import buckets
 from ..comm.pack import as_bytes
 from ..world.ranks import get_rank
+from ..world.process_group import keep_timeout
 from ..world.state import current_world
 
 # %% ../../nbs/strategy/04_sharding.ipynb #75908766
@@ -94,6 +95,21 @@ def _without_others(part, shape, rows_of):
     rows_of.of(res).copy_(part)
     return res
 
+# %% ../../nbs/strategy/04_sharding.ipynb #41e0b7e7
+_piece = 2**25 # bytes that are gathered at once
+
+def _in_pieces(part, shape, rows_of, group):
+    "What `gather_rows` returns: no more memory than that, and a piece"
+    res,n = part.new_empty(shape),-(-shape[0]//rows_of.size)
+    k = max(_piece//max(res.nbytes//max(shape[0], 1)*rows_of.size, 1), 1) # rows of a worker
+    ranks = range(rows_of.size) if group is None else rows_of.mesh.mesh.tolist()
+    for i in range(0, n, k):
+        mine,piece = part[i:i+k],part.new_zeros((min(k, n-i), *shape[1:]))
+        piece[:len(mine)] = mine
+        outs = _all_gather(piece, rows_of.mesh.get_group() if group is None else group)
+        for rows,r in zip(rows_of.each(res), ranks): rows[i:i+k].copy_(outs[r][:len(rows[i:i+k])])
+    return res
+
 # %% ../../nbs/strategy/04_sharding.ipynb #f4de9860
 def gather_rows(part, # This worker's rows
                 shape, # Of the whole tensor
@@ -104,17 +120,12 @@ def gather_rows(part, # This worker's rows
     if not len(shape): return part.clone()
     if group is False: return _without_others(part, shape, rows_of)
     if group is not None: part = part.cpu()
-    n = -(-shape[0]//rows_of.size)
-    padded = part.new_zeros((n, *shape[1:]))
-    padded[:len(part)] = part
-    try: outs = _all_gather(padded, rows_of.mesh.get_group() if group is None else group)
+    try: return _in_pieces(part, shape, rows_of, group)
     except RuntimeError: # one that was in the new group has gone since
         if group is None: raise
         warn(f"rank {get_rank()}: a worker has gone with its rows of a tensor, which is nan there now: "
              "load a checkpoint before you go on with this learner")
         return _without_others(part, shape, rows_of)
-    if group is not None: outs = [outs[r] for r in rows_of.mesh.mesh.tolist()]
-    return torch.cat([o[:max(shape[0]-r*n, 0)] for r,o in enumerate(outs)]) # not a view: fastai detaches gradients in place
 
 # %% ../../nbs/strategy/04_sharding.ipynb #16c15457
 def _largest(ts):
@@ -199,6 +210,7 @@ def mesh_of(device, # Device type
         with world.reach():
             if shard in (None,n): mesh = DeviceMesh.from_group(dist.group.WORLD, device, mesh_dim_names=('shard',))
             else: mesh = dist.init_device_mesh(device, (n//shard,shard), mesh_dim_names=('replicate','shard'))
+        keep_timeout()
         mesh.__reduce_ex__,mesh.__deepcopy__ = _refuse_pickle,lambda memo: mesh # a `DTensor` is pickled, and copied, with its mesh
         return mesh
     return world.cached(('mesh', device, shard), make)

@@ -19,10 +19,10 @@ from ..world.ranks import get_rank
 # %% ../../nbs/strategy/06_zero.ipynb #290b1ed8
 class _ShardedSteps:
     "What ZeRO-1 and ZeRO-2 have in common: whole parameters, and an optimizer for this worker's rows of them"
-    gathers = True
+    gathers,rows_of,sharded = True,None,None
     def setup(self, learn, device):
         super().setup(learn, device)
-        self.rows_of,self.sharded = Rows(mesh_of(device.type)),None
+        self.rows_of = Rows(mesh_of(device.type))
 
     def set_opt(self, opt):
         "Shard the steps and the state of `opt`"
@@ -88,7 +88,7 @@ class ShardedGradients(_ShardedSteps, Strategy):
                 ):
         super().__init__()
         self.allows_unused = handler is not None and (handler.find_unused_parameters or handler.static_graph)
-        self.handles,self.frozen,self.buckets,self.sync = [],None,[],True
+        self.handles,self.frozen,self.buckets,self.sync,self.sums = [],None,[],True,_RowSums(None)
         self.backwards = Backwards(self)
 
     def setup(self, learn, device):

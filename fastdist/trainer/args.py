@@ -85,8 +85,8 @@ def _check_accumulation(given # The arguments given
 def _check_loading(config, # `DataLoaderConfiguration` or `None`
                   split=None, # The argument `split_batches`
                  ):
-    "`split_batches` and `data_seed`"
-    if config is None: return bool(split),None
+    "`split_batches`, `data_seed` and `non_blocking`"
+    if config is None: return bool(split),None,False
     if not isinstance(config, DataLoaderConfiguration):
         refuse('dataloader_config', config, "it is an accelerate.utils.DataLoaderConfiguration")
     no = lambda k,why: refuse(f'dataloader_config.{k}', getattr(config, k), why)
@@ -98,7 +98,7 @@ def _check_loading(config, # `DataLoaderConfiguration` or `None`
         no('data_seed', "it is an integer")
     if split is not None and split!=config.split_batches:
         refuse('split_batches', split, f"dataloader_config says {config.split_batches}: give one of them")
-    return config.split_batches,config.data_seed
+    return config.split_batches,config.data_seed,config.non_blocking
 
 # %% ../../nbs/trainer/01_args.ipynb #c4d76ca8
 _handler_names = {DistributedDataParallelKwargs:'ddp', InitProcessGroupKwargs:'init', AutocastKwargs:'autocast', GradScalerKwargs:'scaler'}
@@ -175,7 +175,7 @@ def check_args(kwargs, # The arguments given
     given = not_default(kwargs)
     res = SimpleNamespace(**_check_handlers(given.get('kwargs_handlers') or []), accumulation=_check_accumulation(given),
                           project_dir=_check_project(given), rng_types=_check_rng_types(given.get('rng_types')), dynamo=check_dynamo(given))
-    res.split,res.data_seed = _check_loading(given.get('dataloader_config'), kwargs.get('split_batches'))
+    res.split,res.data_seed,res.non_blocking = _check_loading(given.get('dataloader_config'), kwargs.get('split_batches'))
     res.strategy,res.fsdp,res.mesh = check_sharding(given, strategy)
     check_ddp(res.ddp, res.strategy)
     return res

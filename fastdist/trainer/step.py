@@ -39,6 +39,7 @@ class TrainingStep:
         self.summed = is_summed(learn.loss_func) and not isinstance(learn.loss_func, GlobalBatchLoss)
         self.whole,self.weighed = False,[] # is the loss that of the global batch, or a sum? Has `weigh_loss` been called?
         self.uneven = getattr(last, 'uneven', None) # have the shares of some batch before not added up to the samples dealt out?
+        self.before,self.late,self.stops = getattr(last, 'late', None),None,False # see `_agreed`; has Ctrl-C ended the fit of all?
         self.check = LossCheck(learn) if last is None else last.check
         GlobalBatchLoss.expect(self)
 
@@ -136,21 +137,46 @@ def check_draws(self:TrainingStep, strategy # `Strategy` that shards what the op
         f"has a part of the {' and '.join(strategy.splits)} only, so what it draws is not what one process does: use strategy='ddp', "
         "or draw from a torch.Generator of your own")
 
+# %% ../../nbs/trainer/03_step.ipynb #82f0acf4
+@patch
+def _note_left(self:TrainingStep, left, total):
+    self.uneven = bool(self.uneven or total is not None and left!=total)
+
+@patch
+def _agreed(self:TrainingStep):
+    "(samples that are left in this batch, was Ctrl-C pressed in a worker?), the same in all; on a GPU (`None`, was it in the batch before?)"
+    total = self.total if self.by_samples else None
+    if self.loss.device.type=='cpu':
+        _,left,stops = self.loss.tolist()
+        self._note_left(left, total)
+        return left,stops > 0
+    copied,done = torch.empty(2, dtype=self.loss.dtype, pin_memory=True),torch.cuda.Event()
+    copied.copy_(self.loss[1:], non_blocking=True)
+    done.record()
+    self.late = copied,done,total
+    if self.before is None: return None,False
+    copied,done,total = self.before
+    done.synchronize() # of a batch ago: it has ended, unless the host has run ahead by more than that
+    left,stops = copied.tolist()
+    self._note_left(left, total)
+    return None,stops > 0
+
 # %% ../../nbs/trainer/03_step.ipynb #ef597367
 @patch
 def receive_loss(self:TrainingStep):
     "Make `learn.loss` that of the global batch, for whoever records it or decides by it; `KeyboardInterrupt` after Ctrl-C in a worker"
     if self.loss is None: return
     self.sent.wait()
-    _,left,interrupted = self.loss.tolist()
-    self.uneven = bool(self.uneven or self.by_samples and left!=self.total)
-    if left: self.learn.loss = (self.loss[0]/(self.batch_weight() if self.summed else left)).to(self.learn.loss.dtype)
-    if interrupted: raise KeyboardInterrupt
+    left,self.stops = self._agreed()
+    whole = self.loss[0]/(self.batch_weight() if self.summed else self.loss[1])
+    if left is None: self.learn.loss = torch.where(self.loss[1] > 0, whole, self.learn.loss.detach().mean()).to(self.learn.loss.dtype)
+    elif left: self.learn.loss = whole.to(self.learn.loss.dtype)
+    if self.stops: raise KeyboardInterrupt
 
 @patch(as_prop=True)
 def interrupted(self:TrainingStep):
     "Has the message of this batch said that Ctrl-C was pressed in some worker?"
-    return self.loss is not None and self.sent.is_completed() and self.loss[2].item() > 0
+    return self.stops or self.loss is not None and self.sent.is_completed() and self.loss[2].item() > 0
 
 # %% ../../nbs/trainer/03_step.ipynb #7428e8e1
 @patch
@@ -197,6 +223,7 @@ def _go_by_left(self:TrainingStep):
     if self.loss is None or self.uneven is False and self.loss.device.type!='cpu': return
     self.sent.wait()
     left = self.loss[1].item()
+    self._note_left(left, self.total) # from now on it is known
     if left==self.total: return
     if not left: # in all workers: no batch
         self.learn.yb = ()

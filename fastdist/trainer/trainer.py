@@ -26,7 +26,7 @@ from ..strategy.base import same_everywhere, whole_model
 from ..strategy.select import close_strategy, make_strategy
 from .args import accelerator_args, check_args, check_launch, check_own, check_precision, make_accelerator, not_default
 from .evaluation import Evaluation, same_log
-from .loaders import SharedLoaders, seeded_loaders
+from .loaders import SharedLoaders, on_device, seeded_loaders
 from .step import StrategyHooks, TrainingStep
 from .undone import FollowsModel, UndoneCallback
 from ..world.process_group import init_group, teardown_distrib
@@ -68,8 +68,7 @@ def __call__(self:DistributedTrainer, event_name # Of a fit
 def _same_model(self:DistributedTrainer):
     "All workers have the same data, and begin with rank 0's weights"
     same_data(self.learn.dls) # first: vocabularies, and so models, may differ by it
-    device = self.accelerator.device
-    if device.type!='cpu': self.learn.model.to(device)
+    self.undo.enter_context(on_device(self.learn, self.accelerator.device)) # undone last: a strategy gives back what it has on the device
     same_everywhere(whole_model(self.learn), self.learn.opt)
 
 @patch
@@ -78,7 +77,7 @@ def _prepare(self:DistributedTrainer):
     learn,device = self.learn,self.accelerator.device
     self.random,self.totals = WorkerRandom(get_rank()),EpochTotals(learn)
     self.decisions = Decisions(learn, device, WorkerRandom(get_rank()).entered)
-    self.loaders = SharedLoaders(learn, device, self.settings.split, self.args['sync_bn'])
+    self.loaders = SharedLoaders(learn, device, self.settings.split, self.args['sync_bn'], self.settings.non_blocking)
     self.evaluation = Evaluation(learn, self.decisions)
     self.dirty = False
     self.undo.callback(self._leave_stream)
@@ -273,9 +272,11 @@ def before_train(self:DistributedTrainer):
     self.follow_model()
     if not self.decisions.inner: rejoin_streams()
     with self.random.entered(): synchronize_rng(self.settings.rng_types)
+    if self.step is not None: self.step.late = None # what was pressed in an earlier fit is no stop of this one
     self.learn.dl = self.loaders.train(self.learn.dl)
     self.totals.reset()
 
+# %% ../../nbs/trainer/06_trainer.ipynb #1e2c5f4e
 @patch
 def after_train(self:DistributedTrainer):
     "Let all workers have the same buffers, and put the training metrics together"

@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['ended', 'shared_store', 'world_store', 'job_secret', 'init_group', 'distributed_init', 'setup_distrib',
-           'teardown_distrib', 'call_main']
+           'keep_timeout', 'collective_timeout', 'gpu_backends', 'abort_gpu_collectives', 'teardown_distrib',
+           'call_main']
 
 # %% ../../nbs/world/05_process_group.ipynb #f6da0eae
 import atexit,gc,os,secrets,shutil,sys,time,warnings
@@ -19,7 +20,7 @@ from urllib.parse import urlparse
 import torch, torch.distributed as dist
 from ..env import check_gpus
 from .state import World, current_world, enter_world
-from .ranks import accelerate_state, check_rank, get_local_world_size, get_rank, get_world_size, ranks_on_hosts, use_cpu
+from .ranks import accelerate_state, check_rank, get_device, get_local_world_size, get_rank, get_world_size, ranks_on_hosts, use_cpu
 from .private import clear_left, new_folder, own_sockets
 from .secret import agreed_secret, secret_env
 from .loopback import loopback_env
@@ -136,10 +137,34 @@ def _by_accelerate(cpu, args):
     from accelerate import PartialState
     if PartialState._shared_state and PartialState().num_processes==1: # made before the launcher's variables were
         PartialState._reset_state()
-    with _threads_kept(): PartialState(cpu=cpu, **args)
+    with _threads_kept(): state = PartialState(cpu=cpu, **args)
+    if 'device_id' not in args: return
+    state.device = torch.device(state.device.type, args['device_id'].index) # it takes the one that is numbered like the local rank
+    torch.cuda.set_device(state.device)
+
+# %% ../../nbs/world/05_process_group.ipynb #9e67167f
+def _own_gpu(store, # torch's store, a part of this process group's own
+             local_rank, local_size, node # Of this worker
+            ):
+    "The number of the GPU of this worker; a `ValueError` where it would share one with another worker of its node"
+    n,seen = torch.cuda.device_count(),os.environ.get('CUDA_VISIBLE_DEVICES')
+    if n >= local_size: return local_rank
+    if seen is None: check_gpus(local_size, n, 'set ACCELERATE_USE_CPU=true')
+    # Slurm, Ray and wrappers of launchers let each worker see GPUs of its own, which have the numbers from 0 there
+    i = store.add(f'gpu/{node}/{seen}', 1)-1
+    if i >= n: raise ValueError(
+        f"rank {get_rank()}: CUDA_VISIBLE_DEVICES={seen} shows {n} GPU{'' if n==1 else 's'}, which other workers of this machine have "
+        f"taken already: let each worker see a GPU of its own, or all {local_size} of them {local_size} GPUs, "
+        "or set ACCELERATE_USE_CPU=true to train on the CPU")
+    return i
+
+def _gpu_args(gpu):
+    "Make `gpu` the current one; arguments of `torch.distributed.init_process_group` for it"
+    torch.cuda.set_device(gpu)
+    return dict(backend='cpu:gloo,cuda:nccl', device_id=torch.device('cuda', gpu))
 
 # %% ../../nbs/world/05_process_group.ipynb #79b3ddd8
-def _make_group(s, cpu, kwargs):
+def _make_group(s, cpu, kwargs, gpu=None):
     "Make the process group that `Start` `s` describes, and its `World`"
     args = {k:v for k,v in kwargs.items() if k not in ('init_method','timeout')}
     limit = seconds(kwargs.get('timeout'))
@@ -147,15 +172,15 @@ def _make_group(s, cpu, kwargs):
     store,world = _join(s, limit),current_world()
     on_node = s.local_rank,s.local_world_size,s.node_rank
     if None in on_node: on_node = ranks_on_hosts(store, s.rank, s.world_size, limit or _start_timeout)
-    alone = s.launcher=='slurm' and 'CUDA_VISIBLE_DEVICES' in os.environ # Slurm may let each task see its own GPU only
-    if not cpu and not alone: check_gpus(on_node[1], torch.cuda.device_count(), 'set ACCELERATE_USE_CPU=true')
     reach = partial(reachable, s) if on_node[1]!=s.world_size else nullcontext
     if on_node[0]==0: clear_left()
     undo = _export(s, on_node, store)
     world.number += 1
     # gloo finds the addresses of an earlier group in the store, and hangs: each group has a part of its own
-    args.update(store=dist.PrefixStore(f'group/{world.number}', store), rank=s.rank, world_size=s.world_size)
+    part = dist.PrefixStore(f'group/{world.number}', store)
+    args.update(store=part, rank=s.rank, world_size=s.world_size)
     try:
+        if not cpu: args = _gpu_args(_own_gpu(part, *on_node) if gpu is None else gpu)|args
         with reach(): _by_accelerate(cpu, args)
     except BaseException:
         undo()
@@ -163,19 +188,21 @@ def _make_group(s, cpu, kwargs):
     enter_world(World(store, world, reach, kwargs)).on_end(undo)
 
 # %% ../../nbs/world/05_process_group.ipynb #d394bd1c
-def _check_same(s, kwargs):
-    "A `ValueError` where the process group that is there has not the rank and size of `Start` `s`, or the arguments `kwargs`"
+def _check_same(s, kwargs, gpu=None):
+    "A `ValueError` where the process group that is there has not the rank and size of `Start` `s`, or the arguments `kwargs`, or `gpu`"
     made,rank,size = current_world().options,dist.get_rank(),dist.get_world_size()
     if s is not None and s.world_size > 1 and (s.rank,s.world_size)!=(rank,size): raise ValueError(
         f"rank {rank}: this is rank {rank} of a process group of {size} already, and cannot be rank {s.rank} of {s.world_size}: "
         "call teardown_distrib first")
     clash = {k:v for k,v in kwargs.items() if made.get(k)!=v}
+    if gpu is not None and get_device()!=torch.device(get_device().type, gpu): clash['gpu'] = gpu
     if clash: raise ValueError(f"rank {rank}: the process group exists already, so {clash} cannot take effect; "
                                "pass it to the first call that needs a group, before `setup_distrib`")
 
 # %% ../../nbs/world/05_process_group.ipynb #1ee89d63
 def init_group(cpu=False, # Train on the CPU although there are GPUs
                start=None, # `Start` that says how; by default inferred from the environment
+               gpu=None, # Number of the GPU that this process uses; by default its local rank
                **kwargs, # Of `torch.distributed.init_process_group`: `backend`, `timeout`, `init_method`
               ):
     "Make the process group that the launcher asked for, through Accelerate; with one process, or with a group that is there, do nothing"
@@ -184,7 +211,7 @@ def init_group(cpu=False, # Train on the CPU although there are GPUs
     current_world() # ends that of a group which somebody else has destroyed
     if dist.is_initialized():
         own_sockets()
-        return _check_same(start, kwargs) # whoever has made it, the environment may be another's
+        return _check_same(start, kwargs, gpu) # whoever has made it, the environment may be another's
     s = start or infer_init_method(init_method=kwargs.get('init_method'))
     if s.world_size==1: return
     own_sockets()
@@ -192,7 +219,7 @@ def init_group(cpu=False, # Train on the CPU although there are GPUs
         f"rank {s.rank}: {s.reason}. Here there is one process for {s.spawn} GPUs: "
         f"type `srun --ntasks-per-node={s.spawn} python {Path(sys.argv[0]).name}`, "
         "or start training by `call_main`, or give each task one GPU (`--gpus-per-task=1`)")
-    _make_group(s, use_cpu(cpu), kwargs)
+    _make_group(s, use_cpu(cpu), kwargs, gpu)
     atexit.register(teardown_distrib)
     for f in World.begin_hooks: f()
 
@@ -223,23 +250,68 @@ def setup_distrib(gpu=None, # Number of the GPU that this process uses; by defau
         gpu,n = int(gpu),torch.cuda.device_count()
         if not 0 <= gpu < n: raise ValueError(f"rank {get_rank()}: gpu={gpu} does not exist, this machine has {n} GPU(s)")
         torch.cuda.set_device(gpu)
-    init_group(timeout=timeout)
-    if gpu is not None and dist.is_initialized(): # Accelerate has taken the one numbered like the local rank
-        torch.cuda.set_device(gpu)
-        if (state := accelerate_state()) is not None: state.device = torch.device('cuda', gpu)
+    init_group(timeout=timeout, gpu=gpu)
     return gpu
 
+# %% ../../nbs/world/05_process_group.ipynb #0cc4ab33
+def _backends():
+    "[(process group, `torch.device`, its backend)] of all groups, the newest first"
+    names = dist.distributed_c10d._world.pg_names if dist.is_initialized() else {}
+    return [(o,d,o._get_backend(d)) for o in sorted(names, key=names.get, reverse=True) for d in o._device_types]
+
+def keep_timeout():
+    "Let collectives of all groups wait as long as `collective_timeout` says; for groups that are made in it"
+    world = current_world()
+    if 'timeout' not in world.cache: return
+    secs = world.cache['timeout']
+    for group,_,o in _backends():
+        torchs = dist.distributed_c10d._get_default_timeout(dist.get_backend(group))
+        getattr(o, 'set_timeout', o._set_default_timeout)(torchs if secs is ... else timedelta(seconds=secs))
+
+# %% ../../nbs/world/05_process_group.ipynb #c3c7c908
+@contextmanager
+def collective_timeout(watchdog # Seconds after which the watchdog ends the work; `None` for never
+                      ):
+    "Let collectives wait longer than the watchdog; no change where `timeout` was given, or somebody else has made the process group"
+    world = current_world()
+    if world._store is None or 'timeout' in world.options: return (yield)
+    outer = world.cache.get('timeout', ...)
+    world.cache['timeout'] = 365*86400 if watchdog is None else 2*watchdog+60 # it needs seconds to find out who is missing
+    try:
+        keep_timeout()
+        yield
+    finally:
+        world.cache['timeout'] = outer
+        if world.is_live: keep_timeout()
+
 # %% ../../nbs/world/05_process_group.ipynb #c98fe6c7
+def gpu_backends():
+    "[(process group, `torch.device`, its backend)] for all that is not gloo's, the newest group first"
+    return [o for o in _backends() if o[2].name()!='gloo']
+
+def abort_gpu_collectives():
+    """End the collectives of GPUs that this process waits in, of all groups; what they were to write is garbage. The groups stay, broken, until
+    `teardown_distrib`. Returns whether there are groups on GPUs"""
+    torchs,found = dist.distributed_c10d,gpu_backends()
+    if not found: return False
+    device = found[0][1] if getattr(found[0][2], 'supports_coalescing', False) else None # as torch's `_abort_process_group`,
+    with torchs._coalescing_manager(dist.group.WORLD, device): # which also forgets that there are groups, so that nobody ends them
+        for _,_,backend in found: backend.abort()
+    return True
+
+# %% ../../nbs/world/05_process_group.ipynb #d64a0236
 def teardown_distrib():
     "Leave the process group, if there is one; a second call does nothing"
-    if not dist.is_initialized(): return
-    current_world().end()
-    gc.collect() # wrappers in cycles hold the group, whose threads abort the process if they outlive it
-    dist.destroy_process_group()
-    gc.collect()
-    if 'accelerate.state' in sys.modules: # it goes on to believe in the group that has gone
-        from accelerate.state import AcceleratorState
-        AcceleratorState._reset_state(reset_partial_state=True)
+    world,made = current_world(),dist.is_initialized() # it ends the world of a group that somebody else has destroyed
+    if made:
+        world.end()
+        gc.collect() # wrappers in cycles hold the group, whose threads abort the process if they outlive it
+        dist.destroy_process_group()
+        gc.collect()
+    state = accelerate_state()
+    if state is None or not made and getattr(state, 'num_processes', 0)==1: return # none, where it was not made to the end
+    from accelerate.state import AcceleratorState # it goes on to believe in the group that has gone
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 # %% ../../nbs/world/05_process_group.ipynb #69e99346
 def call_main(main, # Called in each worker; it can be imported by name (a function of the script, not of a notebook's cell)

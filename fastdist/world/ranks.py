@@ -218,9 +218,11 @@ def get_device():
 # %% ../../nbs/world/01_ranks.ipynb #7c6a9d4e
 def get_backend(group=None, # A process group; by default that of all workers
                ):
-    "Which backend the workers' collectives use, `gloo` or `nccl`; before there is a process group, that which they would use"
+    "Which backend the workers train by, `gloo` or `nccl`; before there is a process group, that which they would use"
     check_member(group)
-    return dist.get_backend(group) if dist.is_initialized() else 'gloo' if use_cpu() else 'nccl'
+    if not dist.is_initialized(): return 'gloo' if use_cpu() else 'nccl'
+    config = dist.get_backend_config(group) # such as cpu:gloo,cuda:nccl
+    return dict(o.split(':') for o in config.split(',')).get('cuda') or dist.get_backend(group)
 
 def get_launcher():
     "Who started this process: `accelerate`, `torchrun`, `notebook_launcher`, `slurm`, `none`, or `environment` for anybody else"

@@ -87,9 +87,9 @@ def _tail(text, n=60): return '\n'.join(text.splitlines()[-n:])
 
 
 class World:
-    "`n` workers of torchrun, started at the first call and, after one of them was stuck or died, again at the next"
-    def __init__(self, n):
-        self.n, self.proc, self.store, self.output, self.starts = n, None, None, [], 0
+    "`n` workers of torchrun, started at the first call and, after one of them was stuck or died, again at the next; `env` is more of their environment"
+    def __init__(self, n, env=None):
+        self.n, self.env, self.proc, self.store, self.output, self.starts = n, env or {}, None, None, [], 0
 
     def start(self, timeout=180):
         self.mark, key, self.dir = secrets.token_hex(8), secrets.token_bytes(16), Path(tempfile.mkdtemp(prefix='fastdist'))
@@ -101,7 +101,7 @@ class World:
         with open(self.dir/'torchrun.log', 'wb') as log:
             # its own folder as cwd: what a Learner saves beside itself must not end up in the checkout
             self.proc = subprocess.Popen(cmd, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, cwd=self.dir,
-                                         env=_env(self.mark, {'FASTDIST_TEST_KEY': key.hex()}))
+                                         env=_env(self.mark, {'FASTDIST_TEST_KEY': key.hex(), **self.env}))
         self.lines, self.pids, end = {}, {}, time.monotonic() + timeout
         try:
             while len(self.lines) < self.n:
@@ -207,8 +207,8 @@ class World:
 
 class Worlds:
     "The worlds of a session: `worlds(n)` is that of n workers, which starts at its first call"
-    def __init__(self): self.made = {}
-    def __call__(self, n): return self.made.setdefault(n, World(n))
+    def __init__(self, env=None): self.made, self.env = {}, env
+    def __call__(self, n): return self.made.setdefault(n, World(n, self.env))
 
     def end_groups(self):
         "End the process groups that the last test has left, so that the next one finds what it would find alone"

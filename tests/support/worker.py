@@ -14,6 +14,9 @@ def main(folder):
     # faulthandler writes from the signal handler itself, so it answers even when Python code cannot run
     faulthandler.register(signal.SIGUSR1, file=open(folder/f'rank{rank}.stacks', 'ab', 0), all_threads=True)
     import fastai.basics, fastai.callback.all, torch.distributed as dist  # once, here, and not in every call
+    if library := os.environ.get('FASTDIST_TEST_GPUS'):
+        import fakegpu
+        fakegpu.install(library)
     try: import fastdist.all
     except Exception: traceback.print_exc()  # into the log: a test that needs it fails by itself, and shows this
 

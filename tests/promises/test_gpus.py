@@ -1,0 +1,205 @@
+"""P6: what runs on the CPU runs on GPUs, with the same numbers; a worker stays on its own. The GPUs are pretended (support/fakegpu), nccl's rules are its own."""
+import os
+
+import pytest
+from fastai.callback.training import GradientClip
+from learners import *
+from strategies import ctx_of
+
+STRATEGIES = 'ddp', 'zero1', 'zero2', 'fsdp'
+
+
+def report(learn, preds=None):
+    "What a learner has learned, and where it is"
+    res = SimpleNamespace(weights=weights(learn), losses=[float(o) for o in learn.recorder.losses], values=[list(v) for v in learn.recorder.values], preds=preds)
+    state = [v for s in learn.opt.state.values() for v in s.values() if isinstance(v, torch.Tensor) and v.dim()]
+    res.devices = {str(o.device) for o in (*learn.model.parameters(), *learn.model.buffers(), *state)}
+    return res
+
+
+CASES = dict(clip=lambda: dict(cbs=GradientClip(0.05)), accumulate=lambda: dict(cbs=GradientAccumulation(11)), plain=dict,
+             weighted=lambda: dict(loss=Double(weight=torch.tensor([1., .5, 2.], dtype=torch.float64))))
+
+
+def twice(ctx=None, early=True, bs=6, frozen=False, case='plain', **kwargs):
+    "Two fits, in a context each, and predictions; the loaders were made before the process group where `early`"
+    import fastdist.all
+    from fastdist.world import setup_distrib, get_rank
+    if ctx is not None and not early: setup_distrib()
+    learn = quiet(learner(n=20, bs=bs, n_val=7, bn=True, lr=0.05, metrics=accuracy, splitter=lambda m: [list(m[:1].parameters()), list(m[1:].parameters())],
+                          **CASES[case](), **kwargs))
+    if ctx is not None: learn.dls.to(torch.device('cuda', torch.cuda.current_device()))  # as a DataBlock does it
+    around = contextlib.nullcontext if ctx is None else partial(learn.distrib_ctx, **ctx)
+    with around():
+        if frozen: learn.freeze()
+        learn.fit_one_cycle(1, 0.05)
+    with around():
+        if frozen: learn.unfreeze()
+        learn.fit_one_cycle(1, 0.05)
+        preds = [o.cpu() for o in learn.get_preds()]
+    res = report(learn, preds)
+    res.validated = learn.validate()  # by each worker alone
+    if ctx is not None:
+        res.rank, res.loader = get_rank(), str(torch.device(learn.dls.device))
+        res.elsewhere = [torch.cuda.memory_allocated(i) for i in range(torch.cuda.device_count()) if i != get_rank()]
+    return res
+
+
+def same(a, b, tol=1e-6):
+    assert diff(a.weights, b.weights) < tol and diff(a.losses, b.losses) < tol
+    assert all(diff([x for x in v if x is not None], [x for x in w if x is not None]) < tol for v, w in zip(a.values, b.values))
+    assert a.preds is None or all(diff(x, y) < tol for x, y in zip(a.preds, b.preds))
+
+
+@pytest.mark.parametrize('strategy', STRATEGIES)
+@pytest.mark.parametrize('early', [True, False])
+def test_as_on_the_cpu(gpu_worlds, early, strategy):
+    "Loaders that were made before the process group are of the GPU 0 in all workers; the learner stays on its worker's, with the optimizer's state"
+    n, kwargs = (3, dict(opt=Adam)) if early == (strategy in ('zero1', 'fsdp')) else (2, dict(opt=partial(OptimWrapper, opt=torch.optim.AdamW), frozen=True))
+    kwargs['case'] = dict(ddp=('weighted', 'accumulate'), zero1=('accumulate', 'clip'), zero2=('clip', 'weighted'), fsdp=('plain', 'clip'))[strategy][early]
+    alone = twice(**kwargs)
+    for o in gpu_worlds(n)(twice, ctx_of(strategy), early, **kwargs):
+        same(o, alone)
+        assert o.devices == {f'fakegpu:{o.rank}'} and o.loader in (f'fakegpu:{o.rank}', f'cuda:{o.rank}'), (o.rank, o.devices, o.loader)
+        assert not any(o.elsewhere) or early, o.elsewhere
+        assert diff(list(o.validated), list(alone.validated)) < 1e-6
+
+
+class Fails(Callback):
+    "Raises in the rank 1, in the middle of a backward pass of all"
+    order = 1001
+    def before_backward(self):
+        if dist.get_rank() == 1 and self.iter == 1: raise ZeroDivisionError('in rank 1')
+
+
+def fails_once(ctx):
+    "What an error in one worker is in each, what is left of the learner, and of the process group, and a fit afterwards"
+    import fastdist.all, torch.distributed as dist
+    from fastdist.world import get_rank
+    Fails.before_backward.__globals__['dist'] = dist
+    learn, res = quiet(learner(n=20, bs=6, bn=True, lr=0.05, shuffle=False)), SimpleNamespace()
+    saved, rank = weights(learn), None
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter('always')
+        try:
+            with learn.distrib_ctx(**ctx):
+                rank = get_rank()
+                learn.fit(1, cbs=Fails())
+        except Exception as e: res.error = type(e).__name__, getattr(e, 'type', ''), str(e)
+    res.warned = [str(o.message) for o in warned if 'not to be trusted' in str(o.message)]
+    res.left = dist.is_initialized(), type(learn.model).__name__, {type(p).__name__ for p in learn.model.parameters()}
+    res.hooks = sum(len(p._backward_hooks or ()) + len(p._post_accumulate_grad_hooks or ()) for p in learn.model.parameters())
+    res.devices, res.rank = {str(p.device) for p in learn.model.parameters()}, rank
+    learn.model.load_state_dict(saved)
+    learn.create_opt()
+    set_seed(1)
+    with learn.distrib_ctx(**ctx): learn.fit(1)
+    res.weights = weights(learn)
+    return res
+
+
+@pytest.mark.parametrize('strategy', STRATEGIES)
+def test_an_error_in_one_worker(gpu_worlds, strategy):
+    "The others get it as a RemoteError, whatever is shaped is undone, and the next context makes a process group of all"
+    alone = quiet(learner(n=20, bs=6, bn=True, lr=0.05, shuffle=False))
+    set_seed(1)
+    alone.fit(1)
+    res = gpu_worlds(2)(fails_once, ctx_of(strategy))
+    assert res[0].error[:2] == ('RemoteError', 'ZeroDivisionError') and res[1].error[0] == 'ZeroDivisionError', [o.error for o in res]
+    assert res[0].warned and 'Load a checkpoint' in res[0].warned[0]  # it waited for the gradients of rank 1
+    for o in res:
+        assert o.left == (False, 'Sequential', {'Parameter'}) and not o.hooks, o.left
+        assert o.devices == {f'fakegpu:{o.rank}'}
+        assert diff(o.weights, weights(alone)) < 1e-6
+
+
+class Begins(Callback):
+    "Counts where the host waits, and what is sent, in each step of a fit but the first two"
+    order = -1000
+    def before_fit(self): self.found, self.sent = [], []
+    def before_batch(self):
+        from fakegpu import HostSyncs, nccl
+        self.counter = None
+        if not self.training or self.iter < 2: return
+        self.counter, self.start = HostSyncs(), len(nccl.sent)
+        self.counter.__enter__()
+
+
+class Ends(Callback):
+    "What `Begins` has begun"
+    order = 2000
+    def after_batch(self):
+        from fakegpu import nccl
+        b = self.learn.begins
+        if b.counter is None: return
+        b.counter.__exit__(None, None, None)
+        b.found.append(dict(b.counter.found))
+        b.sent.append(nccl.sent[b.start:])
+
+
+def waits(ctx, **kwargs):
+    "Where the host waits in each step but the first two, and what is sent"
+    import fastdist.all
+    learn = quiet(learner(n=24, bs=6, n_val=6, lr=0.05, opt=Adam, dtype=torch.float32, cbs=[Begins(), Ends()], **kwargs))
+    with learn.distrib_ctx(**ctx): learn.fit(1)
+    return learn.begins.found, learn.begins.sent
+
+
+@pytest.mark.parametrize('bn', [False, True])
+@pytest.mark.parametrize('strategy', STRATEGIES)
+def test_the_host_waits_for_no_kernel_of_a_step(gpu_worlds, strategy, bn):
+    "What all have agreed on fastdist reads a step late, when it is there. fastai reads the loss, for its average"
+    # the loss, gradients, parameters from each to all, gradients from all to each; parts that are gathered as one; forward and backward of batch norm
+    messages = dict(ddp=2, zero1=2+2, zero2=1+2+2, fsdp=1+(2+bn)*3)[strategy] + 2*bn
+    for found, sent in gpu_worlds(2)(waits, ctx_of(strategy), bn=bn, loss=CrossEntropyLossFlat()):
+        assert len(found) == 2
+        for step, messages_of in zip(found, sent):
+            assert {k: n for k, n in step.items() if k[1] != 'fastai'} == {('event', 'fastdist', 'trainer/step.py', '_agreed'): 1}, step
+            assert sum(step.values()) == 2, step
+            assert len(messages_of) == messages, messages_of
+
+
+def limits(watchdog, given=None):
+    "How long nccl and gloo wait in a collective, in a context and after it"
+    import fastdist.all, torch.distributed as dist
+    from fakegpu import nccl
+    from fastdist.world import setup_distrib
+    setup_distrib(timeout=given)
+    gloo = lambda: dist.group.WORLD._get_backend(torch.device('cpu')).options._timeout
+    now = lambda: [o.total_seconds() for o in (nccl.groups[-1].limit, gloo())]
+    learn = quiet(learner())
+    before = now()
+    with learn.distrib_ctx(watchdog=watchdog): inside = now()
+    return before, inside, now(), dist.get_backend_config(), __import__('fastdist.world').world.get_backend()
+
+
+def test_the_time_limits_of_backends_follow_the_watchdog(gpu_worlds):
+    "Theirs would end the process before the watchdog could say why, or make it useless that it waits longer"
+    for before, inside, after, config, backend in gpu_worlds(2)(limits, 3600):
+        assert before == after == [1800, 1800] and min(inside) > 3600 and backend == 'nccl' and 'cpu:gloo' in config
+    gpu_worlds.end_groups()
+    res = gpu_worlds(2)(limits, 3600, 50)
+    assert all(o[1] == [50, 50] for o in res), res
+
+
+def one_visible(n, same):
+    "Each worker sees one GPU, as wrappers of launchers have it; the `same` to all, it may be"
+    import fakegpu.cuda, fastdist.all
+    from fastdist.world import get_device, setup_distrib, teardown_distrib
+    os.environ['CUDA_VISIBLE_DEVICES'] = '0' if same else os.environ['LOCAL_RANK']
+    torch.cuda.device_count = lambda: 1
+    try:
+        setup_distrib(timeout=5)
+        return get_device().index, torch.cuda.current_device()
+    except ValueError as e: return str(e)
+    except Exception as e: return type(e).__name__
+    finally:
+        torch.cuda.device_count = fakegpu.cuda.lib.fakegpu_count
+        del os.environ['CUDA_VISIBLE_DEVICES']
+        teardown_distrib()
+
+
+def test_one_visible_gpu_each(gpu_worlds):
+    assert gpu_worlds(2)(one_visible, 2, False) == [(0, 0)]*2
+    refused = [o for o in gpu_worlds(2)(one_visible, 2, True) if 'CUDA_VISIBLE_DEVICES=0 shows 1 GPU, which other workers' in o]
+    assert len(refused) == 1
