@@ -27,11 +27,12 @@ def _value(store, key):
     "What `_put` has written"
     return pickle.loads(b''.join(store.get(f'{key}/{i}') for i in range(int(store.get(key)))))
 
-# %% ../../nbs/comm/05_rank0.ipynb #b4cb52ac
+# %% ../../nbs/comm/05_rank0.ipynb #0312bc46
 def _ends():
     "What is raised now may end this process; without a process group, nobody else would let the first failure be printed first"
     if not dist.is_initialized(): hook_uncaught(shared_store('fault'))
 
+# %% ../../nbs/comm/05_rank0.ipynb #b4cb52ac
 def _lead(func, args, kwargs, store, key, send):
     "In the worker that is first: call `func`, and write what it has returned, or raised"
     try: res = func(*args, **kwargs)

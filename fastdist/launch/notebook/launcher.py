@@ -211,6 +211,7 @@ def _tail(file, n=8):
     crash = bool(text) and text[0].startswith('Fatal Python error')
     return ''.join(f'\n  {o}' for o in (text if crash else text[-n:]))
 
+# %% ../../../nbs/launch/notebook/03_launcher.ipynb #c28afd94
 @patch
 def recorded(self:_Workers):
     "The first `Failure` in the error records of the workers, `None` if there is none: of one that was stopped, another has written it"
