@@ -48,6 +48,7 @@ def _lead(func, args, kwargs, store, key, send):
         raise e
     return res
 
+# %% ../../nbs/comm/05_rank0.ipynb #f4c16fde
 def _follow(store, key):
     "In the others: wait for as long as it takes, and raise what the first has raised"
     try:

@@ -218,6 +218,7 @@ def recorded(self:_Workers):
     found = [read_record(o.error_file_data) for o in (self.result.failures.values() if self.result is not None else ())]
     return min((o for o in found if o is not None), key=lambda o: o.time, default=None)
 
+# %% ../../../nbs/launch/notebook/03_launcher.ipynb #697d55e7
 @patch
 def error(self:_Workers):
     "What is raised in the notebook"
