@@ -74,7 +74,7 @@ FAULTS = [Fault(*o) for o in [
      '    write_record(e, f)\n    self._publish_failure(s, f)\n', '    write_record(e, f)\n',
      ['tests/fault/test_faults.py::test_reaches_all[collective]']),
     ('wrong-worker-blamed', 'P2', "the launcher blames the worker that ended first, not the one that failed first",
-     'return cause.rank,failures.get(', 'return rank,failures.get(',
+     'return cause.rank,process,own if', 'return first,process,own if',
      ['tests/promises/test_p2_no_hang.py::test_ends_at_once[leaves_last]']),
     ('exit-status-lost', 'P2', "fastdist launch ends with 0 whatever its workers end with",
      'with patch_environment(**o.env): return _run(', 'with patch_environment(**o.env): _run(',
