@@ -39,6 +39,7 @@ def _ends():
     "What is raised now may end this process; without a process group, nobody else would let the first failure be printed first"
     if not dist.is_initialized(): hook_uncaught(shared_store('fault'))
 
+# %% ../../nbs/comm/05_rank0.ipynb #130a3e52
 def _lead(func, args, kwargs, store, key, send):
     "In the worker that is first: call `func`, and write what it has returned, or raised"
     try: res = func(*args, **kwargs)
@@ -54,6 +55,7 @@ def _lead(func, args, kwargs, store, key, send):
         raise e
     return res
 
+# %% ../../nbs/comm/05_rank0.ipynb #9c8b8753
 def _follow(store, key, first=0, name='its call'):
     "In the others: wait for as long as it takes, and raise what the first has raised, or that its process has ended. `first`: see `ended`"
     def say(): notice(f"rank {get_rank()} waits for rank 0{'' if first==0 else f' of {first}'}, which is in {name}")

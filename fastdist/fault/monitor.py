@@ -113,6 +113,7 @@ def _run(self:Monitor):
             return self._lost(e)
         self.ok = time.monotonic()
 
+# %% ../../nbs/fault/02_monitor.ipynb #822d1dd5
 @patch
 def _look(self:Monitor, now):
     if not dist.is_initialized(): # somebody else has ended the group
@@ -174,6 +175,7 @@ def _kill_stopped_children():
             if p.status()==psutil.STATUS_STOPPED: p.kill()
         except psutil.Error: pass
 
+# %% ../../nbs/fault/02_monitor.ipynb #56ec6416
 @patch
 def _receive(self:Monitor, s, f, now):
     "Another rank has failed"
@@ -228,6 +230,7 @@ def _update_watch(self:Monitor, now, limit):
     for r in range(self.rank, self.size): read(r)
     return True
 
+# %% ../../nbs/fault/02_monitor.ipynb #fac9aeea
 @patch
 def _watch_all(self:Monitor, now, s):
     if not self._update_watch(now, s.limit): return

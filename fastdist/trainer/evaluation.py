@@ -106,7 +106,7 @@ def _files_apart(learn # `Learner` that evaluates all of a loader, as other work
     found = [(cb,o) for cb in learn.cbs for o in ('save_preds','save_targs') if getattr(cb, o, None) is not None]
     return ContextManagers([_own_folder(*o) for o in found])
 
-# %% ../../nbs/trainer/04_evaluation.ipynb #e3353153
+# %% ../../nbs/trainer/04_evaluation.ipynb #b2b04c79
 @patch
 def _what(self:Evaluation):
     "This evaluation in words that are the same in all workers"
@@ -115,6 +115,7 @@ def _what(self:Evaluation):
     which = next((f'ds_idx={i}' for i,o in enumerate(sets) if o is getattr(dl, 'dataset', sets)), 'a loader of its own')
     return f"learn.{'get_preds' if learn._grab_cbs(GatherPredsCallback) else 'validate'} of {which} ({n_batches(dl)} batches)"
 
+# %% ../../nbs/trainer/04_evaluation.ipynb #e3353153
 @patch
 @contextmanager
 def together(self:Evaluation):

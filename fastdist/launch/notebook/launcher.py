@@ -214,12 +214,14 @@ def _tail(file, n=8):
     crash = bool(text) and text[0].startswith('Fatal Python error')
     return ''.join(f'\n  {o}' for o in (text if crash else text[-n:]))
 
+# %% ../../../nbs/launch/notebook/03_launcher.ipynb #c28afd94
 @patch
 def recorded(self:_Workers):
     "The first `Failure` in the error records of the workers, `None` if there is none: of one that was stopped, another has written it"
     found = [read_record(o.error_file_data) for o in (self.result.failures.values() if self.result is not None else ())]
     return min((o for o in found if o is not None), key=lambda o: o.time, default=None)
 
+# %% ../../../nbs/launch/notebook/03_launcher.ipynb #697d55e7
 @patch
 def error(self:_Workers):
     "What is raised in the notebook"
