@@ -1,0 +1,264 @@
+"""What does a person read when something fails? Makes each fault in a real run, and prints a table.
+
+    python tools/fault_table.py [--only NAME ...] [--launcher NAME ...] [--workers N ...] [--cold] [--show] [--list]
+
+One row for each fault, launcher and number of workers: seconds from the fault to the end of the command; is the rank named that failed, the
+cause, the line of the user's file; does nothing stay (processes, temporary files)? The exit status is 1 where one of them is no."""
+import argparse, os, re, signal, sys, tempfile, textwrap, time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT/'tests'/'support'))
+os.environ.setdefault('OMP_NUM_THREADS', '1')
+import warm
+from harness import WorkerError, launched
+
+PRELUDE = '''
+    import os, signal, sys, time
+    from pathlib import Path
+    import torch, torch.distributed as dist
+    from fastai.basics import *
+    from fastdist.all import *
+    from fastdist.world.ranks import from_env
+
+    def fault(): # the fault comes now
+        if not Path('at').exists(): Path('at').write_text(str(time.time()))
+
+    class Items:
+        "A data set; `get` may be replaced"
+        def __len__(self): return 32
+        def __getitem__(self, i):
+            self.get(i)
+            x = torch.full((1,), i/32.)
+            return x, 3*x+1
+        def get(self, i): pass
+
+    def learner(get=None, num_workers=0, **kwargs):
+        ds = Items()
+        if get is not None: ds.get = get
+        dls = DataLoaders.from_dsets(ds, ds, bs=8, num_workers=num_workers)
+        learn = Learner(dls, nn.Linear(1, 1), loss_func=MSELossFlat(), lr=0.01, **kwargs)
+        if hasattr(learn, 'progress'): learn.remove_cb(learn.progress)
+        return learn
+
+    class In(Callback):
+        "Calls `f` in rank `rank`, in event `event` of a batch, in the second epoch"
+        def __init__(self, f, event='before_batch', rank=1): setattr(self, event, lambda: f() if get_rank()==rank and self.epoch==1 else None)
+
+    def train():
+'''
+MAIN = '''
+    if __name__=='__main__':
+        if 'LAUNCH_N' in os.environ: launch_in_notebook(train, n=int(os.environ['LAUNCH_N']), log_dir='logs')
+        else: train()
+'''
+LOOP = '''
+    setup_distrib()
+    with fail_together(watchdog=5):
+        dist.barrier()
+        if get_rank()==1:
+            fault()
+            {code}
+        for i in range(10**6): dist.all_reduce(torch.ones(4))
+'''
+ARGS = ['--num_machines', '1', '--main_process_port', '0', '--mixed_precision', 'no', '--dynamo_backend', 'no']
+WAYS = {'fastdist launch': lambda n: [sys.executable, '-m', 'fastdist', 'launch', '-n', n, '--log-dir', 'logs'],
+        'torchrun': lambda n: [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc-per-node', n],
+        'accelerate launch': lambda n: [sys.executable, '-m', 'accelerate.commands.launch', '--multi_gpu', '--num_processes', n, *ARGS],
+        'launch_in_notebook': lambda n: [sys.executable]}
+ALL = list(WAYS)
+
+
+@dataclass
+class Fault:
+    name: str  # For `--only`
+    code: str  # Body of `train()`; `fault()` in it notes when, and the comment `# here` marks the line that is to be named
+    cause: str  # Regular expression of what has to be in the output
+    rank: int = 1  # Which has to be named; `None` where all are, or none is
+    launchers: tuple = tuple(ALL)
+    workers: tuple = (3,)
+    during: object = None  # Function of (process, mark, folder), called while the command runs, that makes the fault from outside
+    options: tuple = ()  # Of the launcher
+    env: dict = None  # Of the command
+    top: str = ''  # At the top of the script, below the imports
+    status: object = None  # The exit status that the command must have; by default any but 0
+
+
+def loop(code, rank=1):
+    "`code` is run by `rank`, while the others are in a collective"
+    code = textwrap.dedent(code).strip().replace('\n', '\n'+' '*12)
+    return LOOP.replace('{code}', code).replace('get_rank()==1', f'get_rank()=={rank}')
+
+
+def in_fit(code, **kwargs):
+    "`code` is run in an event of a callback, in a fit"
+    args = ', '.join(f'{k}={v!r}' for k, v in kwargs.items())
+    return f"""
+        def f():
+            fault()
+            {textwrap.dedent(code).strip().replace(chr(10), chr(10)+' '*12)}
+        learn = learner(cbs=In(f{', '+args if args else ''}))
+        with learn.distrib_ctx(split_batches=True, watchdog=5): learn.fit(100000)"""
+
+
+def in_loader(code):
+    "`code` is run by a loader process of rank 1"
+    return f"""
+        def get(i):
+            if from_env().rank==1 and i==5:
+                fault()
+                {code}
+        learn = learner(get, num_workers=1)
+        with learn.distrib_ctx(split_batches=True, watchdog=5): learn.fit(100000)"""
+
+
+def apart(one, others, strategy=None):
+    "Rank 1 does `one`, `others` something else, in the context"
+    return f"""
+        learn = learner()
+        with learn.distrib_ctx(watchdog=5{f', strategy={strategy!r}' if strategy else ''}):
+            learn.fit(1)
+            fault()
+            if get_rank()==1: {one} # here
+            else: {others}"""
+
+
+WAITS = 'has kept the others waiting'
+FAULTS = [
+    # an exception
+    Fault('raises', loop("raise ValueError('no disk') # here"), 'ValueError: no disk'),
+    Fault('raises in rank 0', loop("raise ValueError('no disk') # here", 0), 'ValueError: no disk', rank=0),
+    Fault('raises before the group', """
+        if from_env().rank==1:
+            fault()
+            raise ValueError('no disk') # here
+        setup_distrib()""", 'ValueError: no disk'),
+    Fault('raises in a callback', in_fit("raise ValueError('no disk') # here"), 'ValueError: no disk'),
+    Fault('raises in a loader process', in_loader("raise ValueError('no disk') # here"), 'ValueError: no disk'),
+    Fault('more memory than there is', in_fit('torch.empty(2**50) # here'), 'RuntimeError: .*memory'),
+    Fault('rank0_first fails', """
+        def download():
+            fault()
+            raise OSError('no such host') # here
+        rank0_first(download)""", 'OSError: no such host', rank=0),
+    Fault('rank0_first fails slowly', """
+        def download():
+            try:
+                fault()
+                raise OSError('no such host') # here
+            finally: time.sleep(2)
+        try: rank0_first(download)
+        finally: time.sleep(4*(from_env().rank==0))""", 'OSError: no such host', rank=0),
+    Fault('disk full', in_fit("open('/dev/full', 'w', buffering=1).write('weights' + chr(10)) # here", rank=0), 'OSError: .*No space left', rank=0),
+    Fault('slow unwind in rank 0', loop("""
+        try: raise ValueError('no disk') # here
+        finally: time.sleep(4)""", 0), 'ValueError: no disk', rank=0),
+    Fault('slow end of rank 0', 'import atexit; atexit.register(time.sleep, 4*(from_env().rank==0))\n' +
+          textwrap.dedent(loop("raise ValueError('no disk') # here", 0)), 'ValueError: no disk', rank=0),
+    Fault('10 MB of text', loop("raise ValueError('no disk' + 10**6*' and no disk') # here"), 'ValueError: no disk and no disk'),
+    # of somebody else's connections, although no rank has gone
+    Fault('connection of a data set', in_fit("raise RuntimeError('the server: Connection reset by peer') # here"), 'RuntimeError: the server: Connection reset by peer'),
+    Fault('connection of a loader process', in_loader("raise RuntimeError('the server: Connection reset by peer') # here"), 'RuntimeError: the server: Connection reset by peer'),
+    Fault('broken pipe', loop("raise BrokenPipeError(32, 'Broken pipe') # here"), 'BrokenPipeError: .*Broken pipe'),
+    # the end of a process
+    Fault('killed', loop('os.kill(os.getpid(), signal.SIGKILL) # here'), 'signal 9|SIGKILL'),
+    Fault('ended by SIGTERM', loop('os.kill(os.getpid(), signal.SIGTERM) # here'), 'signal 15|SIGTERM'),
+    Fault('segmentation fault', loop('import ctypes; ctypes.string_at(0) # here'), 'signal 11|SIGSEGV'),
+    Fault('abort', loop('os.abort() # here'), 'signal 6|SIGABRT'),
+    Fault('segmentation fault in a loader process', in_loader('import ctypes; ctypes.string_at(0) # here'), 'egmentation fault'),
+    Fault('a loader process is killed', in_loader('os.kill(os.getpid(), signal.SIGKILL)'), 'killed by signal: Killed'),
+    Fault('sys.exit(3)', loop('sys.exit(3) # here'), 'SystemExit: 3'),
+    Fault('sys.exit(0)', loop('sys.exit(0) # here'), 'SystemExit'),
+    Fault('sys.exit(0) in rank 0', loop('sys.exit(0) # here', 0), 'SystemExit', rank=0),
+    Fault('os._exit(0)', loop('os._exit(0) # here'), 'ended without a traceback'),
+    Fault('returns early', """
+        setup_distrib()
+        dist.barrier()
+        fault()
+        if get_rank()==1: return
+        while True: dist.all_reduce(torch.ones(4))""", 'does not take part any more'),
+    # nothing moves
+    Fault('sleeps', loop('time.sleep(1000) # here'), WAITS),
+    Fault('busy', loop('while True: pass # here'), WAITS),
+    Fault('stopped', loop('os.kill(os.getpid(), signal.SIGSTOP) # here'), WAITS),
+    Fault('holds the interpreter lock', loop('import ctypes; ctypes.PyDLL(None).sleep(1000) # here'), WAITS),
+    Fault('a loader process sleeps', in_loader('time.sleep(1000) # here'), WAITS),
+    Fault('a loader process is stopped', in_loader('os.kill(os.getpid(), signal.SIGSTOP) # here'), WAITS),
+    # different calls
+    Fault('get_preds and validate', apart('learn.get_preds()', 'learn.validate()'), r'get_preds.*validate|validate.*get_preds', rank=None),
+    Fault('evaluation of another loader', apart('learn.get_preds(ds_idx=0)', 'learn.get_preds(ds_idx=1)'), 'get_preds', rank=None),
+    Fault('saves alone', apart("learn.save('m')", 'learn.validate()', 'fsdp'), 'save'),
+    Fault('validates alone', apart('learn.validate()', 'dist.barrier()'), 'validate', rank=None),
+]
+
+
+def script(f):
+    "The text of the user's file, and the number of the line to be named, or `None`"
+    text = textwrap.dedent(PRELUDE).strip().replace('def train():', f'{textwrap.dedent(f.top)}\ndef train():')
+    text += '\n' + textwrap.indent(textwrap.dedent(f.code).strip('\n'), '    ') + '\n' + textwrap.dedent(MAIN)
+    return text, next((i for i, o in enumerate(text.splitlines(), 1) if o.rstrip().endswith('# here')), None)
+
+
+def names_rank(way, r, n, text):
+    "Does the output blame rank `r`, rather than mention it?"
+    if way == 'fastdist launch': return re.search(rf'^fastdist: (worker|rank) {r} ', text.strip().splitlines()[-1]) is not None
+    root = text.partition('Root Cause')[2]  # of torch's summary
+    said = re.search(rf'(because|Ctrl-C in) rank {r}\b|rank {r} of {n} |rank {r} has kept', text)
+    return bool(said or re.search(rf'rank\s*: {r} ', root))
+
+
+def run(f, way, n, show=False):
+    "A row of the table: seconds, and what is yes or no, by column"
+    text, line = script(f)
+    with tempfile.TemporaryDirectory(prefix='ft') as folder:
+        folder, tmp = Path(folder)/'work', Path(folder)/'tmp'
+        folder.mkdir(), tmp.mkdir()
+        (folder/'train.py').write_text(text)
+        env = {'ACCELERATE_USE_CPU': None if way == 'fastdist launch' else 'true', 'CUDA_VISIBLE_DEVICES': '', 'TMPDIR': str(tmp), 'PYTHONFAULTHANDLER': None,
+               'LAUNCH_N': str(n) if way == 'launch_in_notebook' else None, **(f.env or {})}
+        during = f.during and (lambda proc, mark: f.during(proc, mark, folder))
+        begin = time.time()
+        try: res = launched([*map(str, WAYS[way](n)), *f.options, 'train.py'], 150, env=env, cwd=folder, during=during)
+        except WorkerError as e:
+            if show: print(e)
+            return 'never', {}
+        at = folder/'at'
+        files = [o.name for o in tmp.iterdir() if o.name.startswith(('fastdist', 'pymp-'))]
+        screen = f'{res.stdout}\n{res.stderr}'
+        if show: print(f'--- {f.name}, {way}, {n}: status {res.returncode}, left {res.left} {files}\n{screen}\n---')
+        seconds = f'{begin + res.seconds - float(at.read_text()):.1f}' if at.exists() else '?'
+        found = {'status': res.returncode == f.status if f.status is not None else res.returncode not in (0, None),
+                 'rank': f.rank is None or names_rank(way, f.rank, n, screen), 'cause': re.search(f.cause, screen) is not None,
+                 'line': line is None or re.search(rf'train\.py(:|", line ){line}\b', screen) is not None, 'nothing left': not res.left and not files}
+        return seconds, found
+
+
+def main():
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument('--only', nargs='+', metavar='NAME', help='faults whose name has one of these texts')
+    p.add_argument('--launcher', nargs='+', choices=ALL, help='these launchers only')
+    p.add_argument('--workers', nargs='+', type=int, metavar='N', help='these numbers of workers, in place of those of the fault')
+    p.add_argument('--cold', action='store_true', help='let every process import all by itself, as a user does')
+    p.add_argument('--show', action='store_true', help='print what each command printed')
+    p.add_argument('--list', action='store_true', help='list the faults')
+    a = p.parse_args()
+    faults = [f for f in FAULTS if not a.only or any(o in f.name for o in a.only)]
+    if not faults: p.error(f'no fault is named like {a.only}')
+    if a.list: return print('\n'.join(f.name for f in faults))
+    if a.cold: os.environ[warm.COLD] = '1'
+    warm.install(all_kinds=True)
+    columns, bad = ('status', 'rank', 'cause', 'line', 'nothing left'), 0
+    print(f"| fault | launcher | workers | seconds | {' | '.join(columns)} |\n|{'---|'*(4+len(columns))}", flush=True)
+    for f in faults:
+        for way in f.launchers:
+            if a.launcher and way not in a.launcher: continue
+            for n in a.workers or f.workers:
+                seconds, found = run(f, way, n, a.show)
+                bad += not all(found.get(o) for o in columns)
+                print(f"| {f.name} | {way} | {n} | {seconds} | {' | '.join('yes' if found.get(o) else '**no**' for o in columns)} |", flush=True)
+    print(f'\n{bad} rows with a no')
+    return int(bad > 0)
+
+
+if __name__ == '__main__': sys.exit(main())
