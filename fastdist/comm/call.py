@@ -6,11 +6,12 @@
 __all__ = ['trim', 'OutOfStep', 'who_has', 'route', 'group_ranks', 'same_text', 'Call']
 
 # %% ../../nbs/comm/01_call.ipynb #5c0cbd48
-import hashlib,pickle,sys
+import hashlib,json,pickle,sys
 
 import torch, torch.distributed as dist, torch.nn.functional as F
 from fastcore.basics import patch
 from ..world.ranks import check_member, get_rank, get_world_size
+from ..world.secret import SignatureError
 from .pack import as_bytes, unpack
 
 # %% ../../nbs/comm/01_call.ipynb #94fd0ed1
@@ -28,7 +29,8 @@ def _caller():
     "The line of code that called fastdist"
     f = sys._getframe(1)
     while f.f_back and f.f_globals.get('__name__', '').partition('.')[0]=='fastdist': f = f.f_back
-    return trim(f"{f.f_code.co_filename}:{f.f_lineno} in {f.f_code.co_name}", 200, end=True)
+    text = trim(f"{f.f_code.co_filename}:{f.f_lineno} in {f.f_code.co_name}", 200, end=True)
+    return text if text.isprintable() else ascii(text)[-200:]
 
 # %% ../../nbs/comm/01_call.ipynb #d0a6de10
 class OutOfStep(RuntimeError):
@@ -68,23 +70,35 @@ def group_ranks(group # A process group; `None` for that of all workers
     return [get_rank()]
 
 # %% ../../nbs/comm/01_call.ipynb #9f4c32d0
+def _text(fields):
+    "A line of JSON, whose error is cut until it fits into a frame"
+    for most in (400,100,0):
+        if fields['error']: fields = {**fields, 'error':[fields['error'][0], trim(fields['error'][1], most)]}
+        res = json.dumps(list(fields.values()), ensure_ascii=False).encode()+b'\n'
+        if len(res) <= _frame_size: return res
+
 def _frame(name, group, info=None, t=None, error=None):
     "The frame of a call: what has to be the same in all workers, who calls, what it has to send, and that itself where it is small"
     device = size = small = None
     if t is not None:
         device,size = route(t.device, group).type if dist.is_initialized() else 'cpu', t.numel()*t.element_size()
         if size < _frame_size: small = as_bytes(t.cpu()).numpy().tobytes()
-    fields = trim(name, 100),_caller(),error,info,device,size
-    frame = pickle.dumps((*fields, small))
-    return frame if len(frame) <= _frame_size else pickle.dumps((*fields, None))
+    text = _text(dict(name=trim(name, 100), caller=_caller(), error=error, info=info, device=device, size=size))
+    return text+small if small is not None and len(text)+len(small) <= _frame_size else text[:-1]
+
+def _fields(frame):
+    "What is in a frame: that of its text, and the small payload after it, `None` where there is none"
+    text,has,rest = frame.partition(b'\n')
+    fields = json.loads(text.rstrip(b'\0'))
+    return *fields, rest[:fields[-1]] if has else None
 
 def _exchange(frame, n, group):
-    "The frames of the `n` workers of a group, unpickled"
-    if not dist.is_initialized(): return [pickle.loads(frame)]
+    "What is in the frames of the `n` workers of a group"
+    if not dist.is_initialized(): return [_fields(frame)]
     mine = torch.frombuffer(bytearray(frame.ljust(_frame_size, b'\0')), dtype=torch.uint8).to(route(torch.device('cpu'), group))
     every = mine.new_empty(n*_frame_size)
     dist.all_gather_single(every, mine, group=group)
-    return [pickle.loads(o) for o in every.cpu().view(n, -1).numpy()]
+    return [_fields(o.tobytes()) for o in every.cpu().view(n, -1).numpy()]
 
 # %% ../../nbs/comm/01_call.ipynb #f6924095
 def _check(ranks, names, callers, errors):
@@ -124,7 +138,7 @@ class Call:
         try:
             info,self.payload = prepare(self)
             frame = _frame(name, group, info, self.payload)
-        except Exception as e: frame,error = _frame(name, group, error=(type(e).__name__, trim(str(e), 400))),e
+        except Exception as e: frame,error = _frame(name, group, error=(trim(type(e).__name__, 100), str(e))),e
         self.names,self.callers,self.errors,self.infos,self.routes,self.sizes,self.small = zip(*_exchange(frame, self.n, group))
         if error: raise error
         _check(self.ranks, self.names, self.callers, self.errors)
@@ -182,6 +196,7 @@ def load(self:Call, part:torch.Tensor, # Its payload, which `pack` has made
         ):
     "The object that worker `i` has packed; an `UnpicklingError` names its rank"
     try: return unpack(self.infos[i], part.cpu())
+    except SignatureError as e: raise SignatureError(f"{e} (sent as rank {self.ranks[i]}'s, by {self.name})", e.key, e.rank) from None
     except Exception as e: raise pickle.UnpicklingError(
         f"rank {get_rank()} cannot unpickle what rank {self.ranks[i]} has sent by {self.name}: {e} ({type(e).__name__}); "
         "its class must be one that all workers can import, and that can be made again from its pickle") from e

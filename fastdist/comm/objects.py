@@ -12,8 +12,8 @@ from functools import wraps
 
 import torch, torch.distributed as dist
 from ..world.state import current_world
-from ..world.ranks import check_rank, get_node_rank, get_rank, get_world_size
-from .pack import pack
+from ..world.ranks import check_rank, get_node_rank, get_rank, get_world_size, is_master
+from .pack import pack, unpack
 from .call import Call, OutOfStep, group_ranks, route, who_has
 
 # %% ../../nbs/comm/02_objects.ipynb #e7a61e2c
@@ -23,7 +23,7 @@ def all_gather_list(data, # Anything that can be pickled; tensors in it arrive o
                    ):
     "List of every worker's `data`, in the order of the group; a `ValueError` in all workers names those that have more than `max_size`"
     c = Call('all_gather_list'+(f'({max_size=})' if max_size is not None else ''), group, lambda c: pack(data))
-    large = [(r,f'{s} bytes') for r,s in zip(c.ranks, c.sizes) if max_size is not None and s > max_size]
+    large = [(r,f'{s-32} bytes') for r,s in zip(c.ranks, c.sizes) if max_size is not None and s-32 > max_size] # without the signature
     if large: raise ValueError(f"all_gather_list: {who_has(*zip(*large))}, which is more than {max_size=}: "
                                "pass a larger max_size, or leave it out for any size")
     return c.objects()
@@ -49,11 +49,16 @@ def broadcast_object(o=None, # What rank `src` sends; in other workers it does n
 # %% ../../nbs/comm/02_objects.ipynb #56677bba
 def from_rank0(o # What rank 0 sends; in other workers it does not matter
               ):
-    "Rank 0's object, in all workers, which are at the same line: torch's broadcast, of two messages whatever the number of workers"
+    "Rank 0's object, in all workers, which are at the same line: two messages, whatever the number of workers"
     if get_world_size()==1: return o
-    msg = [o]
-    dist.broadcast_object_list(msg, src=0)
-    return msg[0]
+    to,first = route(torch.device('cpu'), None),is_master()
+    start,flat = pack(o) if first else (0,None)
+    sizes = torch.tensor([start, len(flat) if first else 0]).to(to)
+    dist.broadcast(sizes, 0)
+    start,n = sizes.tolist()
+    flat = (flat if first else torch.empty(n, dtype=torch.uint8)).to(to)
+    dist.broadcast(flat, 0)
+    return o if first else unpack(start, flat.cpu())
 
 # %% ../../nbs/comm/02_objects.ipynb #24ae1319
 _decide = dict(any=any, all=all, rank0=lambda votes: votes[0])

@@ -11,7 +11,9 @@ import io,math,pickle
 import torch
 from fastcore.foundation import L
 from torch import Tensor,nn
+from ..world.process_group import job_secret
 from ..world.ranks import get_rank
+from ..world.secret import Unpickler, is_signed, sign
 
 # %% ../../nbs/comm/00_pack.ipynb #8a1c0010
 def tensors_in(o # Lists, tuples and dicts, nested in any depth
@@ -64,14 +66,16 @@ def _tensor(*args): raise pickle.UnpicklingError('the bytes of this tensor are n
 # %% ../../nbs/comm/00_pack.ipynb #8a1c0007
 def pack(o # Anything that can be pickled, with tensors in it
         ):
-    """(where the pickle begins, a flat `uint8` tensor on the CPU with the bytes of all tensors in `o` and then its pickle).
+    """(where the signature begins, a flat `uint8` tensor on the CPU with the bytes of all tensors in `o`, a signature, and the pickle).
     A `PicklingError` says what cannot be pickled"""
-    f = io.BytesIO()
+    f = io.BytesIO(bytes(32))
+    f.seek(32)
     p = _Pickler(f)
     try: p.dump(o)
     except Exception as e: raise pickle.PicklingError(
         f"rank {get_rank()}: {type(o).__name__} cannot be pickled, so it cannot be sent: {e} ({type(e).__name__}); "
         "send what it is made of: tensors, arrays, numbers, strings, lists, dicts") from e
+    f.getbuffer()[:32] = sign(f.getbuffer()[32:], job_secret(), 'message')
     data = torch.frombuffer(f.getbuffer(), dtype=torch.uint8)
     if not p.parts: return 0,data
     flat,at = torch.empty(p.nbytes+len(data), dtype=torch.uint8),0
@@ -81,11 +85,12 @@ def pack(o # Anything that can be pickled, with tensors in it
     return p.nbytes,flat
 
 # %% ../../nbs/comm/00_pack.ipynb #fe5b6e13
-class _Unpickler(pickle.Unpickler):
+class _Unpickler(Unpickler):
     "Tensors become views of the bytes before the pickle"
     def __init__(self, start, flat):
-        self.flat = flat.numpy()
-        super().__init__(io.BytesIO(self.flat[start:]))
+        self.flat,rank = flat.numpy(),get_rank()
+        signed = is_signed(self.flat[start:].data, job_secret(), 'message', rank)
+        super().__init__(io.BytesIO(self.flat[start+32:]), signed, 'message', rank)
 
     def find_class(self, module, name): return self._tensor if (module,name)==(__name__,'_tensor') else super().find_class(module, name)
 
@@ -98,8 +103,8 @@ class _Unpickler(pickle.Unpickler):
         vars(t).update(attrs)
         return t.requires_grad_(requires_grad)
 
-def unpack(start:int, # Where the pickle begins
+def unpack(start:int, # Where the signature begins
            flat:Tensor, # Of `pack`, on the CPU
           ):
-    "What was packed; its tensors are views of `flat`"
+    "What was packed; its tensors are views of `flat`. What no worker of this job has packed is a `SignatureError`"
     return _Unpickler(start, flat).load()

@@ -6,39 +6,45 @@
 __all__ = ['rank0_first', 'rank0_read']
 
 # %% ../../nbs/comm/05_rank0.ipynb #633a2613
-import pickle
+import io,json,pickle
 
 import torch.distributed as dist
 from ..world.ranks import get_local_rank, get_node_rank, get_rank, get_world_size, is_master
 from ..world.store import wait_until
 from ..world.errors import Failure, RemoteError
-from ..world.process_group import shared_store
+from ..world.process_group import job_secret, shared_store
+from ..world.secret import Unpickler, is_signed, sign
 
 # %% ../../nbs/comm/05_rank0.ipynb #1d0def23
-def _put(store, key, o, most=2**22):
-    "Write `o` into the store, in parts of `most` bytes, for it closes a connection that sends more than 8 MiB at once; returns how many"
-    data = pickle.dumps(o)
+def _put(store, key, kind, data=b'', most=2**22):
+    "Write bytes into the store, in parts of `most`, for it closes a connection that sends more than 8 MiB at once; and then of what `kind`"
     parts = [data[i:i+most] for i in range(0, len(data), most)]
     for i,p in enumerate(parts): store.set(f'{key}/{i}', p)
-    store.set(key, str(len(parts)))
-    return len(parts)
+    store.set(key, json.dumps((kind,len(parts))))
+
+def _put_value(store, key, o):
+    data = pickle.dumps(o)
+    _put(store, key, 'value', sign(data, job_secret(), key)+data)
 
 def _value(store, key):
-    "What `_put` has written"
-    return pickle.loads(b''.join(store.get(f'{key}/{i}') for i in range(int(store.get(key)))))
+    "What has been written: nothing, or a value; a failure is raised"
+    kind,n = json.loads(store.get(key))
+    data = b''.join(store.get(f'{key}/{i}') for i in range(n))
+    if kind=='failure': raise Failure.from_json(data).as_error()
+    if kind=='value': return Unpickler(io.BytesIO(data[32:]), is_signed(data, job_secret(), key, get_rank()), key, get_rank()).load()
 
 # %% ../../nbs/comm/05_rank0.ipynb #b4cb52ac
 def _lead(func, args, kwargs, store, key, send):
     "In the worker that is first: call `func`, and write what it has returned, or raised"
     try: res = func(*args, **kwargs)
     except BaseException as e:
-        _put(store, key, Failure.of(e))
+        _put(store, key, 'failure', Failure.of(e).to_json().encode())
         raise
-    try: _put(store, key, res if send else None)
+    try: _put_value(store, key, res) if send else _put(store, key, 'done')
     except Exception as e: # it cannot be pickled
         name = getattr(func, '__name__', repr(func))
         e = TypeError(f"rank {get_rank()}: what {name} returned cannot be sent to the other workers: {e}")
-        _put(store, key, Failure.of(e))
+        _put(store, key, 'failure', Failure.of(e).to_json().encode())
         raise e
     return res
 
@@ -46,11 +52,9 @@ def _follow(store, key):
     "In the others: wait for as long as it takes, and raise what the first has raised"
     try:
         wait_until(lambda: store.check([key]))
-        res = _value(store, key)
+        return _value(store, key)
     except dist.DistError as e: raise RemoteError(
         f"rank {get_rank()} waited for the worker that is first, and it, or the launcher, has ended") from e
-    if isinstance(res, Failure): raise res.as_error()
-    return res
 
 # %% ../../nbs/comm/05_rank0.ipynb #e4e6b5b7
 def _next_call(name):
@@ -89,4 +93,4 @@ def rank0_read(func, # Called in rank 0 alone
 def _forget(store, key, n):
     "The last of `n` workers to have read it takes it out of the store"
     if store.add(f'{key}/read', 1) < n: return
-    for i in range(int(store.get(key))): store.delete_key(f'{key}/{i}')
+    for i in range(json.loads(store.get(key))[1]): store.delete_key(f'{key}/{i}')

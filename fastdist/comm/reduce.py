@@ -92,9 +92,9 @@ def all_reduce(tensor, # Any dense tensor, of the same shape and dtype in all wo
         _check_op(op)
         _check_tensor(tensor, 'tensor', op)
         t = _plain(tensor)
-        return (t.dtype, tuple(t.shape), _has_nan(t, op)),t
+        return (str(t.dtype), t.shape, bool(_has_nan(t, op))),t
     c = Call(f'all_reduce({op=})', group, prepare)
-    t,kinds = c.payload,[f'{dtype} of shape {shape}' for dtype,shape,_ in c.infos]
+    t,kinds = c.payload,[f'{dtype} of shape {tuple(shape)}' for dtype,shape,_ in c.infos]
     if len(set(kinds)) > 1: raise ValueError(
         f"all_reduce: tensors differ: {who_has(c.ranks, kinds)}; make them alike, or take all_gather_tensors")
     if c.n==1: return tensor
@@ -110,9 +110,9 @@ def all_gather_tensors(t, # Any dense tensor; those of other workers may be of a
     "List of every worker's tensor, in the order of the group, on the device of this worker's"
     def prepare(c):
         _check_dense(t, 't')
-        return (t.dtype, tuple(t.shape)),_plain(t)
+        return (str(t.dtype).removeprefix('torch.'), t.shape),_plain(t)
     c = Call('all_gather_tensors', group, prepare)
-    return [p.to(t.device).view(dtype).view(shape) for p,(dtype,shape) in zip(c.parts(), c.infos)]
+    return [p.to(t.device).view(getattr(torch, dtype)).view(shape) for p,(dtype,shape) in zip(c.parts(), c.infos)]
 
 # %% ../../nbs/comm/03_reduce.ipynb #da292ee7
 def _from_array(o, path, op):

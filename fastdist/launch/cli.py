@@ -39,7 +39,7 @@ options, before the script:
   --rdzv-endpoint HOST:PORT  the rendezvous of the nodes: a name or address of the first, and a free port of it
   --node-rank R              number of this node, 0 where the rendezvous is; can be left out for two
   --max-restarts N           start all workers again, up to N times, when one fails
-  --log-dir DIR              folder of the logs; by default a new one, which is named
+  --log-dir DIR              folder of the logs; by default a new one, which stays if a worker fails
   --tee 3                    show what all workers print
   --cpu                      use no GPU
   --dry-run                  print the command that would be run, and run nothing
@@ -200,6 +200,29 @@ def _accelerate_args(command):
     return a
 
 # %% ../../nbs/launch/04_cli.ipynb #5e27a171
+def _port(a):
+    "The port of the store that was asked for, or 0, for any that is free"
+    from fastdist.world.loopback import loopback_socket
+    try: loopback_socket(a.main_process_port or 0).close()
+    except OSError as e:
+        print(f"fastdist: port {a.main_process_port} cannot be used ({e.strerror}), and a free one is taken", file=sys.stderr, flush=True)
+        return 0
+    return a.main_process_port or 0
+
+@contextmanager
+def _closed(a):
+    """Where this machine has all workers: they get a secret, and nothing listens where another machine could reach it.
+    The launchers of several nodes know nothing of each other, and leave it to their workers to agree on a secret"""
+    if a.num_machines > 1: yield; return
+    from accelerate.utils import patch_environment
+    from fastdist.world.loopback import loopback_env
+    from fastdist.world.secret import secret_env
+    import fastdist.world.elastic
+    if a.rdzv_backend=='static':
+        a.rdzv_backend,a.rdzv_endpoint = 'fastdist',f'127.0.0.1:{_port(a)}'
+        a.main_process_port = 0 # Accelerate's own look at it: it would take another rendezvous where it is in use
+    with patch_environment(**secret_env(), **loopback_env()): yield
+
 @contextmanager
 def _watched(a, startup):
     "What goes on beside the workers while Accelerate's launcher waits for them"
@@ -207,7 +230,7 @@ def _watched(a, startup):
     alone = a.num_processes==1 and not _is_other(a)
     copy = copied(a.log_dir) if alone and a.log_dir else nullcontext()
     try:
-        with torch_quiet(), _late_notice(a, startup), (_one_process() if alone else nullcontext()), copy: yield
+        with _closed(a), torch_quiet(), _late_notice(a, startup), (_one_process() if alone else nullcontext()), copy: yield
     finally: close_copies()
 
 # %% ../../nbs/launch/04_cli.ipynb #c40455bd
@@ -260,10 +283,22 @@ def read_config(a):
 # %% ../../nbs/launch/04_cli.ipynb #4d5e5321
 def _log_to(o, a):
     "The folder of the logs, which is added to the command where it needs one and has none"
-    import tempfile
+    from fastdist.world.private import new_folder
     if 'PET_REDIRECTS' not in o.env or a.log_dir: return a.log_dir
-    o.command[2:2] = '--log_dir',(folder := tempfile.mkdtemp(prefix='fastdist_'))
+    o.command[2:2] = '--log_dir',(folder := str(new_folder()))
     return folder
+
+def _run_in(folder, o, startup):
+    "Run the plan `o`, with logs in `folder`, which stays where it was given, and else only if the workers do not end well; the exit status"
+    from accelerate.utils import patch_environment
+    from fastdist.world.private import clear_left, keep
+    status = 1
+    try:
+        with patch_environment(**o.env): status = _run(o.command, startup)
+    finally:
+        if folder and status: keep(folder)
+        clear_left() # of workers that were killed
+    return status
 
 # %% ../../nbs/launch/04_cli.ipynb #c36a6015
 def main(args # Arguments after `fastdist launch`
@@ -272,7 +307,6 @@ def main(args # Arguments after `fastdist launch`
     if args in ([], ['-h'], ['--help']): print(_usage); return 0
     _import_torch()
     a = _parse(args)[1]
-    from accelerate.utils import patch_environment
     config = read_config(a)
     try: startup = startup_seconds()
     except ValueError as e: sys.exit(f"fastdist launch: {e}")
@@ -283,6 +317,8 @@ def main(args # Arguments after `fastdist launch`
     logs = f'; logs in {folder}' if folder else ''
     if ':0' in o.env.get('PET_REDIRECTS', ':0'): print(f'fastdist: {o.summary}{logs}', file=sys.stderr, flush=True)
     if srun:
+        from fastdist.world.secret import secret_env
+        os.environ.update(secret_env()) # srun gives it to all launchers
         sys.stdout.flush()
         os.execvp('srun', o.command)
-    with patch_environment(**o.env): return _run(o.command, startup)
+    return _run_in(folder, o, startup)

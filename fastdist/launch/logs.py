@@ -6,19 +6,22 @@
 __all__ = ['last_log', 'Copy', 'close_copies', 'RankLogs', 'copied', 'last_words']
 
 # %% ../../nbs/launch/02_logs.ipynb #7c18ecf8
-import atexit,os,re,select,shutil,sys,tempfile,threading,time
+import atexit,os,re,select,sys,threading,time
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 
 from fastcore.basics import patch
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from ..world.private import keep, new_folder
 
 # %% ../../nbs/launch/02_logs.ipynb #fa2031c8
 def _new_logs(folder, rank):
-    "Paths for what a worker prints, as (stdout, stderr), which do not exist yet"
+    "New files for what a worker prints, as (stdout, stderr), which nobody but this user can read"
     names = ([Path(folder)/f"rank{rank}{f'.{n}' if n else ''}.{o}.log" for o in ('stdout','stderr')] for n in count())
-    return next(o for o in names if not any(f.exists() for f in o))
+    files = next(o for o in names if not any(f.exists() for f in o))
+    for f in files: f.touch(0o600)
+    return files
 
 def last_log(folder, # Of the logs
              rank, # Of the worker
@@ -81,12 +84,12 @@ def close_copies():
 class RankLogs(DefaultLogsSpecs):
     "Two files for each worker, by rank; what is not redirected comes to the screen as well"
     def __init__(self, log_dir=None, *args, **kwargs):
-        self.folder = Path(log_dir or tempfile.mkdtemp(prefix='fastdist_'))
-        self.folder.mkdir(parents=True, exist_ok=True)
-        own = tempfile.mkdtemp(prefix='fastdist_errors_') # where torch has workers write their errors
-        atexit.register(shutil.rmtree, own, ignore_errors=True)
+        self.folder = Path(log_dir or new_folder())
+        self.folder.mkdir(0o700, parents=True, exist_ok=True)
+        if not log_dir: keep(self.folder) # torchrun does not say whether the run ends well
+        own = new_folder() # where torch has workers write their errors
         atexit.register(close_copies)
-        super().__init__(own, *args, **kwargs)
+        super().__init__(str(own), *args, **kwargs)
 
     def reify(self, envs):
         "Where the output of each local worker goes, as torch's `LogsDest`"
@@ -108,7 +111,7 @@ class RankLogs(DefaultLogsSpecs):
 def copied(folder # Of the logs
           ):
     "What this process and those that it starts print, in the block, goes to the files of rank 0 as well"
-    Path(folder).mkdir(parents=True, exist_ok=True)
+    Path(folder).mkdir(0o700, parents=True, exist_ok=True)
     streams = sys.stdout,sys.stderr
     for o in streams: o.flush()
     screens = [os.dup(i) for i in (1,2)]

@@ -242,6 +242,8 @@ exit "$status"
 """
 
 # %% ../../nbs/launch/05_slurm.ipynb #8b29373d
+_random = "od -An -v -N32 -tx1 /dev/urandom | tr -d ' \\n'"
+
 def _setup_line(command): # a line that ends the job if the command fails
     return f'{{ {command}; }} || {{ echo "fastdist: the command before the training has failed: "{shlex.quote(command)} >&2; exit 1; }}'
 
@@ -250,7 +252,8 @@ def _batch_file(a):
     setup = [*([f'source {shlex.quote(os.path.abspath(a.venv))}/bin/activate'] if a.venv else []), *a.env_setup]
     lines = ['#!/bin/bash', f"# Written by: {shlex.join(a.command)}".replace('\n', '\n# '), *_header(a), '',
              'echo "fastdist: job $SLURM_JOB_ID on $SLURM_JOB_NODELIST, run $((${SLURM_RESTART_COUNT:-0}+1))"', *map(_setup_line, setup),
-             f'export OMP_NUM_THREADS="${{OMP_NUM_THREADS:-{n_threads(a.cpus, a.workers)}}}"  # for each worker', '']
+             f'export OMP_NUM_THREADS="${{OMP_NUM_THREADS:-{n_threads(a.cpus, a.workers)}}}"  # for each worker',
+             f'export FASTDIST_SECRET="${{FASTDIST_SECRET:-$({_random})}}"  # by which the workers of this job know each other', '']
     run = _launchers(a)
     body = _wait.replace('WARN', str(a.warn)).replace('TIMES', str(a.requeue)).replace('LAUNCH', run) if a.warn else run+'\n'
     return '\n'.join(lines)+'\n'+body
@@ -287,6 +290,7 @@ def _write(text, file):
     if os.path.exists(file) and Path(file).read_bytes()!=text.encode(): sys.exit(
         f"fastdist slurm: {file} is there already, and is left as it is: remove it, "
         "or give another name with -o (-o - shows the file on the screen)")
+    Path(file).touch(0o600)
     Path(file).write_bytes(text.encode())
 
 # %% ../../nbs/launch/05_slurm.ipynb #454b3edb
@@ -298,7 +302,7 @@ def main(args # Arguments after `fastdist slurm`
     if a.output=='-' and not a.submit: print(text, end=''); return 0
     try:
         if a.output not in (None,'-'): _write(text, a.output)
-        os.makedirs(a.logs, exist_ok=True)
+        os.makedirs(a.logs, 0o700, exist_ok=True)
     except OSError as e: sys.exit(f"fastdist slurm: {e.filename!r}, of {'--logs' if e.filename==a.logs else '-o'}: {e.strerror or e}")
     if a.submit: return _submit(text, a)
     print(f"fastdist: wrote {a.output}; submit it with: sbatch {shlex.quote(a.output)}\n"

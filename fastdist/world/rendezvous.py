@@ -17,6 +17,7 @@ from urllib.parse import parse_qs,urlparse
 import psutil, torch, torch.distributed as dist
 from ..env import is_host
 from .ranks import check_rank, env_int, from_env, use_cpu
+from .loopback import is_loopback, loopback_socket, loopback_store
 from .store import wait_until
 
 # %% ../../nbs/world/03_rendezvous.ipynb #f23461d6
@@ -201,13 +202,15 @@ def _addresses():
     return sorted(found, key=lambda o: o.startswith('127.'))
 
 # %% ../../nbs/world/03_rendezvous.ipynb #9daec2f9
-def _serve_by_file(path, limit):
-    "Rank 0: start a store, and write its address into the file"
-    store = dist.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=limit))
+def _serve_by_file(path, limit, local=False):
+    "Rank 0: start a store, and write its address into the file; `local`: are all workers on this machine?"
+    if local: store = loopback_store(limit=limit)
+    else: store = dist.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=limit))
     nonce = secrets.token_hex(8)
     store.set('nonce', nonce)
     new = path.with_name(f'{path.name}.{nonce}')
-    new.write_text(json.dumps(dict(addresses=_addresses(), port=store.port, nonce=nonce)))
+    new.touch(0o600)
+    new.write_text(json.dumps(dict(addresses=['127.0.0.1'] if local else _addresses(), port=store.port, nonce=nonce)))
     os.replace(new, path)
     return store
 
@@ -223,9 +226,9 @@ def _find_by_file(path, limit):
         except (OSError,dist.DistError): pass
 
 # %% ../../nbs/world/03_rendezvous.ipynb #5077d5f3
-def _store_by_file(path, rank, limit):
+def _store_by_file(path, rank, limit, local=False):
     "torch's store, by a file that all nodes share"
-    if rank==0: return _serve_by_file(path, limit)
+    if rank==0: return _serve_by_file(path, limit, local)
     store = wait_until(partial(_find_by_file, path, limit), limit, lambda: _notice(f"rank {rank} waits for rank 0 to write {path}"))
     if store is None: raise TimeoutError(
         f"rank {rank} waited {limit} s for rank 0 to write {path}: is it running, and is the folder one that all nodes share?")
@@ -253,16 +256,19 @@ def _listens(host, port):
     except OSError: return False
     return True
 
-def _store_by_tcp(host, port, rank, limit, agent):
-    "torch's store at `host` and `port`; rank 0 starts it, unless the launcher's `agent` has"
-    serves = rank==0 and not agent
+def _store_by_tcp(host, port, rank, limit, agent, local=False):
+    "torch's store at `host` and `port`; rank 0 starts it, unless the launcher's `agent` has. `local`: are all workers on this machine?"
+    serves,own = rank==0 and not agent,local and not agent
+    if own: host = '::1' if host=='::1' else '127.0.0.1'
     notice = lambda: _notice(f"rank {rank} looks for rank 0 at {host}:{port}, where nobody listens yet")
     # torch looks too, but where nobody listens it prints pages
     if not serves and not wait_until(partial(_listens, host, port), limit, notice): raise ConnectionError(
         f"rank {rank} found nobody at {host}:{port} within {limit} s: is rank 0 running there, and may others reach that port?")
-    limit = timedelta(seconds=max(limit, 1))
-    try: return dist.TCPStore(host, port, is_master=serves, wait_for_workers=False, multi_tenant=True, timeout=limit)
-    except (dist.DistError,RuntimeError,ValueError) as e: raise PortError(
+    limit = max(limit, 1)
+    try:
+        if serves and own: return loopback_store(loopback_socket(port, host), limit, host)
+        return dist.TCPStore(host, port, is_master=serves, wait_for_workers=False, multi_tenant=True, timeout=timedelta(seconds=limit))
+    except (dist.DistError,RuntimeError,ValueError,OSError) as e: raise PortError(
         f"rank {rank} could not open port {port} ({host}): {str(e).splitlines()[0]}. "
         "If another program uses it, set MASTER_PORT to a free one, or give another port", port) from e
 
@@ -294,14 +300,16 @@ def rendezvous(s, # `Start` that says how
     env = os.environ
     u = urlparse(_env_url() if s.init_method=='env://' else s.init_method)
     agent = s.init_method=='env://' and env.get('TORCHELASTIC_USE_AGENT_STORE')=='True'
-    raw = _store_by_file(Path(u.path), s.rank, limit) if u.scheme=='file' else _store_by_tcp(u.hostname, u.port, s.rank, limit, agent)
+    local = s.local_world_size==s.world_size or is_loopback(u.hostname or '')
+    if u.scheme=='file': raw = _store_by_file(Path(u.path), s.rank, limit, local)
+    else: raw = _store_by_tcp(u.hostname, u.port, s.rank, limit, agent, local)
     # a launcher's store has what workers wrote before a restart; two steps of Slurm's may have come to the same port
     step = '.'.join(env.get(o, '') for o in ('SLURM_JOB_ID','SLURM_STEP_ID')) if s.launcher=='slurm' else ''
     store = dist.PrefixStore(f"fastdist/{step}/{env.get('TORCHELASTIC_RESTART_COUNT', 0)}/{s.world_size}", raw)
     _wait_for_all(store, s, limit)
     if u.scheme=='file' and s.rank==0:
         Path(u.path).unlink(missing_ok=True)
-        store.set('address', f'{_addresses()[0]}:{raw.port}')
+        store.set('address', f"{'127.0.0.1' if local else _addresses()[0]}:{raw.port}")
     return store, s.rank==0 and not agent
 
 # %% ../../nbs/world/03_rendezvous.ipynb #4677f1fa

@@ -6,11 +6,12 @@
 __all__ = ['seconds', 'wait_until', 'KeyValueStore']
 
 # %% ../../nbs/world/02_store.ipynb #684a860a
-import pickle,time
+import io,pickle,time
 from datetime import timedelta
 
 from fastcore.basics import patch
 from .ranks import get_rank
+from .secret import Unpickler, agreed_secret, is_signed, sign
 
 # %% ../../nbs/world/02_store.ipynb #66ea7b14
 def seconds(t, # A number of seconds, a `timedelta`, or `None`, which stays `None`
@@ -43,18 +44,21 @@ def wait_until(done, # Function without arguments; waiting ends when it returns 
 
 # %% ../../nbs/world/02_store.ipynb #14835897
 class KeyValueStore:
-    "What all workers can read and write at any time. Values are anything that can be pickled; who has set a key is known"
+    """What all workers can read and write at any time. Values are anything that can be pickled; who has set a key is known.
+    What somebody else has written, without the secret of the job, is a `SignatureError`"""
     def __init__(self, store, # One of torch's stores: `TCPStore`, `FileStore`, `HashStore`, `PrefixStore`
                  rank=0, # Of this process
+                 secret=None, # Function that returns the job's, as bytes; by default those that share `store` agree on one
                 ):
-        self.store,self.rank = store,rank
+        self.store,self.rank,self.known = store,rank,{}
+        self.secret = secret or (lambda: agreed_secret(self.store, known=self.known))
 
     def set(self, key, # Name, a string
             value=None, # Anything that can be pickled; a few MiB at most
            ):
         "Set `key` for all workers; the last one to set it counts"
         v = pickle.dumps(value)
-        for k in (f'by/{self.rank}/{key}', f'value/{key}'): self.store.set(k, v)
+        for k in (f'by/{self.rank}/{key}', f'value/{key}'): self.store.set(k, sign(v, self.secret(), k)+v)
 
 # %% ../../nbs/world/02_store.ipynb #2d693840
 @patch
@@ -65,6 +69,11 @@ def add(self:KeyValueStore, key, # Name of a number, which begins at 0
     return self.store.add(f'number/{key}', n)
 
 # %% ../../nbs/world/02_store.ipynb #f9319f01
+@patch
+def _open(self:KeyValueStore, k):
+    v = self.store.get(k)
+    return Unpickler(io.BytesIO(v[32:]), is_signed(v, self.secret(), k, self.rank), k, self.rank).load()
+
 @patch
 def _found(self:KeyValueStore, key, rank):
     keys = [f'value/{key}',f'number/{key}'] if rank is None else [f'by/{rank}/{key}']
@@ -77,7 +86,7 @@ def get(self:KeyValueStore, key, # Name
        ):
     "The value of `key`, or the number that was added up there, at once"
     k = self._found(key, rank)
-    if k is not None: return (int if k.startswith('number') else pickle.loads)(self.store.get(k))
+    if k is not None: return int(self.store.get(k)) if k.startswith('number') else self._open(k)
     who = 'no rank' if rank is None else f'rank {rank}'
     if default is ...: raise KeyError(f"rank {self.rank}: {who} has set {key!r}: `wait` for it, or give a default")
     return default

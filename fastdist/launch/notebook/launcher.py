@@ -6,7 +6,7 @@
 __all__ = ['launch_in_notebook']
 
 # %% ../../../nbs/launch/notebook/03_launcher.ipynb #ba45cc7d
-import linecache,os,re,shutil,signal,socket,sys,tempfile,time
+import linecache,os,re,shutil,signal,socket,sys,time
 from contextlib import ExitStack,contextmanager,suppress
 from multiprocessing.connection import Connection,wait
 from types import ModuleType
@@ -20,6 +20,9 @@ from ..machine import n_cores, n_gpus, thread_env, why_cpu
 from .serialize import namespace, pack, unpack, why_not
 from ..processes import handlers_kept, send_signal, torch_quiet
 from ...world.errors import RemoteError
+from ...world.loopback import loopback_env, loopback_store
+from ...world.private import clear_left, keep, new_folder
+from ...world.secret import secret_env
 from ...world.ranks import from_env
 
 # %% ../../../nbs/launch/notebook/03_launcher.ipynb #673a7e7c
@@ -36,7 +39,7 @@ def _worker_envs(n, cpu, port):
     "What is added to the environment of each worker, by rank; `port` is that of the store of the rendezvous"
     both = dict(WORLD_SIZE=n, LOCAL_WORLD_SIZE=n, GROUP_RANK=0, MASTER_ADDR='127.0.0.1', MASTER_PORT=port,
                 FASTDIST_LAUNCHER='launch_in_notebook', TORCHELASTIC_USE_AGENT_STORE='True',
-                TORCHELASTIC_RESTART_COUNT=0, PYTHONUNBUFFERED=1, **thread_env(n_cores(), n))
+                TORCHELASTIC_RESTART_COUNT=0, PYTHONUNBUFFERED=1, **thread_env(n_cores(), n), **secret_env(), **loopback_env())
     if cpu: both['ACCELERATE_USE_CPU'] = 'true'
     return {r:{k:str(v) for k,v in dict(both, RANK=r, LOCAL_RANK=r).items()} for r in range(n)}
 
@@ -86,7 +89,7 @@ class _Workers:
         self.n,self.envs,self.log_dir,self.setup,self.call = n,envs,log_dir,setup,call
         self.lines,self.tails,self.failures = {},{},[] # connection -> rank; open logs of rank 0; (rank, `Failure`) of what has failed
         self.value,self.since,self.ctx,self.result,self.quiet = None,None,None,None,0.
-        self.folder = tempfile.mkdtemp(prefix='fastdist') # the path of a socket has to be short
+        self.folder = new_folder() # the path of a socket has to be short
         self.listener = socket.socket(socket.AF_UNIX)
 
     def start(self):
@@ -248,13 +251,14 @@ def _pack_call(func, args, kwargs, name):
 @contextmanager
 def _log_folder(log_dir):
     "A folder for logs; a new one, where none was given, is deleted unless there is a `RemoteError`"
-    folder = os.path.abspath(log_dir or tempfile.mkdtemp(prefix='fastdist_logs'))
-    os.makedirs(folder, exist_ok=True)
+    folder = os.path.abspath(log_dir or new_folder())
+    os.makedirs(folder, 0o700, exist_ok=True)
     with ExitStack() as undo:
         if log_dir is None: undo.callback(shutil.rmtree, folder, ignore_errors=True)
         try: yield folder
         except RemoteError:
             undo.pop_all()
+            keep(folder)
             raise
 
 # %% ../../../nbs/launch/notebook/03_launcher.ipynb #8ac070ee
@@ -270,7 +274,8 @@ def launch_in_notebook(func, # Called in every worker; cells may define it, and 
     cpu = why_cpu(gpus) is not None
     n = _n_workers(n, 0 if cpu else gpus)
     call,sent = _pack_call(func, args, kwargs, name)
-    store = dist.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False) if n > 1 else None
+    clear_left()
+    store = loopback_store() if n > 1 else None
     envs = _worker_envs(n, cpu, 0 if store is None else store.port)
     if _shell() is None: envs[0]['COLUMNS'] = str(shutil.get_terminal_size().columns) # a progress bar of text is as wide
     try:
