@@ -12,7 +12,8 @@ import torch.distributed as dist
 from ..world.ranks import get_local_rank, get_node_rank, get_rank, get_world_size, is_master
 from ..world.store import wait_until
 from ..world.errors import Failure, RemoteError
-from ..world.process_group import job_secret, shared_store
+from ..notices import notice
+from ..world.process_group import ended, job_secret, shared_store
 from ..world.secret import Unpickler, is_signed, sign
 
 # %% ../../nbs/comm/05_rank0.ipynb #1d0def23
@@ -48,15 +49,19 @@ def _lead(func, args, kwargs, store, key, send):
         raise e
     return res
 
-def _follow(store, key):
-    "In the others: wait for as long as it takes, and raise what the first has raised"
+def _follow(store, key, first=0, name='its call'):
+    "In the others: wait for as long as it takes, and raise what the first has raised, or that its process has ended. `first`: see `ended`"
+    def say(): notice(f"rank {get_rank()} waits for rank 0{'' if first==0 else f' of {first}'}, which is in {name}")
     try:
-        wait_until(lambda: store.check([key]))
+        f = wait_until(lambda: store.check([key]) or ended(first), notice=say)
+        if not store.check([key]): raise f.as_error() # it may have written that just before its end
         return _value(store, key)
     except dist.DistError as e: raise RemoteError(
         f"rank {get_rank()} waited for the worker that is first, and it, or the launcher, has ended") from e
 
 # %% ../../nbs/comm/05_rank0.ipynb #e4e6b5b7
+def _name(func): return getattr(func, '__name__', repr(func))
+
 def _next_call(name):
     "The store, and the key of this call, which is the same in all workers"
     store = shared_store('rank0')
@@ -72,9 +77,10 @@ def rank0_first(func, # Called in rank 0 first, and when it is done in all other
     if not isinstance(per_node, bool): raise ValueError(f"rank {get_rank()}: per_node={per_node!r} is not accepted: it is True or False")
     if get_world_size()==1: return func(*args, **kwargs)
     store,key = _next_call('first')
-    if per_node: key = f'{key}/{get_node_rank()}'
+    first = f'node {get_node_rank()}' if per_node else 0
+    if per_node: key = f'{key}/{first}'
     if get_local_rank()==0 if per_node else is_master(): return _lead(func, args, kwargs, store, key, send=False)
-    _follow(store, key)
+    _follow(store, key, first, f'rank0_first({_name(func)})')
     return func(*args, **kwargs)
 
 # %% ../../nbs/comm/05_rank0.ipynb #9e334926
@@ -86,7 +92,7 @@ def rank0_read(func, # Called in rank 0 alone
     If it raises there, all others raise a `RemoteError`"""
     if get_world_size()==1: return func(*args, **kwargs)
     store,key = _next_call('read')
-    res = _lead(func, args, kwargs, store, key, send=True) if is_master() else _follow(store, key)
+    res = _lead(func, args, kwargs, store, key, send=True) if is_master() else _follow(store, key, name=f'rank0_read({_name(func)})')
     _forget(store, key, get_world_size())
     return res
 

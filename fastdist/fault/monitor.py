@@ -13,6 +13,7 @@ import psutil, torch.distributed as dist
 from fastcore.basics import patch
 from .interrupt import Interrupts, is_default, is_ending
 from .watchdog import Beat, Watch, failure_at, frame_text, own_beat, stack_of, user_frames
+from ..notices import notice
 from ..world.errors import Failure, RemoteError, _base, _connections, end_connections, write_record
 from ..world.process_group import shared_store
 from ..world.state import current_world
@@ -220,8 +221,7 @@ def _notice(self:Monitor, now, limit):
     "Print once that ranks wait, long before the watchdog ends the job"
     found = self.watch.stalled(now, limit/10) if limit >= 100 else None
     if found and not self.noticed:
-        print(f"fastdist: {self.watch.report(found)}", file=sys.stderr)
-        print(f"fastdist: that may be all right; after {limit:.0f} s the watchdog ends the job", file=sys.stderr, flush=True)
+        notice(f"{self.watch.report(found)}\nfastdist: that may be all right; after {limit:.0f} s the watchdog ends the job")
     self.noticed = found is not None
 
 @patch

@@ -17,6 +17,7 @@ import psutil
 from ..env import check_gpus
 from .machine import n_cores, n_gpus, plural, startup_seconds, thread_env, why_cpu
 from .nodes import own_options, rendezvous, slurm_srun
+from .watch import end_noticed, guarded, notices_shown
 from .processes import end_processes, handlers_kept, send_signal, torch_quiet
 
 # %% ../../nbs/launch/04_cli.ipynb #6a85a6eb
@@ -229,8 +230,10 @@ def _watched(a, startup):
     from fastdist.launch.logs import close_copies, copied
     alone = a.num_processes==1 and not _is_other(a)
     copy = copied(a.log_dir) if alone and a.log_dir else nullcontext()
+    def hidden(rank): return (rank!='0' or bool(a.machine_rank)) and a.tee not in ('2','3')
     try:
-        with _closed(a), torch_quiet(), _late_notice(a, startup), (_one_process() if alone else nullcontext()), copy: yield
+        with _closed(a), torch_quiet(), _late_notice(a, startup), (_one_process() if alone else nullcontext()), copy, \
+             notices_shown(hidden), end_noticed(a.num_processes//a.num_machines, a.log_dir): yield
     finally: close_copies()
 
 # %% ../../nbs/launch/04_cli.ipynb #c40455bd
@@ -294,7 +297,7 @@ def _run_in(folder, o, startup):
     from fastdist.world.private import clear_left, keep
     status = 1
     try:
-        with patch_environment(**o.env): status = _run(o.command, startup)
+        with guarded(), patch_environment(**o.env): status = _run(o.command, startup)
     finally:
         if folder and status: keep(folder)
         clear_left() # of workers that were killed
