@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT/'tests'/'support'))
 os.environ.setdefault('OMP_NUM_THREADS', '1')
 import warm
-from harness import WorkerError, launched
+from harness import WorkerError, launched, processes, wait_for
 
 PRELUDE = '''
     import os, signal, sys, time
@@ -68,6 +68,7 @@ WAYS = {'fastdist launch': lambda n: [sys.executable, '-m', 'fastdist', 'launch'
         'accelerate launch': lambda n: [sys.executable, '-m', 'accelerate.commands.launch', '--multi_gpu', '--num_processes', n, *ARGS],
         'launch_in_notebook': lambda n: [sys.executable]}
 ALL = list(WAYS)
+LAUNCHERS = tuple(ALL[:3])
 
 
 @dataclass
@@ -122,6 +123,22 @@ def apart(one, others, strategy=None):
             fault()
             if get_rank()==1: {one} # here
             else: {others}"""
+
+
+def kill_launcher(proc, mark, folder):
+    "The launcher is killed, and so can end nobody; notes when its workers, and their loader processes, are gone"
+    wait_for(lambda: (folder/'at').exists(), 'the fault')
+    proc.kill()
+    wait_for(lambda: not set(processes(mark))-{proc.pid}, 'the end of all workers')
+    (folder/'ended').write_text(str(time.time()))
+
+
+def alone(code):
+    "`code` is run by rank 0 before the others have met it"
+    return f"""
+        if from_env().rank==0:
+            fault()
+            {code}"""
 
 
 WAITS = 'has kept the others waiting'
@@ -185,6 +202,28 @@ FAULTS = [
     Fault('holds the interpreter lock', loop('import ctypes; ctypes.PyDLL(None).sleep(1000) # here'), WAITS),
     Fault('a loader process sleeps', in_loader('time.sleep(1000) # here'), WAITS),
     Fault('a loader process is stopped', in_loader('os.kill(os.getpid(), signal.SIGSTOP) # here'), WAITS),
+    # waiting for one that does not come
+    Fault('rank 0 leaves before the context', alone('return') + """
+        setup_distrib()""", 'does not come any more: its script has ended', rank=0, launchers=LAUNCHERS),
+    Fault('rank 0 leaves between two rank0_first', """
+        rank0_first(int)""" + alone('return') + """
+        rank0_first(int)""", 'does not take part any more: its script has ended', rank=0, launchers=LAUNCHERS),
+    Fault('a name that nobody knows', """
+        fault()
+        os.environ['MASTER_ADDR'] = 'no-such-host.invalid'
+        setup_distrib()""", "no machine is known as 'no-such-host.invalid'", rank=None, launchers=LAUNCHERS),
+    Fault('a stale RANK', """
+        fault()
+        del os.environ['WORLD_SIZE']
+        os.environ['RANK'] = '1'
+        setup_distrib()""", 'RANK=1 is set but WORLD_SIZE is not', rank=None, launchers=LAUNCHERS),
+    Fault('the launcher is killed', in_fit('pass').replace('learner(', 'learner(num_workers=1, '), '', rank=None, launchers=LAUNCHERS, during=kill_launcher),
+    Fault('the launcher is killed, a worker holds the lock', loop('import ctypes; ctypes.PyDLL(None).sleep(1000)'), '', rank=None, launchers=LAUNCHERS[:1],
+          during=kill_launcher),
+    Fault('the launcher is killed before the group', """
+        fault()
+        time.sleep(1000)""", '', rank=None, launchers=LAUNCHERS[:1], during=kill_launcher),
+    Fault('1 GB in the exception', loop("raise ValueError('no disk', bytearray(2**30)) # here"), 'ValueError: .*no disk'),
     # different calls
     Fault('get_preds and validate', apart('learn.get_preds()', 'learn.validate()'), r'get_preds.*validate|validate.*get_preds', rank=None),
     Fault('evaluation of another loader', apart('learn.get_preds(ds_idx=0)', 'learn.get_preds(ds_idx=1)'), 'get_preds', rank=None),
@@ -226,8 +265,10 @@ def run(f, way, n, show=False):
         at = folder/'at'
         files = [o.name for o in tmp.iterdir() if o.name.startswith(('fastdist', 'pymp-'))]
         screen = f'{res.stdout}\n{res.stderr}'
+        if f.during is kill_launcher: files = []  # its own stay until the next one comes
         if show: print(f'--- {f.name}, {way}, {n}: status {res.returncode}, left {res.left} {files}\n{screen}\n---')
-        seconds = f'{begin + res.seconds - float(at.read_text()):.1f}' if at.exists() else '?'
+        if (folder/'ended').exists(): seconds = f"{float((folder/'ended').read_text())-float(at.read_text()):.1f}"
+        else: seconds = f'{begin + res.seconds - float(at.read_text()):.1f}' if at.exists() else '?'
         found = {'status': res.returncode == f.status if f.status is not None else res.returncode not in (0, None),
                  'rank': f.rank is None or names_rank(way, f.rank, n, screen), 'cause': re.search(f.cause, screen) is not None,
                  'line': line is None or re.search(rf'train\.py(:|", line ){line}\b', screen) is not None, 'nothing left': not res.left and not files}

@@ -11,7 +11,7 @@ import io,json,pickle
 import torch.distributed as dist
 from ..world.ranks import get_local_rank, get_node_rank, get_rank, get_world_size, is_master
 from ..world.store import wait_until
-from ..world.errors import Failure, RemoteError
+from ..world.errors import Failure, RemoteError, write_record
 from ..notices import notice
 from ..world.process_group import ended, job_secret, shared_store
 from ..world.secret import Unpickler, is_signed, sign
@@ -54,7 +54,10 @@ def _follow(store, key, first=0, name='its call'):
     def say(): notice(f"rank {get_rank()} waits for rank 0{'' if first==0 else f' of {first}'}, which is in {name}")
     try:
         f = wait_until(lambda: store.check([key]) or ended(first), notice=say)
-        if not store.check([key]): raise f.as_error() # it may have written that just before its end
+        if not store.check([key]): # otherwise it has written that just before its end
+            e = f.as_error()
+            write_record(e)
+            raise e
         return _value(store, key)
     except dist.DistError as e: raise RemoteError(
         f"rank {get_rank()} waited for the worker that is first, and it, or the launcher, has ended") from e

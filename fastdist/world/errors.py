@@ -69,6 +69,40 @@ class RemoteError(RuntimeError):
     def __str__(self): return self.msg # fastai puts the name of the callback that it was in into `args`
     def __reduce__(self): return type(self), (self.msg,self.rank,self.host,self.traceback,self.failure)
 
+# %% ../../nbs/world/04_errors.ipynb #754cffc0
+def _size(o, most):
+    "Characters and bytes in `o`, about; it ends as soon as there are more than `most`"
+    if isinstance(o, (str,bytes,bytearray,memoryview)): return len(o)
+    if isinstance(o, int): return o.bit_length()//3
+    if not isinstance(o, (list,tuple,dict,set,frozenset)): return 1 # tensors and arrays are short in words
+    n = 1
+    for v in o if not isinstance(o, dict) else (v for kv in o.items() for v in kv):
+        n += 1+_size(v, most-n)
+        if n > most: break
+    return n
+
+def _is_small(o, most):
+    try: return _size(o, most) <= most
+    except RecursionError: return False # it contains itself
+
+def _brief(o):
+    "In words what may be large"
+    if _is_small(o, 2**16): return repr(o)
+    if isinstance(o, (str,bytes,bytearray)): return f"{o[:1000]!r}... ({len(o)} in all)"
+    return f"<{type(o).__name__} of {len(o)}>" if hasattr(o, '__len__') else f"<{type(o).__name__}>"
+
+def _light(e, most=2**22, depth=4):
+    "`e`, or if it has so much in it that it takes seconds to print, one of the same name and traceback that does not"
+    if e is None or depth==0 or type(e).__str__ is not BaseException.__str__: return e
+    one = len(e.args)==1 and isinstance(e.args[0], str)
+    if one: most *= 8 # it is printed as it is
+    if _is_small(e.args, most): return e
+    cls = type(type(e).__name__, (Exception,), dict(__qualname__=type(e).__qualname__, __module__=type(e).__module__))
+    res = cls(e.args[0][:most] if one else f"({', '.join(map(_brief, e.args[:100]))})").with_traceback(e.__traceback__)
+    res.__cause__,res.__context__ = (_light(o, most, depth-1) for o in (e.__cause__,e.__context__))
+    res.__suppress_context__ = e.__suppress_context__
+    return res
+
 # %% ../../nbs/world/04_errors.ipynb #443d5c86
 def _user_frames(tb):
     "A traceback without the frames of fastdist that it begins with"
@@ -78,6 +112,7 @@ def _user_frames(tb):
 
 def _plain(o, most=2**16):
     "`o` through JSON, if it comes out the same and is no longer than `most` characters; or else `None`"
+    if not _is_small(o, most): return # it may be many gigabytes
     try: s = json.dumps(o)
     except (TypeError,ValueError): return
     return o if len(s) <= most and json.loads(s)==o else None
@@ -96,6 +131,7 @@ def of(cls:Failure, e # An exception
       ):
     "The `Failure` that `e` is in this rank; of a `RemoteError`, that of the other rank"
     if isinstance(e, RemoteError): return replace(e.failure, text=e.failure.text or str(e), by=get_rank())
+    e = _light(e)
     tb = _user_frames(e.__traceback__)
     text = ''.join(traceback.format_exception(type(e), e, tb))
     frames = traceback.extract_tb(tb)
@@ -138,6 +174,7 @@ def write_record(e, # The exception that ends this rank's work
     "Write the error record of this process, if a launcher has set `TORCHELASTIC_ERROR_FILE`"
     file,f = os.environ.get('TORCHELASTIC_ERROR_FILE'),f or Failure.of(e)
     if not file: return
+    e = _light(e)
     text = ''.join(traceback.format_exception(type(e), e, _user_frames(e.__traceback__)))
     torchs = dict(message=f'{type(e).__name__}: {e}', extraInfo=dict(py_callstack=text, timestamp=str(int(time.time()))))
     data = dict(message=torchs, fastdist=asdict(f))

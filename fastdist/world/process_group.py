@@ -24,11 +24,15 @@ from .private import clear_left, new_folder, own_sockets
 from .secret import agreed_secret, secret_env
 from .loopback import loopback_env
 from .store import KeyValueStore, seconds, wait_until
-from .rendezvous import end_alone, infer_init_method, read_end, rendezvous, reachable, write_end
-from .errors import Failure
+from .rendezvous import MissingRanks, end_alone, infer_init_method, read_end, rendezvous, reachable, write_end
+from .errors import Failure, write_record
 
 # %% ../../nbs/world/05_process_group.ipynb #f038ff97
 _start_timeout = 600 # seconds to wait for workers that have not come, unless a time is given
+
+def _failure(end):
+    "The `Failure` of a rank whose process has ended, of what `read_end` returns"
+    return Failure(end['rank'], end['host'], 'ended', text=f"does not take part any more: {end['how']}", pid=end['pid'])
 
 def _join(s, timeout=None):
     "torch's store of the job that `Start` `s` describes; the first call waits for all of its workers"
@@ -36,7 +40,10 @@ def _join(s, timeout=None):
     key = s.init_method,s.rank,s.world_size,*map(os.environ.get, env)
     world = current_world()
     if world.rendezvous is None or world.rendezvous.key!=key:
-        store,serves = rendezvous(s, _start_timeout if timeout is None else timeout)
+        try: store,serves = rendezvous(s, _start_timeout if timeout is None else timeout)
+        except MissingRanks as e:
+            if e.end: write_record(e, _failure(e.end))
+            raise
         world.rendezvous = SimpleNamespace(key=key, store=store, start=s, serves=serves)
     return world.rendezvous.store
 
@@ -57,7 +64,7 @@ def ended(who # A rank, or 'node 2' for the first rank of that node
     "The `Failure` that the end of another rank's process is for those that wait for it; `None` while it runs"
     o = current_world().rendezvous
     found = o and read_end(o.store, who)
-    if found: return Failure(found['rank'], found['host'], 'ended', text=f"does not take part any more: {found['how']}", pid=found['pid'])
+    if found: return _failure(found)
 
 # %% ../../nbs/world/05_process_group.ipynb #08809633
 def shared_store(name:str, # Of the part of the store; the same in all ranks

@@ -236,10 +236,10 @@ def _store_by_file(path, rank, limit, local=False):
 
 # %% ../../nbs/world/03_rendezvous.ipynb #d1e2f3a1
 class MissingRanks(TimeoutError):
-    "Some ranks have not come to the rendezvous: `ranks`"
-    def __init__(self, msg, ranks):
-        super().__init__(msg, ranks)
-        self.ranks = ranks
+    "Some ranks have not come to the rendezvous: `ranks`; `end` is that of one whose process has ended, as `read_end` has it"
+    def __init__(self, msg, ranks, end=None):
+        super().__init__(msg, ranks, end)
+        self.ranks,self.end = ranks,end
     def __str__(self): return self.args[0]
 
 class PortError(ConnectionError):
@@ -346,7 +346,7 @@ def _wait_for_all(store, s, limit):
         f"rank {s.rank} waited for {s.world_size} workers, and rank 0, or the launcher, which held their store, has ended: "
         "see what it printed") from e
     if end: raise MissingRanks(f"rank {s.rank} waits for {s.world_size} workers, and rank {end['rank']} (host {end['host']}, process {end['pid']}) "
-                               f"does not come any more: {end['how']}", [end['rank']])
+                               f"does not come any more: {end['how']}", [end['rank']], end)
     raise MissingRanks(
         f"rank {s.rank} waited {limit} s for {s.world_size} workers, and ranks {late} have not come: "
         f"have they failed, or were fewer workers started than world_size={s.world_size}?", late)

@@ -295,3 +295,12 @@ def test_docnn_files(docstrings, tmp_path):
     with torch.no_grad():
         together = model(xs)
         for x, want in zip(xs, together): assert torch.allclose(model(x[:max(5, int((x != 0).sum()))][None])[0], want, atol=1e-6)
+
+
+@pytest.mark.parametrize('text,says', [('learner = "quits:get"', "quits ends the process while it is imported, by sys.exit(0)"),
+                                       ('learner = "mine:get"\ndistributed_init_method = "tcp://["', 'c.toml:2: distributed_init_method = "tcp://["')])
+def test_neither_status_0_nor_a_traceback(folder, text, says):
+    (folder/'quits.py').write_text('import sys\ndef get(): pass\nget = sys.exit(0)\n')
+    (folder/'c.toml').write_text(text)
+    with pytest.raises(SystemExit) as e: read_config('c.toml')
+    assert says in str(e.value), e.value

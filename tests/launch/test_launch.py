@@ -3,7 +3,7 @@ import os, signal, subprocess, sys, textwrap
 from pathlib import Path
 
 import psutil, pytest
-from harness import launched
+from harness import launched, processes, wait_for
 from launches import CASES, run
 
 LAUNCH = [str(Path(sys.executable).with_name('fastdist')), 'launch']  # as a user types it
@@ -148,3 +148,35 @@ def test_wrong_arguments(tmp_path, args, says):
 def test_unknown_command(tmp_path):
     res = launched([sys.executable, '-m', 'fastdist', 'lunch'], 60, cwd=tmp_path)
     assert res.returncode == 1 and "no command 'lunch'" in res.stderr and 'launch' in res.stderr.splitlines()[-3] + res.stderr
+
+
+def test_one_has_ended_and_the_other_waits(tmp_path):
+    "Both come to the screen: that it has ended, and the notice that the other writes into its log"
+    file = script(tmp_path, """
+        import os, sys
+        from fastdist.notices import notice
+        if os.environ['RANK'] == '0': sys.exit()
+        notice('rank 1 waits')
+        sys.stdin.readline()
+        """)
+    p = subprocess.Popen([*LAUNCH, '-n', '2', '--log-dir', 'logs', file], stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
+    lines = []
+    while 'has ended' not in ''.join(lines): lines.append(p.stderr.readline())
+    p.communicate('\n', timeout=60)
+    assert 'fastdist: rank 1 waits\n' in lines and lines[-1] == 'fastdist: worker 0 has ended, and worker 1 runs on, for 10 s now; logs in logs\n', lines
+    assert (tmp_path/'logs'/'rank1.stderr.log').read_text() == 'fastdist: rank 1 waits\n'
+
+
+@pytest.mark.parametrize('n', [1, 2])
+def test_killed_launcher(tmp_path, n):
+    "No worker stays: one before the rendezvous, one in C with the interpreter's lock, nor what they have started"
+    file = script(tmp_path, SAYS + """
+    import ctypes, subprocess
+    if rank == 1: ctypes.PyDLL(None).sleep(1000)
+    subprocess.run(['sleep', '1000'])""")
+    def kill(proc, mark):
+        wait_for(lambda: sum('sleep 1000' in o for o in processes(mark).values()) and len(processes(mark)) > n+1, 'the workers')
+        proc.kill()
+        wait_for(lambda: not set(processes(mark))-{proc.pid}, 'the end of all')
+    res = launched([*LAUNCH, '-n', str(n), file], 120, during=kill, cwd=tmp_path)
+    assert res.returncode == -9 and res.left == {} and 'fastdist: the launcher was killed; ' in res.stderr, res

@@ -1,5 +1,5 @@
 "Every way in which users start workers"
-import json, os, random, socket, sys, textwrap
+import json, os, random, re, socket, sys, textwrap
 from functools import partial
 
 import pytest
@@ -164,6 +164,49 @@ def test_nobody_is_there(tmp_path):
     assert name == 'ConnectionError' and 'rank 1 found nobody at 127.0.0.1:' in text
     name, text, _ = started(lambda: by_hand(f'file://{tmp_path}/x', 1, 2, timeout=2), [{}])[0]
     assert name == 'TimeoutError' and 'rank 1 waited 2 s for rank 0 to write' in text
+
+
+def test_somebody_else_is_there():
+    "A program that accepts connections and says nothing; a name that no machine has"
+    with socket.create_server(('127.0.0.1', 0)) as s:
+        name, text, _ = started(partial(by_hand, f'tcp://127.0.0.1:{s.getsockname()[1]}', 1, 2, timeout=2), [{}])[0]
+    assert name == 'PortError' and 'what listens there has not replied for 2 s' in text, text
+    name, text, _ = started(lambda: by_hand('tcp://no-such-host.invalid:29500', 1, 2, timeout=1), [{}])[0]
+    assert name == 'ConnectionError' and "no machine is known as 'no-such-host.invalid' here" in text, text
+
+
+@pytest.mark.parametrize('env,says', [
+    (dict(RANK='1'), 'RANK=1 is set but WORLD_SIZE is not'), (dict(RANK='1', WORLD_SIZE='1'), 'RANK=1 and WORLD_SIZE=1'),
+    (dict(RANK='0', WORLD_SIZE='2', LOCAL_RANK='-1', MASTER_ADDR='127.0.0.1', MASTER_PORT='29500'), "LOCAL_RANK='-1'"),
+    (dict(RANK='0', WORLD_SIZE='2', MASTER_ADDR='127.0.0.1', MASTER_PORT='70000'), "MASTER_PORT='70000'"),
+    (dict(RANK='0', WORLD_SIZE='2', MASTER_ADDR='[::1', MASTER_PORT='29500'), "MASTER_ADDR='[::1'"),
+    (dict(SLURM_JOB_ID='x', SLURM_PROCID='0', SLURM_NTASKS='2', SLURM_JOB_NODELIST='localhost'), "SLURM_JOB_ID='x'"),
+    (dict(SLURM_JOB_ID='1', SLURM_PROCID='0', SLURM_NTASKS='2', SLURM_JOB_NODELIST='n[1-'), "SLURM_JOB_NODELIST='n[1-'")])
+def test_wrong_variables(env, says):
+    "None of them trains alone, or waits for anybody"
+    name, text, _ = started(lambda: me(), [env])[0]
+    assert name == 'ValueError' and says in text, text
+
+
+def test_ipv6():
+    port = str(free_port())
+    res = each(2, lambda r: me(), envs=[dict(RANK=str(r), WORLD_SIZE='2', MASTER_ADDR='[::1]', MASTER_PORT=port) for r in range(2)])
+    assert [o[0][:2] for o in res] == [[0, 2], [1, 2]], res
+
+
+@pytest.mark.parametrize('how', ['fastdist', 'torchrun'])
+@pytest.mark.parametrize('before', ['', 'rank0_first(int)'])
+def test_rank_0_has_ended(tmp_path, how, before):
+    "Those that wait for it learn that, before the group and between two calls that have no limit"
+    (tmp_path/'s.py').write_text(textwrap.dedent(f"""
+        import os, sys
+        from fastdist.world import *
+        {before}
+        if os.environ['RANK'] == '0': sys.exit(0)
+        rank0_first(int)
+        """))
+    res = launched([*LAUNCHERS[how], tmp_path/'s.py'], 120, env={'ACCELERATE_USE_CPU': 'true'}, cwd=tmp_path)
+    assert res.returncode not in (0, None) and res.left == {} and re.search(r'rank 0 \(.*\) does not (take part|come) any more: its script has ended', res.stderr), res.stderr
 
 
 def test_a_port_that_is_taken():

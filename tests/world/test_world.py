@@ -80,7 +80,7 @@ def bad_environment(**env):
 
 def test_wrong_rank_or_size(world2):
     assert 'RANK=2 and WORLD_SIZE=2' in world2(bad_environment, RANK='2')[0]
-    assert 'RANK=-1' in world2(bad_environment, RANK='-1')[0]
+    assert "RANK='-1'" in world2(bad_environment, RANK='-1')[0]
     assert "WORLD_SIZE='two' is not an integer" in world2(bad_environment, WORLD_SIZE='two')[0]
 
 
