@@ -11,7 +11,7 @@ import io,json,pickle
 import torch.distributed as dist
 from ..world.ranks import get_local_rank, get_node_rank, get_rank, get_world_size, is_master
 from ..world.store import wait_until
-from ..world.errors import Failure, RemoteError, write_record
+from ..world.errors import Failure, RemoteError, hook_uncaught
 from ..notices import notice
 from ..world.process_group import ended, job_secret, shared_store
 from ..world.secret import Unpickler, is_signed, sign
@@ -35,11 +35,16 @@ def _value(store, key):
     if kind=='value': return Unpickler(io.BytesIO(data[32:]), is_signed(data, job_secret(), key, get_rank()), key, get_rank()).load()
 
 # %% ../../nbs/comm/05_rank0.ipynb #b4cb52ac
+def _ends():
+    "What is raised now may end this process; without a process group, nobody else would let the first failure be printed first"
+    if not dist.is_initialized(): hook_uncaught(shared_store('fault'))
+
 def _lead(func, args, kwargs, store, key, send):
     "In the worker that is first: call `func`, and write what it has returned, or raised"
     try: res = func(*args, **kwargs)
     except BaseException as e:
         _put(store, key, 'failure', Failure.of(e).to_json().encode())
+        _ends()
         raise
     try: _put_value(store, key, res) if send else _put(store, key, 'done')
     except Exception as e: # it cannot be pickled
@@ -54,11 +59,11 @@ def _follow(store, key, first=0, name='its call'):
     def say(): notice(f"rank {get_rank()} waits for rank 0{'' if first==0 else f' of {first}'}, which is in {name}")
     try:
         f = wait_until(lambda: store.check([key]) or ended(first), notice=say)
-        if not store.check([key]): # otherwise it has written that just before its end
-            e = f.as_error()
-            write_record(e)
-            raise e
+        if not store.check([key]): raise f.as_error() # otherwise it has written that just before its end
         return _value(store, key)
+    except RemoteError:
+        _ends()
+        raise
     except dist.DistError as e: raise RemoteError(
         f"rank {get_rank()} waited for the worker that is first, and it, or the launcher, has ended") from e
 

@@ -13,6 +13,7 @@ from fastai.learner import _ConstantFunc
 from .adapter import Adapter
 from .partition import Counts, Partition, local_rows, shared_iter
 from .rng import WorkerRandom, generators_in
+from ..fault.monitor import loader_begins
 
 # %% ../../nbs/data/04_fastai_dl.ipynb #cad8c9d2
 def reads_rows(dl # Any loader
@@ -35,6 +36,7 @@ def _begin_process(worker_id):
     info = torch.utils.data.get_worker_info()
     a = info.dataset.d
     set_num_threads(1)
+    loader_begins()
     a.dl.num_workers,a.dl.offs = info.num_workers,info.id
     if a.world_size > 1: WorkerRandom.begin(a.rank, a.seed+info.id)
     else: set_seed(a.seed+info.id)

@@ -18,6 +18,7 @@ from torch.utils.data import (DataLoader as TorchDataLoader, DistributedSampler,
 from .adapter import Adapter
 from .partition import BatchPartition, Counts, Partition, local_rows, shared_iter
 from .rng import WorkerRandom, generators_in
+from ..fault.monitor import loader_begins
 
 # %% ../../nbs/data/03_torch_dl.ipynb #7b1e83ea
 class _StepsOf(IterableDataset):
@@ -59,6 +60,7 @@ class _Collate:
         return local_rows(self.nm, b, self.rank, self.world_size, len(o) if self.batched else None) if self.rows else (b,counts)
 
 def _begin_process(rank, world_size, seed, user_fn, worker_id):
+    loader_begins()
     if world_size > 1: WorkerRandom.begin(rank, seed+worker_id)
     else:
         random.seed(seed+worker_id)

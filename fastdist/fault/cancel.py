@@ -6,7 +6,7 @@
 __all__ = ['cancels', 'may_cancel', 'Decisions']
 
 # %% ../../nbs/fault/05_cancel.ipynb #026677e9
-import inspect,sys,time
+import inspect,sys,threading,time
 from collections import Counter,defaultdict
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -17,11 +17,12 @@ import torch, torch.distributed as dist
 from fastai.callback.core import (CancelBackwardException, CancelBatchException, CancelEpochException, CancelFitException,
                                   CancelStepException, CancelTrainException, CancelValidException, event)
 from fastcore.basics import noop, patch
-from ..comm.call import same_text
+from ..comm.call import _check, same_text
 from ..comm.objects import all_gather_list
 from .interrupt import Interrupts
 from .same_call import gone_on
 from .supervisor import monitor
+from .watchdog import stack_of, user_frames
 from ..world.ranks import get_rank
 
 # %% ../../nbs/fault/05_cancel.ipynb #f4ce954d
@@ -134,10 +135,17 @@ def agree(self:Decisions, code=0 # 1 to 7 for a Cancel exception, 8 for `Keyboar
     dist.all_reduce(t, dist.ReduceOp.MAX)
     return t.item()
 
+# %% ../../nbs/fault/05_cancel.ipynb #2c916303
+def _same_call(every):
+    "An `OutOfStep` where the ranks, of which `every` has (call, line, callbacks), are at different calls"
+    lines = [f"{line[0]}:{line[1]} in {line[2]}" if line else '?' for _,line,_ in every]
+    _check(range(len(every)), [o[0] for o in every], lines, [None]*len(every))
+
 # %% ../../nbs/fault/05_cancel.ipynb #04e60481
 @patch
-def begin(self:Decisions):
-    "Share which callbacks there are, and which of them may decide"
+def begin(self:Decisions, what='' # The call that all ranks make, in words
+         ):
+    "Share which callbacks there are, and which of them may decide; an `OutOfStep` where ranks are at different calls"
     self.end()
     seen = Counter()
     for cb in self.learn.cbs:
@@ -145,7 +153,11 @@ def begin(self:Decisions):
         self.keys[id(cb)] = (cb.order,nm,seen[nm])
         seen[nm] += 1
     mine = [(self.keys[id(cb)], may_cancel(cb)) for cb in self.learn.cbs]
-    every = [mine] if same_text(repr(mine)) else all_gather_list(mine)
+    every = [mine]
+    if not same_text(repr((what, mine))):
+        gathered = all_gather_list((what, next(iter(user_frames(stack_of(threading.get_ident()))), None), mine))
+        _same_call(gathered)
+        every = [o for *_,o in gathered]
     self.everywhere = set.intersection(*({k for k,_ in o} for o in every))
     points = defaultdict(dict)
     for o in every:

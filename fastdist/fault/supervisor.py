@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch.distributed as dist
 from .interrupt import handler_kept
 from .monitor import Monitor, Scope, running_monitor
-from ..world.errors import RemoteError, write_record
+from ..world.errors import RemoteError, end_after_first, write_record
 from ..world.process_group import init_group, teardown_distrib
 from ..world.ranks import get_rank, get_world_size
 from ..world.state import World, current_world
@@ -74,6 +74,7 @@ def _fail(m, s, e):
     other = m.cause_of(e, s)
     if other is None and not isinstance(e, RemoteError) and not s.raised:
         m.report(e, s)
+        if isinstance(e, SystemExit): end_after_first(e, m.store) # it prints nothing
         m.broken = s.broken
         return
     s.broken = m.broken = True

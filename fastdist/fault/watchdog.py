@@ -78,6 +78,8 @@ class Beat:
     stack:list=field(default_factory=list) # [file, line, function] of the frames of its main thread
     left:str='' # How it has left the process group, if it has
     follows:bool=False # Has it left because of another rank?
+    stacks:int=None # Number of its file descriptor by which others ask where it is
+    loaders:dict=field(default_factory=dict) # Where its loader processes are, by pid, where that has been asked
 
     @property
     def who(self): return f"rank {self.rank} (host {self.host}, process {self.pid})"
@@ -94,9 +96,10 @@ def own_beat(n, # Goes up with each
              thread, # Number of the thread that trains
              left='', # How this rank leaves the process group
              follows=False, # Does it leave because of another rank?
+             stacks=None, # Number of the file descriptor of its `Stacks`
             ):
     "The `Beat` of this rank"
-    return Beat(n, get_rank(), host_name(), os.getpid(), _sequence_numbers(), stack_of(thread), left, follows)
+    return Beat(n, get_rank(), host_name(), os.getpid(), _sequence_numbers(), stack_of(thread), left, follows, stacks)
 
 # %% ../../nbs/fault/00_watchdog.ipynb #3a51b338
 class Watch:
@@ -175,7 +178,7 @@ def stalled(self:Watch, now, # Seconds
     return self._silent(now, limit) or next(filter(None, (self._behind(o, now, limit) for o in groups)), None) or self._apart(now, limit)
 
 # %% ../../nbs/fault/00_watchdog.ipynb #c8269f3c
-_state_words = dict(silent="has no heartbeat any more: its process is stopped, or swapped out, or its machine is gone. It was last at",
+_state_words = dict(silent="has no heartbeat any more: its process is stopped, or in C code that keeps Python's lock, or its machine is gone. It was last at",
                     behind="has not begun what the others wait in. It is at", apart="is at")
 
 def _location(beat):
@@ -183,6 +186,7 @@ def _location(beat):
     if beat is None: return "    (there was no heartbeat of it)"
     if beat.left: return f"    {beat.left}"
     lines = [f"    {'called from ' if i else ''}{frame_text(f)}" for i,f in enumerate(beat.frames())]
+    for pid,fs in beat.loaders.items(): lines.append(f"    its loader process {pid} is at {', called from '.join(map(frame_text, fs[:3]))}")
     return '\n'.join(lines) or "    (its heartbeat has no stack)"
 
 def _headline(stall):

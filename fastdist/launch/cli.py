@@ -77,6 +77,7 @@ def _is_other(a, conf=lambda name: None):
 def _worker_env(a, cpu, n, cores, screen):
     "What is added to the environment of the `n` workers here. `screen`: is rank 0 one of them? `None` where nothing is redirected"
     res = dict(ACCELERATE_USE_CPU='true') if cpu else {}
+    if 'PYTHONFAULTHANDLER' not in os.environ: res['PYTHONFAULTHANDLER'] = '1' # a crash in C says where in Python it was
     if a.num_cpu_threads_per_process is None: res.update(thread_env(cores, n))
     if screen is not None: res['PET_REDIRECTS'] = ','.join(f"{i}:{0 if i==0 and screen else 3}" for i in range(n))
     return res
@@ -136,34 +137,51 @@ def _plan(args, n_gpus, n_cores, config=None):
 
 # %% ../../nbs/launch/04_cli.ipynb #1cb3c516
 def _first_failure(failures):
-    """(rank, torch's `ProcessFailure`) of the worker that failed first, of a `dict` of them by rank: a worker that stopped because of
-    another has it in its error record, and may have ended before it"""
+    """(rank, torch's `ProcessFailure` or `None`, `Failure` or `None`) of the worker that failed first, of a `dict` of torch's by rank: one that
+    stopped because of another has that one's `Failure` in its error record, and may have ended before it"""
     from fastdist.world.errors import read_record
-    rank = min(failures, key=lambda r: failures[r].timestamp)
-    cause = read_record(failures[rank].error_file_data)
-    if cause is None or cause.rank is None: return rank,failures[rank]
-    return cause.rank,failures.get(cause.rank, failures[rank])
+    first = min(failures, key=lambda r: failures[r].timestamp)
+    cause = read_record(failures[first].error_file_data)
+    if cause is None or cause.rank is None: return first,failures[first],cause
+    process = failures.get(cause.rank)
+    own = process and read_record(process.error_file_data)
+    return cause.rank,process,own if own is not None and own.rank==cause.rank else cause
 
 # %% ../../nbs/launch/04_cli.ipynb #ce8c4116
+def _how(process, record):
+    "How a worker has ended the job, in words, and the exit status of the job"
+    code = 1 if process is None else process.exitcode
+    # one that has left a report was on its way out, if the launcher's SIGTERM, or another rank's SIGKILL, found it still there
+    if code < 0 and (record is None or record.kind=='ended'): return f"was killed by signal {-code}",128-code
+    code = max(code, 1)
+    if record is not None and record.kind=='stalled': return "kept the others waiting",code
+    if record is not None and record.kind=='ended': return "ended without a traceback",code
+    if record is not None and (process is None or process.exitcode < 0): return f"failed ({record.type or record.kind})",code
+    return f"failed with exit status {code}",code
+
+# %% ../../nbs/launch/04_cli.ipynb #b94d1d48
+def _why(rank, record, logs):
+    "What is to be shown of why a worker has failed, whose logs are `logs`, by rank: '' where rank 0's screen has it"
+    from fastdist.launch.logs import last_words
+    log = logs.get(rank)
+    own = record is None or record.kind=='ended' # it could report nothing
+    words = last_words(log) if own and log else '' if record is None else (record.traceback or record.text).rstrip()
+    shown = last_words(logs[0], 1000) if logs.get(0) else ''
+    if not words or words.splitlines()[-1] in shown: return ''
+    return f"fastdist: {f'the end of what worker {rank} wrote' if own and log else f'worker {rank} failed'}:\n{words}"
+
 def _show_failure(failures, folder, n):
     "Show why a worker has failed, of `n` on this node, with their logs in `folder`; the exit status"
-    from fastdist.launch.logs import last_log, last_words
-    from fastdist.world.errors import read_record
-    rank,failure = _first_failure(failures)
+    from fastdist.launch.logs import last_log
+    rank,process,record = _first_failure(failures)
     start = min(r-o.local_rank for r,o in failures.items())
     logs = {r:last_log(folder, r) for r in (0,rank) if start <= r < start+n}
-    log,record,reported = logs.get(rank),read_record(failure.error_file_data),not isinstance(failure.message, str)
     # the others have its report, unless it had lost them; and rank 0 is on another node's screen
-    elsewhere = 0 not in logs and reported and (record is None or record.kind!='store')
-    if log and not elsewhere:
-        shown,words = last_words(logs[0], 1000) if logs.get(0) else '',last_words(log)
-        if words and words.splitlines()[-1] not in shown:
-            print(f"fastdist: the end of what worker {rank} wrote:\n{words}", file=sys.stderr)
-    # one that has left a report was on its way out, if the launcher's SIGTERM found it still there
-    killed = failure.exitcode < 0 and not reported
-    how = f"was killed by signal {-failure.exitcode}" if killed else f"failed with exit status {max(failure.exitcode, 1)}"
+    elsewhere = 0 not in logs and record is not None and record.kind!='store'
+    if not elsewhere and (why := _why(rank, record, logs)): print(why, file=sys.stderr)
+    (how,code),log = _how(process, record),logs.get(rank)
     print(f"fastdist: worker {rank} {how} first, and ended the job{f'; its output is in {log.parent}' if log else ''}", file=sys.stderr)
-    return 128-failure.exitcode if killed else max(failure.exitcode, 1)
+    return code
 
 # %% ../../nbs/launch/04_cli.ipynb #46e45ee3
 @contextmanager

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from fastcore.basics import patch
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from ..world.errors import shorten
 from ..world.private import keep, new_folder
 
 # %% ../../nbs/launch/02_logs.ipynb #fa2031c8
@@ -126,10 +127,17 @@ def copied(folder # Of the logs
             os.close(screen)
 
 # %% ../../nbs/launch/02_logs.ipynb #6e57b3c4
+_begins = 'Traceback (most recent call last)','Fatal Python error'
+
 def last_words(file, # A log of stderr
                lines=60, # At most
+               most=2**20, # Bytes of its end that are looked at
               ):
     "The end of a worker's stderr: from the first traceback in its last lines, or a few lines"
-    text = [re.sub(r'^\[rank\d+\]: ?', '', o) for o in Path(file).read_text(errors='replace').splitlines()[-lines:]]
-    start = next((i for i,o in enumerate(text) if o.startswith('Traceback (most recent call last)')), max(0, len(text)-5))
-    return '\n'.join(text[start:]).rstrip()
+    with open(file, 'rb') as f:
+        f.seek(max(0, os.path.getsize(file)-most))
+        end = f.read().decode(errors='replace').splitlines()
+    # of a crash: all the modules that are written in C, on one line
+    text = [re.sub(r'^\[rank\d+\]: ?', '', o) for o in end if not o.startswith('Extension modules: ')][-lines:]
+    start = next((i for i,o in enumerate(text) if o.startswith(_begins)), max(0, len(text)-5))
+    return shorten('\n'.join(text[start:]).rstrip())

@@ -47,7 +47,8 @@ def node_address(a, # Parsed arguments
     "(host, port, node rank): the rendezvous, and the number of this node; `None` for what is not given"
     host,port = _endpoint(a.rdzv_endpoint)
     host,port = _first(host, a.main_process_ip, conf('main_process_ip')),_first(port, a.main_process_port, conf('main_process_port'))
-    if host is not None and not is_host(host.strip('[]')): raise ValueError(f"--main_process_ip {host}: it is a name or address of a machine")
+    if host is not None and not is_host(host.strip('[]')):
+        raise ValueError(f"--main_process_ip {host}: it is a name or address of a machine")
     if port is not None and not 0 <= port <= 65535: raise ValueError(f"--main_process_port {port}: a port is a number up to 65535")
     return host,port,_first(a.node_rank, a.machine_rank, conf('machine_rank'))
 
@@ -109,7 +110,8 @@ def rendezvous(a, # Parsed arguments
     slurm = _slurm_nodes() if nodes is None else None
     nodes,host,port,rank = slurm or (_first(nodes, conf('num_machines'), 1), *node_address(a, conf))
     if nodes < 1: raise ValueError(f"--nnodes {nodes}: at least 1 machine is needed")
-    if slurm and rank >= nodes: raise ValueError(f"SLURM_NODEID={rank} is no node of SLURM_STEP_NUM_NODES={nodes}, which are numbered from 0")
+    if slurm and rank >= nodes:
+        raise ValueError(f"SLURM_NODEID={rank} is no node of SLURM_STEP_NUM_NODES={nodes}, which are numbered from 0")
     if rank is not None and not 0 <= rank < nodes:
         raise ValueError(f"--node-rank {rank}: {nodes} node(s) are numbered from 0; --nnodes is their number")
     # by default any free port, so that two jobs can run side by side

@@ -147,13 +147,15 @@ def _check_text(p, nm, v, own=False):
 
 def _check_names(p, a):
     "Check all that stands in the job's file, in quotes or not"
-    given = {'--logs':a.logs, '--partition':a.partition, '--account':a.account, '--venv':a.venv, '-o':a.output, 'the script':a.script, '--job-name':a.job_name}
+    given = {'--logs':a.logs, '--partition':a.partition, '--account':a.account, '--venv':a.venv, '-o':a.output, 'the script':a.script,
+             '--job-name':a.job_name}
     for nm,v in given.items():
         if v is not None: _check_text(p, nm, v)
     for nm,values in (('--env-setup',a.env_setup), ('--launch',a.launch), ('the argument',a.args)):
         for v in values: _check_text(p, nm, v, own=True)
     for v in a.sbatch: _check_text(p, '--sbatch', v)
-    if not any(_name(o)=='chdir' for o in a.sbatch): _check_text(p, 'the current folder, for which --sbatch=--chdir=DIR gives another,', os.getcwd())
+    if not any(_name(o)=='chdir' for o in a.sbatch):
+        _check_text(p, 'the current folder, for which --sbatch=--chdir=DIR gives another,', os.getcwd())
     if '/' in a.job_name: p.error(f"--job-name {a.job_name!r}: there is a / in it, and it is in the names of the logs")
     if set(a.logs) & set('%\\'): p.error(f"--logs {a.logs!r}: Slurm takes % and \\ in the name of a log for something else")
     for o in a.launch:

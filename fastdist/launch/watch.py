@@ -62,7 +62,7 @@ def _runs(p):
     except psutil.Error: return False
 
 def _ended_alone(workers, since, now, after):
-    "(ranks that have ended, those that have run on for `after` seconds), `None` where that is not so. `since`: when the first has ended, as a list"
+    "(ranks that have ended, those that have run on for `after` seconds); `None` where that is not so. `since` is for when the first ended"
     runs = {r for r,p in workers.items() if _runs(p)}
     if not runs or len(runs)==len(workers): since.clear()
     else: since[:] = since or [now]
@@ -82,9 +82,8 @@ def end_noticed(n, # Workers that are started here
             if len(workers) < n: workers.update({r:p for p in psutil.Process().children() if (r := _rank(p)) is not None})
             found = _ended_alone(workers, since, time.monotonic(), after)
             if not found: continue
-            names = ['worker '+str(o[0]) if len(o)==1 else 'workers '+', '.join(map(str, o)) for o in found]
-            return print(f"fastdist: {names[0]} {'has' if len(found[0])==1 else 'have'} ended, and {names[1]} {'runs' if len(found[1])==1 else 'run'} "
-                         f"on, for {after:g} s now; logs in {logs}", file=sys.stderr, flush=True)
+            one,other = [f"worker{'' if len(o)==1 else 's'} {', '.join(map(str, o))}" for o in found]
+            return print(f"fastdist: {one} ended {after:g} s ago, and {other} {'has' if len(found[1])==1 else 'have'} not; logs in {logs}", file=sys.stderr, flush=True)
     t = threading.Thread(target=watch, daemon=True, name='fastdist watch')
     if n > 1: t.start()
     try: yield
@@ -101,10 +100,11 @@ def _marked(mark):
 
 def _end_marked(mark, seconds):
     "Let those with the mark end by themselves, which see that their launcher has gone, and then kill them"
-    end,told = time.monotonic()+seconds,False
+    end,text = time.monotonic()+seconds,"fastdist: the launcher was killed; {} processes that it has started end now\n"
     while found := _marked(mark):
-        if not told: print(f"fastdist: the launcher was killed; {len(found)} processes that it has started end now", file=sys.stderr, flush=True)
-        told = True
+        sys.stderr.write(text.format(len(found)))
+        sys.stderr.flush()
+        text = ''
         if time.monotonic() >= end: send_signal(found, signal.SIGKILL)
         time.sleep(0.1)
 

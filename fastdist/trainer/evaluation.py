@@ -103,11 +103,19 @@ def _files_apart(learn # `Learner` that evaluates all of a loader, as other work
 
 # %% ../../nbs/trainer/04_evaluation.ipynb #e3353153
 @patch
+def _what(self:Evaluation):
+    "This evaluation in words that are the same in all workers"
+    learn,dl = self.learn,self.learn.dl.dl
+    sets = [getattr(o, 'dataset', None) for o in learn.dls.loaders]
+    which = next((f'ds_idx={i}' for i,o in enumerate(sets) if o is getattr(dl, 'dataset', sets)), 'a loader of its own')
+    return f"learn.{'get_preds' if learn._grab_cbs(GatherPredsCallback) else 'validate'} of {which} ({n_batches(dl)} batches)"
+
+@patch
 @contextmanager
 def together(self:Evaluation):
     "Around the evaluation: the workers agree on what callbacks decide"
     begins = self.shared and not self.decisions.active
-    if begins: self.decisions.begin()
+    if begins: self.decisions.begin(self._what())
     try:
         with self._loop(): yield
     finally:

@@ -397,7 +397,7 @@ def _decide(self:DistributedTrainer):
     "Around a fit of all workers: what callbacks decide, all do; those that log do so in rank 0"
     with ExitStack() as undo:
         if get_rank() > 0: undo.enter_context(self.loggers.hidden()) # those given to `fit`
-        self.decisions.begin()
+        self.decisions.begin('a fit')
         undo.callback(self.decisions.end)
         undo.push(self._fit_failed)
         with self.decisions.interruptible(): yield

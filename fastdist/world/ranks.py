@@ -27,7 +27,8 @@ def env_int(nm:str, # Name of an environment variable
     try: n = int(v)
     except ValueError: n = None
     if n is not None and least <= n <= most: return n
-    why = 'is not an integer' if n is None else f'is not right: it is {least} at least' if n < least else f'is not right: it is {most} at most'
+    bound = f'{least} at least' if n is not None and n < least else f'{most} at most'
+    why = 'is not an integer' if n is None else f'is not right: it is {bound}'
     raise ValueError(f"environment variable {nm}={v!r} {why}; the launcher sets it, unset it to train in one process")
 
 # %% ../../nbs/world/01_ranks.ipynb #f9ff1f9d

@@ -259,8 +259,9 @@ def _wait_for_port(host, port, rank, limit):
         try: socket.create_connection((host, port), timeout=5).close()
         except socket.gaierror as e: # names of a job's machines may become known while they start
             if time.monotonic()-begin < min(limit, _name_seconds): return False
-            raise ConnectionError(f"rank {rank}: no machine is known as {host!r} here ({e.strerror}), where rank 0 should be: give MASTER_ADDR, "
-                                  "or init_method, a name or an address that this machine knows") from None
+            raise ConnectionError(
+                f"rank {rank}: no machine is known as {host!r} here ({e.strerror}), where rank 0 should be: give MASTER_ADDR, "
+                "or init_method, a name or an address that this machine knows") from None
         except OSError: return False
         return True
     # torch looks too, but where nobody listens it prints pages
@@ -270,7 +271,7 @@ def _wait_for_port(host, port, rank, limit):
 
 # %% ../../nbs/world/03_rendezvous.ipynb #70842ea0
 def _client(host, port, rank, limit):
-    "torch's store at `host` and `port`, where somebody listens. A `PortError` if that does not reply, for which torch itself waits for ever"
+    "torch's store at `host` and `port`, where somebody listens. A `PortError` if that does not reply, for which torch waits for ever"
     found,secs = queue.SimpleQueue(),min(limit, _reply_seconds)
     def connect():
         try: found.put(dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=limit)))
@@ -345,8 +346,9 @@ def _wait_for_all(store, s, limit):
     except dist.DistError as e: raise ConnectionError(
         f"rank {s.rank} waited for {s.world_size} workers, and rank 0, or the launcher, which held their store, has ended: "
         "see what it printed") from e
-    if end: raise MissingRanks(f"rank {s.rank} waits for {s.world_size} workers, and rank {end['rank']} (host {end['host']}, process {end['pid']}) "
-                               f"does not come any more: {end['how']}", [end['rank']], end)
+    if end: raise MissingRanks(
+        f"rank {s.rank} waits for {s.world_size} workers, and rank {end['rank']} (host {end['host']}, process {end['pid']}) "
+        f"does not come any more: {end['how']}", [end['rank']], end)
     raise MissingRanks(
         f"rank {s.rank} waited {limit} s for {s.world_size} workers, and ranks {late} have not come: "
         f"have they failed, or were fewer workers started than world_size={s.world_size}?", late)
