@@ -86,6 +86,7 @@ def _frame(name, group, info=None, t=None, error=None):
     text = _text(dict(name=trim(name, 100), caller=_caller(), error=error, info=info, device=device, size=size))
     return text+small if small is not None and len(text)+len(small) <= _frame_size else text[:-1]
 
+# %% ../../nbs/comm/01_call.ipynb #ab616510
 def _fields(frame):
     "What is in a frame: that of its text, and the small payload after it, `None` where there is none"
     text,has,rest = frame.partition(b'\n')

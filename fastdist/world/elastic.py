@@ -5,12 +5,12 @@
 # %% auto #0
 __all__ = ['LoopbackRendezvous']
 
-# %% ../../nbs/world/03_elastic.ipynb #edebf562
+# %% ../../nbs/world/03_elastic.ipynb #5ae31e53
 from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from .loopback import loopback_socket, loopback_store
 
-# %% ../../nbs/world/03_elastic.ipynb #81b32b37
+# %% ../../nbs/world/03_elastic.ipynb #346c0ee0
 class LoopbackRendezvous(StaticTCPRendezvous):
     "torch's `static`, of one node, whose store only this machine reaches"
     def __init__(self, port, # Of `loopback_socket`, or 0 for any that is free

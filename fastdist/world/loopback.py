@@ -5,13 +5,13 @@
 # %% auto #0
 __all__ = ['loopback_env', 'is_loopback', 'loopback_socket', 'loopback_store']
 
-# %% ../../nbs/world/02_loopback.ipynb #e0d9f831
+# %% ../../nbs/world/02_loopback.ipynb #b78b4337
 import os,socket
 from datetime import timedelta
 
 import psutil, torch.distributed as dist
 
-# %% ../../nbs/world/02_loopback.ipynb #274161fb
+# %% ../../nbs/world/02_loopback.ipynb #54606df3
 def loopback_env():
     "What lets gloo and nccl listen on this machine only: changes to the environment, where the user has not chosen an interface"
     nic = next((nm for nm,addrs in psutil.net_if_addrs().items() if any(a.address=='127.0.0.1' for a in addrs)), None)
@@ -22,7 +22,7 @@ def is_loopback(host # Name or address
     "Is it an address that means each machine itself? A machine's own name may be one on it, and not on others: it is none"
     return host in ('localhost','::1') or host.startswith('127.')
 
-# %% ../../nbs/world/02_loopback.ipynb #58ae600d
+# %% ../../nbs/world/02_loopback.ipynb #c1a49b54
 def loopback_socket(port=0, # 0 for any that is free
                     host='127.0.0.1', # An address of loopback
                    ):

@@ -5,14 +5,14 @@
 # %% auto #0
 __all__ = ['new_folder', 'keep', 'clear_left', 'own_sockets']
 
-# %% ../../nbs/world/00_private.ipynb #b7dac7e5
+# %% ../../nbs/world/00_private.ipynb #efc819ed
 import atexit,json,os,shutil,socket,stat,tempfile
 from multiprocessing import process
 from pathlib import Path
 
 import psutil
 
-# %% ../../nbs/world/00_private.ipynb #6af67831
+# %% ../../nbs/world/00_private.ipynb #bf814435
 def _machine():
     "What tells this machine, and this container's numbers of processes, from others that may have the same folder"
     try: return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
@@ -36,7 +36,7 @@ def _is_left(folder):
     except (OSError,ValueError,TypeError): return False
     return machine==_machine() and _born(pid)!=born
 
-# %% ../../nbs/world/00_private.ipynb #a4cae4b0
+# %% ../../nbs/world/00_private.ipynb #ed61c2a5
 def new_folder(root=None # Folder in which it is made; by default that of the system for temporary files
               ):
     "A new folder for this user alone, as a `Path`, which goes when this process ends, unless `keep` is called"
@@ -58,7 +58,7 @@ def clear_left(root=None # Where they were made; by default the system's folder 
     for o in Path(root or tempfile.gettempdir()).glob('fastdist_*'):
         if _is_left(o): shutil.rmtree(o, ignore_errors=True)
 
-# %% ../../nbs/world/00_private.ipynb #76326814
+# %% ../../nbs/world/00_private.ipynb #d8f466c8
 def own_sockets():
     "From now on, Python's processes of `multiprocessing` that this one starts have their sockets in a folder of `new_folder`"
     config = process.current_process()._config # the only way to name it; processes that are started get a copy

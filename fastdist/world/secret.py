@@ -5,14 +5,14 @@
 # %% auto #0
 __all__ = ['given_secret', 'secret_env', 'SignatureError', 'sign', 'is_signed', 'Unpickler', 'agreed_secret']
 
-# %% ../../nbs/world/01_secret.ipynb #f28c8386
+# %% ../../nbs/world/01_secret.ipynb #810258bb
 import hmac,json,os,pickle,re,secrets,shutil,stat,sys,time
 from pathlib import Path
 
 import torch
 from .private import clear_left, new_folder
 
-# %% ../../nbs/world/01_secret.ipynb #c50842cb
+# %% ../../nbs/world/01_secret.ipynb #d3a48089
 def given_secret():
     "What `FASTDIST_SECRET` has, as bytes; `None` where it is not set, and a `ValueError` where it can be guessed"
     text = os.environ.get('FASTDIST_SECRET')
@@ -25,7 +25,7 @@ def secret_env():
     "What a launcher adds to the environment of its workers: a new secret, unless this process has one"
     return {} if given_secret() else dict(FASTDIST_SECRET=secrets.token_hex(32))
 
-# %% ../../nbs/world/01_secret.ipynb #cf2befda
+# %% ../../nbs/world/01_secret.ipynb #ebef1514
 class SignatureError(RuntimeError):
     "What came from another process was not signed by a worker of this job, so it was not opened: its `key`, and the `rank` that did not"
     def __init__(self, msg, key, rank):
@@ -51,7 +51,7 @@ def sign(data, # Bytes
     "The signature of `data`, 32 bytes; zeros without a secret"
     return _none if secret is None else _mac(data, secret, key)
 
-# %% ../../nbs/world/01_secret.ipynb #1254469b
+# %% ../../nbs/world/01_secret.ipynb #15a5ae11
 def is_signed(signed, # Bytes-like: a signature, and what it is for
               secret, # Of the job, as bytes; `None` where there is none
               key:str, # As of `sign`
@@ -64,7 +64,7 @@ def is_signed(signed, # Bytes-like: a signature, and what it is for
     if not hmac.compare_digest(mac, _mac(data, secret, key)): _refuse(key, rank, 'has not the signature of this job')
     return True
 
-# %% ../../nbs/world/01_secret.ipynb #2490429d
+# %% ../../nbs/world/01_secret.ipynb #ea34e441
 _plain = {(m,n) for m,names in {
     'builtins':'complex set frozenset bytearray range slice', 'collections':'OrderedDict', 'torch':'Size', 'numpy':'dtype ndarray',
     **dict.fromkeys(('numpy._core.multiarray','numpy.core.multiarray'), '_reconstruct scalar'),
@@ -90,7 +90,14 @@ class Unpickler(pickle.Unpickler):
         if self.signed or _is_plain(module, name): return super().find_class(module, name)
         _refuse(self.key, self.rank, f'has no signature of this job, and needs {module}.{name}')
 
-# %% ../../nbs/world/01_secret.ipynb #7406fc9a
+    def load(self):
+        "What was pickled"
+        if self.signed: return super().load()
+        try: return super().load()
+        except SignatureError: raise
+        except Exception as e: _refuse(self.key, self.rank, f'has no signature of this job, and cannot be read as plain data ({e})')
+
+# %% ../../nbs/world/01_secret.ipynb #6dbc8c67
 def _roots():
     "Where the file of the secret may be: in the system's folder for temporary files; in the home too, where there may be other hosts"
     n,local = map(os.environ.get, ('WORLD_SIZE','LOCAL_WORLD_SIZE'))
@@ -113,7 +120,7 @@ def _written(secret):
         except OSError: pass # another may do
     return json.dumps(res)
 
-# %% ../../nbs/world/01_secret.ipynb #f339d4b5
+# %% ../../nbs/world/01_secret.ipynb #56c47908
 def _is_ours(fd, is_kind):
     s = os.fstat(fd)
     return is_kind(s.st_mode) and s.st_uid==os.geteuid() and not s.st_mode & 0o077
@@ -130,7 +137,18 @@ def _read(folder):
     finally:
         for o in fds: os.close(o)
 
-# %% ../../nbs/world/01_secret.ipynb #5953942c
+# %% ../../nbs/world/01_secret.ipynb #2e3a5b7b
+def _folders(text):
+    "What `_written` has returned; nothing where somebody else has written it"
+    try: res = json.loads(text)
+    except ValueError: return []
+    return [o for o in res if isinstance(o, str)] if isinstance(res, list) else []
+
+def _remove(text):
+    for o in _folders(text):
+        if _read(o): shutil.rmtree(o, ignore_errors=True)
+
+# %% ../../nbs/world/01_secret.ipynb #b0180a74
 def _found(folders):
     "The secret in one of the `folders`; a file system that hosts share may be late. `None` where it is in none"
     for _ in range(20):
@@ -156,14 +174,3 @@ def agreed_secret(store, # torch's store, of those that agree
         known[where] = _found(_folders(where))
         if store.add('secret_read', 1)+1==n: _remove(where) # all have it
     return known.get(where)
-
-# %% ../../nbs/world/01_secret.ipynb #129d997e
-def _folders(text):
-    "What `_written` has returned; nothing where somebody else has written it"
-    try: res = json.loads(text)
-    except ValueError: return []
-    return [o for o in res if isinstance(o, str)] if isinstance(res, list) else []
-
-def _remove(text):
-    for o in _folders(text):
-        if _read(o): shutil.rmtree(o, ignore_errors=True)

@@ -166,6 +166,7 @@ def _run(options, rest, env):
     if torch := sys.modules.get('torch'):
         torch.seed()
         torch.set_num_threads(int(env['OMP_NUM_THREADS']) if env.get('OMP_NUM_THREADS', '').isdecimal() else len(os.sched_getaffinity(0)))
+    if m := sys.modules.get('tempfile'): m.tempdir = None  # it is that of TMPDIR
     if (m := sys.modules.get('matplotlib')) and env.get('MPLBACKEND'): m.rcParams['backend'] = env['MPLBACKEND']
     path = [o for o in env.get('PYTHONPATH', '').split(os.pathsep) if o]
     sys.path[:] = [*path, *(o for o in _FIRST_PATH if o not in path)]
