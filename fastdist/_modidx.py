@@ -2467,6 +2467,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                      'fastdist/world/secret.py'),
                                        'fastdist.world.secret.Unpickler.find_class': ( 'world/secret.html#unpickler.find_class',
                                                                                        'fastdist/world/secret.py'),
+                                       'fastdist.world.secret.Unpickler.load': ( 'world/secret.html#unpickler.load',
+                                                                                 'fastdist/world/secret.py'),
                                        'fastdist.world.secret._folders': ('world/secret.html#_folders', 'fastdist/world/secret.py'),
                                        'fastdist.world.secret._found': ('world/secret.html#_found', 'fastdist/world/secret.py'),
                                        'fastdist.world.secret._is_ours': ('world/secret.html#_is_ours', 'fastdist/world/secret.py'),

@@ -218,7 +218,7 @@ def _accelerate_args(command):
                  "type `pip install -e .` again in its checkout")
     return a
 
-# %% ../../nbs/launch/04_cli.ipynb #5e27a171
+# %% ../../nbs/launch/04_cli.ipynb #8ed23ca6
 def _port(a):
     "The port of the store that was asked for, or 0, for any that is free"
     from fastdist.world.loopback import loopback_socket
@@ -228,6 +228,7 @@ def _port(a):
         return 0
     return a.main_process_port or 0
 
+# %% ../../nbs/launch/04_cli.ipynb #35b854e1
 @contextmanager
 def _closed(a):
     """Where this machine has all workers: they get a secret, and nothing listens where another machine could reach it.
@@ -242,6 +243,7 @@ def _closed(a):
         a.main_process_port = 0 # Accelerate's own look at it: it would take another rendezvous where it is in use
     with patch_environment(**secret_env(), **loopback_env()): yield
 
+# %% ../../nbs/launch/04_cli.ipynb #5e27a171
 @contextmanager
 def _watched(a, startup):
     "What goes on beside the workers while Accelerate's launcher waits for them"

@@ -6,7 +6,7 @@
 __all__ = ['Evaluation', 'same_log']
 
 # %% ../../nbs/trainer/04_evaluation.ipynb #6e2f0003
-import tempfile
+import shutil
 from contextlib import contextmanager, nullcontext
 
 from fastai.basics import *
@@ -17,6 +17,7 @@ from ..data.dl import DistributedDL
 from ..data.loaders import n_batches
 from ..metrics.metrics import EpochTotals
 from ..metrics.predictions import GatheredPreds
+from ..world.private import clear_left, keep, new_folder
 
 # %% ../../nbs/trainer/04_evaluation.ipynb #6e2f0006
 class Evaluation:
@@ -89,11 +90,15 @@ def _catch_up(self:Evaluation):
 def _own_folder(cb, nm):
     given = getattr(cb, nm)
     folder = Path(given)
-    with tempfile.TemporaryDirectory(prefix='fastdist_', dir=folder.parent) as own:
-        setattr(cb, nm, Path(own))
+    clear_left(folder.parent)
+    own = new_folder(folder.parent)
+    try:
+        setattr(cb, nm, own)
         try: yield
         finally: setattr(cb, nm, given)
-        for f in Path(own).iterdir(): os.replace(f, folder/f.name)
+        keep(own)
+        for f in own.iterdir(): os.replace(f, folder/f.name)
+    finally: shutil.rmtree(own, ignore_errors=True)
 
 def _files_apart(learn # `Learner` that evaluates all of a loader, as other workers do
                ):
