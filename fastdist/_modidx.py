@@ -1330,7 +1330,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                        'fastdist.launch.watch._ended_alone': ('launch/watch.html#_ended_alone', 'fastdist/launch/watch.py'),
                                        'fastdist.launch.watch._guard': ('launch/watch.html#_guard', 'fastdist/launch/watch.py'),
                                        'fastdist.launch.watch._marked': ('launch/watch.html#_marked', 'fastdist/launch/watch.py'),
-                                       'fastdist.launch.watch._rank': ('launch/watch.html#_rank', 'fastdist/launch/watch.py'),
+                                       'fastdist.launch.watch._ranks': ('launch/watch.html#_ranks', 'fastdist/launch/watch.py'),
                                        'fastdist.launch.watch._read_lines': ('launch/watch.html#_read_lines', 'fastdist/launch/watch.py'),
                                        'fastdist.launch.watch._runs': ('launch/watch.html#_runs', 'fastdist/launch/watch.py'),
                                        'fastdist.launch.watch._show': ('launch/watch.html#_show', 'fastdist/launch/watch.py'),

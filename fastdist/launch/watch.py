@@ -53,21 +53,26 @@ def notices_shown(hidden, # Function of a rank, as text: is what it prints in a 
         for o in read,write: os.close(o)
 
 # %% ../../nbs/launch/02_watch.ipynb #18ff99c7
-def _rank(p):
-    "The rank of a child, `None` for one that is no worker, or not yet"
-    with suppress(psutil.Error): return int(p.environ()['RANK']) if p.environ().get('RANK', '').isdigit() else None
+def _ranks(p):
+    "(rank, local rank) of a child, `None` for one that is no worker, or not yet"
+    with suppress(psutil.Error,KeyError,ValueError):
+        env = p.environ()
+        return int(env['RANK']),int(env['LOCAL_RANK'])
 
 def _runs(p):
     try: return p.is_running() and p.status()!=psutil.STATUS_ZOMBIE
     except psutil.Error: return False
 
-def _ended_alone(workers, since, now, after):
-    "(ranks that have ended, those that have run on for `after` seconds); `None` where that is not so. `since` is for when the first ended"
-    runs = {r for r,p in workers.items() if _runs(p)}
-    if not runs or len(runs)==len(workers): since.clear()
+def _ended_alone(workers, n, since, now, after):
+    """(ranks that have ended, those that have run on for `after` seconds), of `n` workers, by (rank, local rank); `None` where that is not so.
+    `since` is for when the first ended"""
+    runs = {o for o,p in workers.items() if _runs(p)}
+    if not runs or len(runs)==n: since.clear()
     else: since[:] = since or [now]
     if not runs: workers.clear() # they may be started again
-    if since and now-since[0] >= after: return sorted(set(workers)-runs),sorted(runs)
+    if not since or now-since[0] < after: return
+    ranks,first = {r for r,_ in runs},next(r-local for r,local in runs)
+    return sorted({*range(first, first+n)}-ranks),sorted(ranks) # one may have ended before it was seen
 
 # %% ../../nbs/launch/02_watch.ipynb #0988c43f
 @contextmanager
@@ -79,8 +84,8 @@ def end_noticed(n, # Workers that are started here
     stop,workers,since = threading.Event(),{},[]
     def watch():
         while not stop.wait(1):
-            if len(workers) < n: workers.update({r:p for p in psutil.Process().children() if (r := _rank(p)) is not None})
-            found = _ended_alone(workers, since, time.monotonic(), after)
+            if len(workers) < n: workers.update({o:p for p in psutil.Process().children() if (o := _ranks(p)) is not None})
+            found = _ended_alone(workers, n, since, time.monotonic(), after)
             if not found: continue
             one,other = [f"worker{'' if len(o)==1 else 's'} {', '.join(map(str, o))}" for o in found]
             return print(f"fastdist: {one} ended {after:g} s ago, and {other} {'has' if len(found[1])==1 else 'have'} not; logs in {logs}", file=sys.stderr, flush=True)

@@ -300,7 +300,7 @@ def test_docnn_files(docstrings, tmp_path):
 @pytest.mark.parametrize('text,says', [('learner = "quits:get"', "quits ends the process while it is imported, by sys.exit(0)"),
                                        ('learner = "mine:get"\ndistributed_init_method = "tcp://["', 'c.toml:2: distributed_init_method = "tcp://["')])
 def test_neither_status_0_nor_a_traceback(folder, text, says):
-    (folder/'quits.py').write_text('import sys\ndef get(): pass\nget = sys.exit(0)\n')
+    (folder/'quits.py').write_text('import sys\nsys.exit(0)\n')
     (folder/'c.toml').write_text(text)
     with pytest.raises(SystemExit) as e: read_config('c.toml')
     assert says in str(e.value), e.value

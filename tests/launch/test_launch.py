@@ -161,7 +161,7 @@ def test_one_has_ended_and_the_other_waits(tmp_path):
         """)
     p = subprocess.Popen([*LAUNCH, '-n', '2', '--log-dir', 'logs', file], stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
     lines = []
-    while 'ended 10 s ago' not in ''.join(lines): lines.append(p.stderr.readline())
+    while 'ended 10 s ago' not in ''.join(lines) and (line := p.stderr.readline()): lines.append(line)
     p.communicate('\n', timeout=60)
     assert 'fastdist: rank 1 waits\n' in lines and lines[-1] == 'fastdist: worker 0 ended 10 s ago, and worker 1 has not; logs in logs\n', lines
     assert (tmp_path/'logs'/'rank1.stderr.log').read_text() == 'fastdist: rank 1 waits\n'
