@@ -13,8 +13,8 @@ from fastdist.world import (RemoteError, fail_together, get_rank, get_world_size
                             rank0_only, rank0_read, setup_distrib, teardown_distrib)
 
 __all__ = ['ParallelTrainer', 'DistributedDL', 'DistributedTrainer', 'rank0_first', 'setup_distrib', 'teardown_distrib',
-           'get_rank', 'get_world_size', 'is_master', 'DivergenceCheck', 'GradientCompression', 'LocalSGD', 'GlobalBatchLoss', 'RemoteError',
-           'fail_together', 'print_in_order', 'rank0_only', 'rank0_read', 'check_fork', 'launch_in_notebook']
+           'get_rank', 'get_world_size', 'is_master', 'DivergenceCheck', 'GradientCompression', 'LocalSGD', 'GlobalBatchLoss',
+           'RemoteError', 'fail_together', 'print_in_order', 'rank0_only', 'rank0_read', 'check_fork', 'launch_in_notebook']
 
 # A script may import fastai.distributed as well, before or after: its names are these, as the methods of `Learner` are
 for _nm in _fastai.__all__: setattr(_fastai, _nm, globals()[_nm])

@@ -8,17 +8,18 @@ __all__ = ['GradientCompression', 'LocalSGD']
 # %% ../../nbs/callbacks/06_compression.ipynb #fb7a0003
 import inspect
 
-import torch.distributed as dist
 from accelerate.utils import DDPCommunicationHookType
 from fastai.basics import *
 from fastai.callback.fp16 import MixedPrecision
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from ..strategy.backward import average_tensors
+from ..strategy.base import inner_opt
 from ..world.errors import refuse
 from ..comm.pack import tensors_in
 from .fastai_patches import trainer_of
 from ..comm.objects import all_gather_list
-from ..world.ranks import get_rank, get_world_size
+from ..world.ranks import get_rank
 
 # %% ../../nbs/callbacks/06_compression.ipynb #fb7a0006
 def _joined(cb, cls, strategies, **args):
@@ -93,42 +94,6 @@ def after_fit(self:GradientCompression):
         "which send whole gradients: choose a smaller number")
     self.state = None
 
-# %% ../../nbs/callbacks/06_compression.ipynb #fb7a000d
-def _buckets(ts, nbytes):
-    res,size = [],0
-    for t in ts:
-        n = t.numel()*t.element_size()
-        if res and (size+n > nbytes or t.dtype!=res[0].dtype or t.device!=res[0].device):
-            yield res
-            res,size = [],0
-        res,size = res+[t],size+n
-    if res: yield res
-
-# %% ../../nbs/callbacks/06_compression.ipynb #b1000590
-def _flat(ts, device):
-    # means of half precision are taken in single
-    return torch.cat([t.detach().reshape(-1).to(device or t.device, torch.promote_types(t.dtype, torch.float32)) for t in ts])
-
-def _set_flat(ts, flat):
-    for t,o in zip(ts, flat.split([t.numel() for t in ts])): t.copy_(o.view(t.shape))
-
-@torch.no_grad()
-def _average_tensors(ts, # Floating or complex tensors, in the same order and shapes in all workers
-                     device=None, # Where the process group takes tensors from, if it is not where they are
-                     nbytes=2**25, # That are sent at once, or one tensor
-                    ):
-    "Replace each of `ts` by its mean over all workers, in place"
-    ts,sent,world = [torch.view_as_real(t) if t.is_complex() else t for t in ts],None,get_world_size()
-    def finish(some, flat, work):
-        work.wait()
-        _set_flat(some, flat.div_(world))
-    for some in _buckets(ts, nbytes):
-        flat = _flat(some, device)
-        work = dist.all_reduce(flat, async_op=True)
-        if sent is not None: finish(*sent) # the one before, while this one travels
-        sent = some,flat,work
-    if sent is not None: finish(*sent)
-
 # %% ../../nbs/callbacks/06_compression.ipynb #fb7a0010
 class LocalSGD(Callback):
     "In a fit on many workers, step by each worker's own gradients, and average the weights every `every` steps"
@@ -181,7 +146,7 @@ def after_step(self:LocalSGD):
 @patch
 def _average(self:LocalSGD):
     if not self.apart: return
-    _average_tensors([p for p,t in zip(self.learn.model.parameters(), self.trained) if t])
+    average_tensors([p for p,t in zip(self.learn.model.parameters(), self.trained) if t])
     self.apart = False
 
 # %% ../../nbs/callbacks/06_compression.ipynb #f5c8edc6
@@ -222,9 +187,7 @@ def _average_state(model, # Whose parameters `opt` steps
                   ):
     "Replace the optimizer state's tensors of floats by their mean over all workers; a parameter whose state is not everywhere begins anew"
     slow = getattr(opt, 'slow_weights', None) # Lookahead's
-    # an OptimWrapper has a `state` too, which is not that of torch's optimizer
-    while isinstance(opt, (Lookahead,OptimWrapper)): opt = opt.opt
-    named = dict(model.named_parameters())
+    opt,named = inner_opt(opt),dict(model.named_parameters())
     state = {n:opt.state[p] for n,p in named.items() if p in opt.state}
     floats = {n:{k:v for k,v in s.items() if isinstance(v, Tensor) and (v.is_floating_point() or v.is_complex())} for n,s in state.items()}
     every = all_gather_list({n:[(k,tuple(v.shape),v.dtype) for k,v in s.items()] for n,s in floats.items()})
@@ -232,4 +195,4 @@ def _average_state(model, # Whose parameters `opt` steps
         if any(o.get(n)!=every[0].get(n) for o in every):
             opt.state.pop(named[n])
             floats.pop(n)
-    _average_tensors([v for s in floats.values() for v in s.values()] + tensors_in([list(o) for o in slow or []]), device)
+    average_tensors([v for s in floats.values() for v in s.values()] + tensors_in([list(o) for o in slow or []]), device)

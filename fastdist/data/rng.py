@@ -12,7 +12,6 @@ from contextlib import contextmanager
 
 import numpy as np
 import torch, torch.distributed as dist
-from fastai.torch_core import set_seed
 from fastcore.all import patch
 from ..comm.call import same_text
 from ..comm.objects import from_rank0
@@ -48,8 +47,17 @@ def _same_state(a, b # What `rng_state` returned
 # %% ../../nbs/data/00_rng.ipynb #d4a6d12d
 def seed_of(*parts # What the seed follows from: numbers, texts, bytes
            ):
-    "A seed for `set_seed`, of 32 bits"
+    "A seed, of 32 bits"
     return int.from_bytes(hashlib.sha256(pickle.dumps(parts)).digest()[:4], 'little')
+
+# %% ../../nbs/data/00_rng.ipynb #cfad8485
+def _seed(s # Of 32 bits
+         ):
+    "Begin the streams of Python, NumPy and torch at seed `s`, as fastai's `set_seed` does"
+    random.seed(s)
+    np.random.seed(s%(2**32-1))
+    # where there is no GPU yet torch notes, for each call, from which lines it came: half a millisecond
+    (torch.manual_seed if torch.accelerator.is_available() else torch.default_generator.manual_seed)(s)
 
 # %% ../../nbs/data/00_rng.ipynb #9713f725
 class WorkerRandom:
@@ -61,23 +69,26 @@ class WorkerRandom:
         self.rank,self.own,self.shared,self.left = rank,None,None,None
         self.bits = np.random.MT19937(0) # NumPy's part of the stream: to change its generator is quick, to set a state is not
 
-    def enter(self):
-        "Set the shared stream aside and draw from this worker's own"
-        if WorkerRandom.active is not None: return
-        self.shared,self.shared_bits = rng_state(),np.random.get_bit_generator()
-        np.random.set_bit_generator(self.bits)
-        if self.own is None: set_seed(seed_of(self.rank, self.shared[0], self.shared[2].numpy().tobytes()))
-        else: _set_others(self.own)
-        WorkerRandom.active = self
+# %% ../../nbs/data/00_rng.ipynb #1ec5ed61
+@patch
+def enter(self:WorkerRandom):
+    "Set the shared stream aside and draw from this worker's own"
+    if WorkerRandom.active is not None: return
+    self.shared,self.shared_bits = rng_state(),np.random.get_bit_generator()
+    np.random.set_bit_generator(self.bits)
+    if self.own is None: _seed(seed_of(self.rank, self.shared[0], self.shared[2].numpy().tobytes()))
+    else: _set_others(self.own)
+    WorkerRandom.active = self
 
-    def exit(self):
-        "Go back to the shared stream"
-        if WorkerRandom.active is not self: return
-        self.own = _others()
-        np.random.set_bit_generator(self.shared_bits)
-        if self.shared[1][3]: np.random.set_state(self.shared[1]) # the second of a pair of normal numbers, which the change has lost
-        _set_others(self.shared)
-        WorkerRandom.active = self.shared = self.shared_bits = None
+@patch
+def exit(self:WorkerRandom):
+    "Go back to the shared stream"
+    if WorkerRandom.active is not self: return
+    self.own = _others()
+    np.random.set_bit_generator(self.shared_bits)
+    if self.shared[1][3]: np.random.set_state(self.shared[1]) # the second of a pair of normal numbers, which the change has lost
+    _set_others(self.shared)
+    WorkerRandom.active = self.shared = self.shared_bits = None
 
 # %% ../../nbs/data/00_rng.ipynb #063871e2
 @patch
@@ -96,8 +107,9 @@ def restart(self:WorkerRandom,
             seed:int, # The stream follows from this number and from the rank
            ):
     "Begin the stream again, if this is the one that is entered"
-    if WorkerRandom.active is self: set_seed(seed_of(seed, self.rank))
+    if WorkerRandom.active is self: _seed(seed_of(seed, self.rank))
 
+# %% ../../nbs/data/00_rng.ipynb #47a8b28c
 @patch
 def leave(self:WorkerRandom):
     "`exit`, at the end of a fit, from which on the script draws for itself"
@@ -109,6 +121,7 @@ def restart_if_seeded(self:WorkerRandom):
     "Begin the stream again when it is entered, if the shared stream is not where `leave` left it, as after `set_seed`"
     if self.left is not None and WorkerRandom.active is None and not _same_state(self.left, rng_state()): self.own = None
 
+# %% ../../nbs/data/00_rng.ipynb #a6ff42ae
 @patch(cls_method=True)
 def begin(cls:WorkerRandom,
           rank:int, # The worker
@@ -116,7 +129,7 @@ def begin(cls:WorkerRandom,
          ):
     "The streams of a loader process, which are this worker's own and, where its data set is read, the shared one"
     WorkerRandom.active = None # forked from a worker's
-    set_seed(seed)
+    _seed(seed)
     self = cls(rank)
     self.enter()
     self.restart(seed)

@@ -24,18 +24,20 @@ def _further(m, ranks):
     return [b for b in beats if b is not None and (b.left or any(n > mine.get(g, n) for g,n in b.seqs.items()))]
 
 # %% ../../nbs/fault/04_same_call.ipynb #10ec8ed8
-def _counted(m, name):
+def _counted(name):
     "How often this rank has been at call `name`, with this one, and the number in the store that counts those of all"
-    seen,world = current_world().cached('same_call', Counter),current_world()
+    world = current_world()
+    seen = world.cached('same_call', Counter)
     seen[name] += 1
     return seen[name],world.store(f'same_call/{world.number}'),hashlib.sha256(name.encode()).hexdigest()
 
+# %% ../../nbs/fault/04_same_call.ipynb #71adb66a
 def gone_on(what # A call that all ranks have to make, in words
            ):
     "Wait until all ranks are at `what`, and return `None`; or the `Beat` of a rank that has gone on without it"
     m = monitor()
     if m is None: return
-    n,store,key = _counted(m, what)
+    n,store,key = _counted(what)
     store.add(key, 1)
     def all_here(): return store.add(key, 0) >= n*m.size
     while not wait_until(all_here, 1):
@@ -57,7 +59,7 @@ def after_rank0():
     m = monitor()
     if m is None: return
     lines = '\n'.join(f'{f[0]}:{f[1]}' for f in user_frames(stack_of(threading.get_ident())))
-    n,store,key = _counted(m, lines)
+    n,store,key = _counted(lines)
     if is_master(): return store.add(key, 1)
     while not wait_until(lambda: store.add(key, 0) >= n, 1):
         if _further(m, [0]): return

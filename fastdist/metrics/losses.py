@@ -18,6 +18,7 @@ from ..data.partition import local_rows
 from ..data.rng import rng_state, set_rng_state
 from ..model.batchnorm import GlobalBatchNorm
 from ..world.ranks import get_rank
+from ..world.state import current_world
 
 # %% ../../nbs/metrics/02_losses.ipynb #107ba435
 def _cross_entropy(f):
@@ -30,6 +31,7 @@ def _cross_entropy(f):
 
 def _inner(f): return f.func if isinstance(f, (BaseLoss,partial)) else f
 
+# %% ../../nbs/metrics/02_losses.ipynb #294784b5
 def loss_divisor(loss_func, # The learner's loss function
                  yb, # Tuple of targets
                 ):
@@ -66,20 +68,7 @@ def is_summed(loss_func # The learner's loss function
     kwargs = loss_func.keywords if isinstance(loss_func, partial) else {}
     return kwargs.get('reduction', getattr(loss_func, 'reduction', 'mean'))=='sum'
 
-# %% ../../nbs/metrics/02_losses.ipynb #8cbeeace
-class GlobalBatchLoss(GetAttr):
-    """`loss_func` of the global batch, whatever it makes of its samples: in training each worker gathers the predictions and targets of
-    all. In evaluation, and in one process, it is `loss_func` itself"""
-    _default,loss_divisor = 'loss_func',None
-    step = None # the `TrainingStep` whose loss is about to be computed
-    def __init__(self, loss_func): # Any loss function
-        self.loss_func = loss_func
-
-    def __call__(self, pred, *yb, **kwargs):
-        if GlobalBatchLoss.step is None: return self.loss_func(pred, *yb, **kwargs)
-        pred,*yb = _of_all(pred, yb, GlobalBatchLoss.step)
-        return self.loss_func(pred, *yb, **kwargs)
-
+# %% ../../nbs/metrics/02_losses.ipynb #4a759b41
 def _of_all(pred, yb, step):
     "Predictions and targets of the global batch; gradients go to this worker's own predictions"
     def weighed(g): return g*(step.batch_weight()/step.n) if step.n else g*0 # as a share will be, and this is the whole
@@ -91,6 +80,24 @@ def _of_all(pred, yb, step):
     parts = [to_device(p, find_device(pred)) for p in gather_tensors(to_detach(mine, cpu=False, gather=False))]
     parts[get_rank()] = mine
     return interleave(parts)
+
+# %% ../../nbs/metrics/02_losses.ipynb #8cbeeace
+class GlobalBatchLoss(GetAttr):
+    """`loss_func` of the global batch, whatever it makes of its samples: in training each worker gathers the predictions and targets of
+    all. In evaluation, and in one process, it is `loss_func` itself"""
+    _default,loss_divisor = 'loss_func',None
+    def __init__(self, loss_func): # Any loss function
+        self.loss_func = loss_func
+
+    def __call__(self, pred, *yb, **kwargs):
+        step = current_world().cache.get('global_batch')
+        if step is not None: pred,*yb = _of_all(pred, yb, step)
+        return self.loss_func(pred, *yb, **kwargs)
+
+    @staticmethod
+    def expect(step=None):
+        "The loss that is computed next is that of `step`, a `TrainingStep`; without one it is of what it is given"
+        current_world().cache['global_batch'] = step
 
 # %% ../../nbs/metrics/02_losses.ipynb #e505fa49
 def _is_known(f):
@@ -121,28 +128,10 @@ def _no_trace(f, model):
         for b,was in bufs: b.copy_(was)
         set_rng_state(rng)
 
-# %% ../../nbs/metrics/02_losses.ipynb #5fe99ac4
-class LossCheck:
-    "Holds the loss of a learner's first batches against those of their parts; see `loss_divisor`"
-    def __init__(self, learn, # `Learner` that trains
-                 batches=3, # So many batches of a loss function
-                ):
-        self.learn,self.batches,self.func,self.left = learn,batches,None,0
-
-    def __call__(self):
-        "After the loss: a `ValueError` if it is not what workers would make of their shares"
-        learn,f = self.learn,self.learn.loss_func
-        if f!=self.func: self.func,self.left = f,0 if _is_known(f) or _trusted(f) else self.batches
-        if not self.left or find_bs(learn.yb) < 2: return
-        self.left -= 1
-        try:
-            with _no_trace(f, learn.model): found = _compared(f, learn.pred, learn.yb, learn.loss)
-        except Exception: return # it takes no part of a batch: nothing is known
-        if found: raise _no_mean(f, *found)
-
 # %% ../../nbs/metrics/02_losses.ipynb #4c28ff78
 def _trusted(f): return None in [getattr(o, 'loss_divisor', 0) for o in (f,_inner(f))]
 
+# %% ../../nbs/metrics/02_losses.ipynb #9c28e18c
 def _compared(f, pred, yb, loss):
     "(loss, those of its parts, what they make, whether they add up) of a batch, if its loss is not what is expected of `f`, else `None`"
     parts = [local_rows('batch', (pred,*yb), r, 2) for r in range(2)]
@@ -168,3 +157,22 @@ def _no_mean(f, whole, losses, expected, adds_up):
         f"rank {get_rank()}: the loss function {nm} is no mean over samples: of a batch it is {whole:.6g}, of its halves "
         f"{losses[0]:.6g} and {losses[1]:.6g}, from which follows {expected:.6g}. Each worker has its own share of a batch, "
         f"and would train on another loss than one process. {hint}")
+
+# %% ../../nbs/metrics/02_losses.ipynb #00418f15
+class LossCheck:
+    "Holds the loss of a learner's first batches against those of their parts; see `loss_divisor`"
+    def __init__(self, learn, # `Learner` that trains
+                 batches=3, # So many batches of a loss function
+                ):
+        self.learn,self.batches,self.func,self.left = learn,batches,None,0
+
+    def __call__(self):
+        "After the loss: a `ValueError` if it is not what workers would make of their shares"
+        learn,f = self.learn,self.learn.loss_func
+        if f!=self.func: self.func,self.left = f,0 if _is_known(f) or _trusted(f) else self.batches
+        if not self.left or find_bs(learn.yb) < 2: return
+        self.left -= 1
+        try:
+            with _no_trace(f, learn.model): found = _compared(f, learn.pred, learn.yb, learn.loss)
+        except Exception: return # it takes no part of a batch: nothing is known
+        if found: raise _no_mean(f, *found)

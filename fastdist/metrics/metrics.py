@@ -6,7 +6,6 @@
 __all__ = ['merge_by_adding', 'metric_kind', 'EpochTotals']
 
 # %% ../../nbs/metrics/00_metrics.ipynb #c7555414
-import math
 from copy import copy,deepcopy
 
 from fastai.basics import *

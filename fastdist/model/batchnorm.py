@@ -100,11 +100,19 @@ def expect(cls:GlobalBatchNorm, counts=True, # Does this worker's local batch co
 
 # %% ../../nbs/model/03_batchnorm.ipynb #87723bef
 @patch
+def _momentum(self:GlobalBatchNorm, number=float):
+    "Count a batch in training; the weight that its statistics get"
+    if not (self.training and self.track_running_stats): return 0. if self.momentum is None else self.momentum
+    if self.num_batches_tracked is not None: self.num_batches_tracked.add_(1)
+    return 1/number(self.num_batches_tracked) if self.momentum is None else self.momentum
+
+@patch
 def _norm_alone(self:GlobalBatchNorm, x):
     "As torch's layer does it: in evaluation, and in a world of one"
     use_batch = self.training or self.running_mean is None
     return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, use_batch, self._momentum(), self.eps)
 
+# %% ../../nbs/model/03_batchnorm.ipynb #7706f4ef
 def _refuse_twice(g):
     if torch.is_grad_enabled(): raise RuntimeError(
         f"rank {dist.get_rank()}: a gradient of a gradient (create_graph=True) through batch norm over all workers, which torch's "
@@ -118,13 +126,6 @@ def _norm_by_kernels(self:GlobalBatchNorm, x):
     finally: del self.process_group
     if y.requires_grad: y.register_hook(_refuse_twice)
     return y
-
-@patch
-def _momentum(self:GlobalBatchNorm, number=float):
-    "Count a batch in training; the weight that its statistics get"
-    if not (self.training and self.track_running_stats): return 0. if self.momentum is None else self.momentum
-    if self.num_batches_tracked is not None: self.num_batches_tracked.add_(1)
-    return 1/number(self.num_batches_tracked) if self.momentum is None else self.momentum
 
 # %% ../../nbs/model/03_batchnorm.ipynb #87723bf1
 @patch

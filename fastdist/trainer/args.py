@@ -6,19 +6,19 @@
 __all__ = ['accelerator_args', 'not_default', 'check_args', 'check_own', 'check_launch', 'check_precision', 'make_accelerator']
 
 # %% ../../nbs/trainer/01_args.ipynb #121616bc
-import dataclasses,difflib,inspect
+import difflib,inspect
 from pathlib import PurePath
 from types import SimpleNamespace
 
 from accelerate import Accelerator
-from accelerate.utils import (AutocastKwargs, DataLoaderConfiguration, DDPCommunicationHookType, DistributedDataParallelKwargs,
-                              GradientAccumulationPlugin, GradScalerKwargs, InitProcessGroupKwargs, ProjectConfiguration, RNGType)
+from accelerate.utils import (AutocastKwargs, DataLoaderConfiguration, DistributedDataParallelKwargs, GradientAccumulationPlugin,
+                              GradScalerKwargs, InitProcessGroupKwargs, ProjectConfiguration, RNGType)
 from fastai.basics import *
 from fastai.callback.fp16 import MixedPrecision, NonNativeMixedPrecision
-from .strategy_args import check_dynamo, check_sharding, launch_hidden
+from .strategy_args import check_dynamo, check_mesh, check_sharding, launch_hidden
 from ..world.errors import refuse
 from ..strategy.select import check_ddp
-from ..world.ranks import get_rank
+from ..world.ranks import get_rank, get_world_size
 
 # %% ../../nbs/trainer/01_args.ipynb #433c2953
 _fastai_owns = dict(
@@ -192,6 +192,10 @@ def check_own(own, # `dict` of the arguments of `DistributedTrainer` that are no
         if not isinstance(own[nm], bool): refuse(nm, own[nm], f"it is True or False{_no_gpu if gpu and nm=='sync_bn' else ''}")
     if own['offload_to_cpu'] and not (own['activation_checkpointing'] or settings.fsdp.activation_checkpointing):
         refuse('offload_to_cpu', True, "it is of what activation checkpointing keeps: give activation_checkpointing=True too")
+    for nm,o in (('activation_checkpointing',own['activation_checkpointing']),('dynamo_backend',settings.dynamo)):
+        if o and settings.strategy=='dp':
+            refuse(nm, o, "strategy='dp' copies the model to each GPU for each batch, which would run the original's forward: "
+                          "use strategy='ddp'")
 
 # %% ../../nbs/trainer/01_args.ipynb #fc1fa047
 def check_launch(learn # `Learner` that is to be trained
@@ -215,7 +219,8 @@ def check_precision(learn # `Learner` in a fit on many workers
 def make_accelerator(settings, # From `check_args`
                      cpu, # Train on the CPU?
                     ):
-    "Accelerate's state of this process. What it would do by itself, to a model or an environment variable, is the strategy's to do"
+    "Accelerate's state of this process, one of several. What it would do to a model or an environment variable is the strategy's to do"
+    check_mesh(settings.mesh, get_world_size())
     handlers = [o for o in (settings.ddp,settings.init) if o is not None]
     config = DataLoaderConfiguration(split_batches=settings.split)
     with launch_hidden(): return Accelerator(cpu=cpu, mixed_precision='no', kwargs_handlers=handlers, dataloader_config=config)

@@ -20,6 +20,7 @@ from ..data.dl import DistributedDL
 from ..strategy.base import check_trainable
 from ..strategy.forward_proxy import ForwardProxy
 from .loaders import plain_dls
+from .step import draws_of
 from .trainer import DistributedTrainer
 from ..world.errors import refuse
 from ..world.process_group import teardown_distrib
@@ -150,8 +151,9 @@ _with_events,_call_one,_validation_context = Learner._with_events,Learner._call_
 def _around(learn, event_type):
     trainer = trainer_of(learn)
     if trainer is None and event_type=='fit' and not hasattr(learn, 'lr_finder'): _warn_apart() # it restores what it trains
-    if trainer is None or event_type not in ('fit','validate'): return nullcontext()
-    return trainer.fit_together() if event_type=='fit' else trainer.validate_together()
+    if trainer is not None and event_type=='fit': return trainer.fit_together()
+    shared = event_type=='validate' and trainer is not None and trainer.accelerator is not None
+    return trainer.validate_together() if shared else nullcontext()
 
 def _decisions(learn):
     "Those of a fit or an evaluation of all workers, or `None`"
@@ -166,7 +168,7 @@ def _with_events(self:Learner, f, event_type, ex, final=noop):
 @patch
 def _call_one(self:Learner, event_name):
     decisions,trainer = _decisions(self),trainer_of(self)
-    with nullcontext() if trainer is None else trainer.draws_of(event_name):
+    with draws_of(getattr(trainer, 'random', None), event_name):
         return _call_one(self, event_name) if decisions is None or decisions.alone else decisions.call(event_name)
 
 @patch

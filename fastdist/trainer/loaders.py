@@ -18,6 +18,7 @@ from ..data.dl import DistributedDL
 from ..data.fastai_dl import reads_rows
 from ..data.loaders import loaders_in, n_batches, reads_in_processes
 from ..metrics.metrics import EpochTotals
+from ..model.own_loop import OwnLoopDL
 from ..world.errors import refuse
 from ..world.ranks import get_rank, get_world_size
 
@@ -34,8 +35,9 @@ class SharedLoaders:
     def __init__(self, learn, # `Learner` that trains and evaluates
                  device, # On which workers train; a loader's own stays where it is the CPU
                  split_batches=False, # Is a batch of the loader the global batch, rather than each worker's?
+                 sync_bn=True, # Does batch norm in training have the statistics of the global batch, in loops of the script's own too?
                 ):
-        self.learn,self.split_batches = learn,split_batches
+        self.learn,self.split_batches,self.sync_bn = learn,split_batches,sync_bn
         self.device = None if device.type=='cpu' else device
 
     def can_share(self, dl # Loader, not a `DistributedDL`
@@ -47,13 +49,16 @@ class SharedLoaders:
         saves = any(getattr(cb, o, None) is not None for cb in self.learn.cbs for o in ('save_preds','save_targs'))
         return dl.bs >= get_world_size() and not saves and not EpochTotals(self.learn).fed(rows=True, training=False)
 
-    def part(self, dl, evaluate, rank, world_size):
-        "`DistributedDL` of `dl`; the one that is given, where it is that already"
-        if isinstance(dl, DistributedDL):
-            if (dl.evaluate,dl.rank,dl.world_size)==(evaluate,rank,world_size): return dl
-            dl = dl.dl
-        place = (0,1) if world_size==1 else () # those of the process group
-        return DistributedDL(dl, *place, device=self.device, split_batches=self.split_batches, evaluate=evaluate)
+# %% ../../nbs/trainer/02_loaders.ipynb #08cd11cd
+@patch
+def part(self:SharedLoaders, dl, evaluate, rank, world_size):
+    "`DistributedDL` of `dl`; the one that is given, where it is that already"
+    if isinstance(dl, DistributedDL):
+        if (dl.evaluate,dl.rank,dl.world_size)==(evaluate,rank,world_size): return dl
+        dl = dl.dl
+    place = (0,1) if world_size==1 else () # those of the process group
+    kind = OwnLoopDL if self.sync_bn and world_size > 1 and not evaluate else DistributedDL
+    return kind(dl, *place, device=self.device, split_batches=self.split_batches, evaluate=evaluate)
 
 # %% ../../nbs/trainer/02_loaders.ipynb #45e9e2ab
 def _check_steps(dl):
@@ -67,6 +72,7 @@ def _check_lengths(learn):
     if not hasattr(learn, 'lr_finder'):
         for dl in learn.dls.loaders[:2]: len(dl)
 
+# %% ../../nbs/trainer/02_loaders.ipynb #3bb67ed0
 @patch
 def train(self:SharedLoaders, dl # Loader of the learner's
          ):
@@ -74,6 +80,7 @@ def train(self:SharedLoaders, dl # Loader of the learner's
     res = self.part(dl, False, get_rank(), get_world_size())
     _check_steps(res)
     _check_lengths(self.learn)
+    if isinstance(res, OwnLoopDL): res.fit_next = True
     return res
 
 @patch

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 
 from fastai.basics import *
 from ..checkpoint.weights import is_sharded
-from ..strategy.base import check_trainable, same_everywhere, whole_model
+from ..strategy.base import check_trainable, same_everywhere, sync_buffers, whole_model
 
 # %% ../../nbs/trainer/05_undone.ipynb #0a43622b
 class UndoneCallback(Callback):
@@ -52,33 +52,42 @@ def add(self:UndoneCallback, cb # A callback
 class FollowsModel(UndoneCallback):
     "Shapes the learner's model by `model_steps`, and does so again where it has changed"
     shaped,strategy = None,None
+    dirty = False # have buffers changed since the workers agreed on them?
 
-    def shape_model(self):
-        "One of the steps of `set_up`"
-        self.undo.callback(self._undo_model)
-        self._shape()
+    def note_parts(self):
+        "Remember what the model is made of"
+        self.strategy.sync_params()
+        whole = whole_model(self.learn)
+        parts = whole.modules() if whole is self.learn.model else (m for o in whole for m in o.modules())
+        self.parts = [self.learn.model, *parts, *whole.parameters()]
 
-    def _shape(self):
-        outer,self.undo = self.undo,ExitStack()
-        self.shaped = self.undo
-        try:
-            for f in self.model_steps(): f()
-        finally: self.undo = outer
-        self.note_parts()
+    def agree_buffers(self):
+        "Buffers that a forward changes differ between workers: let all have the same, once an epoch"
+        if self.dirty: sync_buffers(whole_model(self.learn))
+        self.dirty = False
 
-    def _undo_model(self):
-        shaped,self.shaped = self.shaped,None
-        if shaped is not None: shaped.close()
+# %% ../../nbs/trainer/05_undone.ipynb #80a668ef
+@patch
+def shape_model(self:FollowsModel):
+    "One of the steps of `set_up`"
+    self.undo.callback(self._undo_model)
+    self._shape()
+
+@patch
+def _shape(self:FollowsModel):
+    outer,self.undo = self.undo,ExitStack()
+    self.shaped = self.undo
+    try:
+        for f in self.model_steps(): f()
+    finally: self.undo = outer
+    self.note_parts()
+
+@patch
+def _undo_model(self:FollowsModel):
+    shaped,self.shaped = self.shaped,None
+    if shaped is not None: shaped.close()
 
 # %% ../../nbs/trainer/05_undone.ipynb #3fb29151
-@patch
-def note_parts(self:FollowsModel):
-    "Remember what the model is made of"
-    self.strategy.sync_params()
-    whole = whole_model(self.learn)
-    parts = whole.modules() if whole is self.learn.model else (m for o in whole for m in o.modules())
-    self.parts = [self.learn.model, *parts, *whole.parameters()]
-
 @patch
 def follow_model(self:FollowsModel):
     "Shape the model anew, where it has other modules or parameters than it had; rank 0's weights are those of all"

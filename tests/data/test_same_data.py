@@ -142,6 +142,28 @@ def as_before(n):
     return res
 
 
+def parts_of_its_own(epochs=2):
+    "What each worker reads of a loader by the rank and size that it has, shuffled alike and otherwise, with what was warned of"
+    from fastdist.all import DistributedDL, get_rank, setup_distrib
+    from fastdist.world import get_world_size
+    setup_distrib()
+    res = {}
+    for nm, seed in (('alike', 5), ('otherwise', 5+get_rank())):
+        set_seed(seed)
+        dl = DistributedDL(TfmdDL(list(range(11)), bs=3, shuffle=True, num_workers=0), get_rank(), get_world_size(), split_batches=True)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter('always')
+            parts = [[i for b in dl for i in b.tolist()] for _ in range(epochs)]
+        res[nm] = parts, [str(o.message) for o in told]
+    return res
+
+
+def test_parts_by_numbers_that_a_script_gives(world3):
+    every = world3(parts_of_its_own)
+    assert all(not o['alike'][1] and {i for r in every for i in r['alike'][0][e]} == set(range(11)) for o in every for e in range(2))
+    assert [len(o['otherwise'][1]) for o in every] == [0, 1, 1] and all('has drawn another order than rank 0' in o['otherwise'][1][0] for o in every[1:])
+
+
 @pytest.mark.parametrize('size', [2, 3])
 def test_as_their_first_users_know_them(worlds, size):
     one = small_learner(n=13, n_val=7, bs=5)
