@@ -14,7 +14,6 @@ from ..callbacks.data_parallel import ParallelTrainer
 from ..callbacks.grad_accumulation import AccumulateSteps
 from ..callbacks.loggers import HiddenLoggers, console_bars
 from ..callbacks.precision import precision_callbacks, synchronize_rng
-from ..data.dl import DistributedDL
 from ..data.loaders import same_data
 from ..data.rng import WorkerRandom, rank0_stream, rejoin_streams
 from ..fault.cancel import Decisions
@@ -23,15 +22,13 @@ from ..metrics.metrics import EpochTotals
 from ..model.activation_checkpoint import checkpoint_activations
 from ..model.batchnorm import GlobalBatchNorm, sync_batch_norm
 from ..model.compile import compile_model
-from ..strategy.base import check_trainable, same_everywhere, sync_buffers, whole_model
+from ..strategy.base import same_everywhere, whole_model
 from ..strategy.select import close_strategy, make_strategy
 from .args import accelerator_args, check_args, check_launch, check_own, check_precision, make_accelerator, not_default
 from .evaluation import Evaluation, same_log
 from .loaders import SharedLoaders, seeded_loaders
 from .step import StrategyHooks, TrainingStep
-from .strategy_args import check_mesh
 from .undone import FollowsModel, UndoneCallback
-from ..world.errors import refuse
 from ..world.process_group import init_group, teardown_distrib
 from ..world.ranks import get_rank, get_world_size, use_cpu
 
@@ -55,9 +52,8 @@ class DistributedTrainer(FollowsModel):
         self.settings = check_args(kwargs, strategy)
         check_own(own, self.settings)
         self.args,self.watchdog = {**own, **not_default(kwargs)},own['watchdog']
-        self.accelerator = self.decisions = self.strategy = self.step = self.evaluation = self.loggers = self.random = None
-        self.precision = None # that the launcher was told
-        self.by_fit = self.in_fit = self.in_scope = False
+        self.accelerator = self.precision = self.decisions = self.strategy = self.step = self.evaluation = self.loggers = self.random = None
+        self.by_fit = self.in_fit = self.in_scope = self.evaluated = False
         self.preds_to = None # the one rank that gets predictions, or all do
 
 # %% ../../nbs/trainer/06_trainer.ipynb #6c8451da
@@ -82,9 +78,9 @@ def _prepare(self:DistributedTrainer):
     learn,device = self.learn,self.accelerator.device
     self.random,self.totals = WorkerRandom(get_rank()),EpochTotals(learn)
     self.decisions = Decisions(learn, device, WorkerRandom(get_rank()).entered)
-    self.loaders,self.evaluation = SharedLoaders(learn, device, self.settings.split),Evaluation(learn, self.decisions)
-    self.evaluated = False # have the workers shared an evaluation since the epoch began?
-    self.dirty = False # have buffers changed since the workers agreed on them?
+    self.loaders = SharedLoaders(learn, device, self.settings.split, self.args['sync_bn'])
+    self.evaluation = Evaluation(learn, self.decisions)
+    self.dirty = False
     self.undo.callback(self._leave_stream)
 
 @patch
@@ -92,6 +88,7 @@ def _leave_stream(self:DistributedTrainer):
     random,self.random = self.random,None
     random.exit()
 
+# %% ../../nbs/trainer/06_trainer.ipynb #ca027edf
 @patch
 def _share_batch_norm(self:DistributedTrainer):
     "Take batch norm's statistics from the global batch"
@@ -135,12 +132,7 @@ def _show_in_rank0(self:DistributedTrainer):
 @patch
 def _copy_to_gpus(self:DistributedTrainer):
     "`strategy='dp'`: one process trains on all GPUs"
-    if self.settings.strategy!='dp': return
-    for nm,o in (('activation_checkpointing',self.args['activation_checkpointing']),('dynamo_backend',self.settings.dynamo)):
-        if not o: continue
-        refuse(nm, o, "strategy='dp' copies the model to each GPU for each batch, which would run the original's forward: "
-                      "use strategy='ddp'")
-    self.add(ParallelTrainer(None))
+    if self.settings.strategy=='dp': self.add(ParallelTrainer(None))
 
 @patch
 def _checkpoint(self:DistributedTrainer):
@@ -223,7 +215,6 @@ def attach(self:DistributedTrainer):
         "leave it before distrib_ctx")
     self.precision = check_launch(self.learn)
     cpu = self.join_group()
-    check_mesh(self.settings.mesh, get_world_size())
     if get_world_size() > 1: self.accelerator = make_accelerator(self.settings, cpu)
     self.set_up(self.steps())
 
@@ -232,28 +223,6 @@ def attach(self:DistributedTrainer):
 def is_inner(self:DistributedTrainer):
     "Is this the business of one worker, or of a callback's evaluation, in the fit of all?"
     return self.decisions is not None and bool(self.decisions.alone or self.decisions.inner)
-
-@patch
-def _agree_buffers(self:DistributedTrainer):
-    "Buffers that a forward changes differ between workers: take rank 0's, once an epoch"
-    if self.dirty: sync_buffers(whole_model(self.learn))
-    self.dirty = False
-
-# %% ../../nbs/trainer/06_trainer.ipynb #c01f9c86
-_own_events = {'after_pred','after_loss','before_backward'} # those from a forward to the end of its backward
-
-@patch
-@contextmanager
-def draws_of(self:DistributedTrainer, event_name # Of a fit or an evaluation
-            ):
-    "Around the callbacks of an event: they draw from the shared stream; forward and backward, after `before_batch`, from the worker's own"
-    if self.random is not None and event_name not in _own_events: self.random.exit()
-    yield
-    if self.random is not None and event_name=='before_batch': self.random.enter()
-
-@patch
-def _to_shared_stream(self:DistributedTrainer):
-    if self.random is not None: self.random.exit()
 
 # %% ../../nbs/trainer/06_trainer.ipynb #72021c52
 @patch
@@ -280,7 +249,7 @@ def after_fit(self:DistributedTrainer):
 
 @patch
 def _end_fit(self:DistributedTrainer):
-    self._agree_buffers()
+    self.agree_buffers()
     if self.in_fit:
         self.strategy.average()
         for cb in self.learn._grab_cbs(ActivationStats): gather_stats(cb)
@@ -289,7 +258,7 @@ def _end_fit(self:DistributedTrainer):
 # %% ../../nbs/trainer/06_trainer.ipynb #a8ce27a3
 @patch
 def before_epoch(self:DistributedTrainer):
-    "Nothing has been evaluated yet"
+    "The workers have shared no evaluation since the epoch began"
     self.evaluated = False
 
 @patch
@@ -310,7 +279,7 @@ def before_train(self:DistributedTrainer):
 @patch
 def after_train(self:DistributedTrainer):
     "Let all workers have the same buffers, and put the training metrics together"
-    self._agree_buffers()
+    self.agree_buffers()
     self.totals.combine(rows=True)
 
 # %% ../../nbs/trainer/06_trainer.ipynb #874314cc
@@ -332,6 +301,7 @@ def after_loss(self:DistributedTrainer):
     "Note that this batch has got as far as a loss"
     if self.training: self.step.note_loss()
 
+# %% ../../nbs/trainer/06_trainer.ipynb #f5f2079e
 @patch
 def before_step(self:DistributedTrainer):
     "Count the samples of all workers where gradients are accumulated"
@@ -382,7 +352,7 @@ def fit_together(self:DistributedTrainer):
                     together = undo.enter_context(scope(self.watchdog))
                 undo.enter_context(rank0_stream())
                 undo.enter_context(self._decide())
-                undo.callback(self._to_shared_stream)
+                undo.callback(self.random.exit)
             yield
     finally:
         self.in_fit = outer
@@ -414,10 +384,7 @@ def _fit_failed(self:DistributedTrainer, cls, error, *_):
 @contextmanager
 def validate_together(self:DistributedTrainer):
     "Around a validation, which may be inside of another (`FetchPredsCallback`): share it, and agree on what callbacks decide"
-    if self.accelerator is None:
-        yield
-        return
-    learn,outer = self.learn,self.evaluation
+    learn,random,outer = self.learn,self.random,self.evaluation
     if not (self.in_fit or self.is_inner): self.follow_model()
     learn.dl = self.loaders.evaluate(learn.dl, self.decisions.alone)
     self.evaluation = Evaluation(learn, self.decisions, self.strategy.shards_params, self.preds_to)
@@ -427,4 +394,4 @@ def validate_together(self:DistributedTrainer):
             self.evaluated |= self.evaluation.shared
     finally:
         self.evaluation = outer
-        self._to_shared_stream()
+        random.exit()
