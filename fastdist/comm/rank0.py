@@ -54,6 +54,7 @@ def _lead(func, args, kwargs, store, key, send):
         raise e
     return res
 
+# %% ../../nbs/comm/05_rank0.ipynb #9c8b8753
 def _follow(store, key, first=0, name='its call'):
     "In the others: wait for as long as it takes, and raise what the first has raised, or that its process has ended. `first`: see `ended`"
     def say(): notice(f"rank {get_rank()} waits for rank 0{'' if first==0 else f' of {first}'}, which is in {name}")

@@ -33,6 +33,7 @@ def _read_lines(fd, f):
             if not o: return
             f(o)
 
+# %% ../../nbs/launch/02_watch.ipynb #cd1787f1
 @contextmanager
 def notices_shown(hidden, # Function of a rank, as text: is what it prints in a file only?
                   most=20, # Notices
@@ -64,8 +65,8 @@ def _runs(p):
     except psutil.Error: return False
 
 def _ended_alone(workers, n, since, now, after):
-    """(ranks that have ended, those that have run on for `after` seconds), of `n` workers, by (rank, local rank); `None` where that is not so.
-    `since` is for when the first ended"""
+    """(ranks that have ended, those that have run on for `after` seconds), of `n` workers, by (rank, local rank);
+    `None` where that is not so. `since` is for when the first ended"""
     runs = {o for o,p in workers.items() if _runs(p)}
     if not runs or len(runs)==n: since.clear()
     else: since[:] = since or [now]
@@ -88,7 +89,8 @@ def end_noticed(n, # Workers that are started here
             found = _ended_alone(workers, n, since, time.monotonic(), after)
             if not found: continue
             one,other = [f"worker{'' if len(o)==1 else 's'} {', '.join(map(str, o))}" for o in found]
-            return print(f"fastdist: {one} ended {after:g} s ago, and {other} {'has' if len(found[1])==1 else 'have'} not; logs in {logs}", file=sys.stderr, flush=True)
+            return print(f"fastdist: {one} ended {after:g} s ago, and {other} {'has' if len(found[1])==1 else 'have'} not; "
+                         f"logs in {logs}", file=sys.stderr, flush=True)
     t = threading.Thread(target=watch, daemon=True, name='fastdist watch')
     if n > 1: t.start()
     try: yield
@@ -113,6 +115,7 @@ def _end_marked(mark, seconds):
         if time.monotonic() >= end: send_signal(found, signal.SIGKILL)
         time.sleep(0.1)
 
+# %% ../../nbs/launch/02_watch.ipynb #afb17ab8
 def _guard(read, mark, seconds):
     "In a process of its own: wait for the end of the launcher"
     os.setsid() # the terminal's signals are for the launcher
