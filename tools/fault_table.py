@@ -204,7 +204,7 @@ FAULTS = [
     Fault('a loader process is stopped', in_loader('os.kill(os.getpid(), signal.SIGSTOP) # here'), WAITS),
     # waiting for one that does not come
     Fault('rank 0 leaves before the context', alone('return') + """
-        setup_distrib()""", 'does not come any more: its script has ended', rank=0, launchers=LAUNCHERS),
+        setup_distrib()""", 'does not (come|take part) any more: its script has ended', rank=0, launchers=LAUNCHERS),
     Fault('rank 0 leaves between two rank0_first', """
         rank0_first(int)""" + alone('return') + """
         rank0_first(int)""", 'does not take part any more: its script has ended', rank=0, launchers=LAUNCHERS),

@@ -138,7 +138,7 @@ FAULTS = [Fault(*o) for o in [
      'n_local = counts[node] if', 'n_local = per_node or counts[node] if',
      ['tests/world/test_start.py::test_slurm[real]']),
     ('rank-in-the-url-unread', 'P6', "the rank and the size that tcp://host:port?rank=..&world_size=.. says are not read",
-     "if k in ('rank','world_size')}", "if k is None}",
+     "query.get('rank') if rank is None else rank, query.get('world_size') if size is None else size", 'rank, size',
      ['tests/world/test_start.py::test_tcp_in_the_url']),
     ('launcher-over-url', 'P6', "workers of a launcher meet where it says, though an init_method was given",
      'if (init_method,rank,world_size)!=(None,None,None): return', "if (init_method,rank,world_size)!=(None,None,None) and e.launcher=='none': return",

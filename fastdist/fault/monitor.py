@@ -15,7 +15,7 @@ from .interrupt import Interrupts, is_default, is_ending
 from .stacks import Stacks, ask_children, ask_stack, begin_loader_process, crashes
 from .watchdog import Beat, Watch, failure_at, frame_text, own_beat, stack_of, user_frames
 from ..notices import notice
-from ..world.errors import (Failure, RemoteError, _base, _connections, end_after_first, end_connections, has_ended, in_short,
+from ..world.errors import (Failure, RemoteError, _base, _connections, _light, end_after_first, end_connections, has_ended, in_short,
                                    write_record, write_record_of)
 from ..world.process_group import abort_gpu_collectives, shared_store
 from ..world.state import current_world
@@ -391,7 +391,7 @@ def _uncaught(self:Monitor, typ, e, tb):
     if isinstance(e, KeyboardInterrupt) or isinstance(other, KeyboardInterrupt) or self.interrupts.pending is not None:
         if self.rank==0: print("fastdist: stopped by Ctrl-C", file=sys.stderr, flush=True)
     elif other is None:
-        self.old_hook(typ, e, tb)
+        self.old_hook(typ, _light(e), tb)
         if at := crashes(self.stacks): print(f"Its loader process:\n{at}", file=sys.stderr, flush=True)
     else: print(f"fastdist: {in_short(other, self.rank)}", file=sys.stderr, flush=True)
     self.job.left = True

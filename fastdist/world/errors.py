@@ -87,6 +87,7 @@ def _is_small(o, most):
     try: return _size(o, most) <= most
     except RecursionError: return False # it contains itself
 
+# %% ../../nbs/world/04_errors.ipynb #7ed495bb
 def _brief(o):
     "In words what may be large"
     if _is_small(o, 2**16): return repr(o)
@@ -251,7 +252,7 @@ def hook_uncaught(store # torch's store of all ranks
     def hook(typ, e, tb):
         sys.excepthook = old
         if isinstance(e, RemoteError): print(f"fastdist: {in_short(e, get_rank())}", file=sys.stderr, flush=True)
-        else: old(typ, e, tb)
+        else: old(typ, _light(e), tb)
         write_record(e)
         end_after_first(e, store)
     sys.excepthook = hook

@@ -48,6 +48,7 @@ def _join(s, timeout=None):
         world.rendezvous = SimpleNamespace(key=key, store=store, start=s, serves=serves)
     return world.rendezvous.store
 
+# %% ../../nbs/world/05_process_group.ipynb #e453261c
 def _leave():
     "The process ends: write that into the store; the one that holds the store lets the others end first"
     o,e = current_world().rendezvous,getattr(sys, 'last_value', None) # what the interpreter has printed

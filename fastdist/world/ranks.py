@@ -86,6 +86,7 @@ def _launched_by():
     marks = dict(FORK_LAUNCHED='notebook_launcher', ACCELERATE_MIXED_PRECISION='accelerate', TORCHELASTIC_RUN_ID='torchrun')
     return next((who for k,who in marks.items() if k in env), 'environment')
 
+# %% ../../nbs/world/01_ranks.ipynb #31079742
 def _launched_ranks():
     "(rank, world size, local rank, local world size, node rank) of `RANK`, `WORLD_SIZE` and what goes with them"
     rank,size = env_int('RANK'),env_int('WORLD_SIZE', 1)
@@ -96,6 +97,7 @@ def _launched_ranks():
     local = env_int('LOCAL_RANK', 0, (n or size or 1)-1)
     return rank or 0,size or 1,local,n,env_int('GROUP_RANK')
 
+# %% ../../nbs/world/01_ranks.ipynb #fdd0ca03
 def from_env():
     """What the launcher says: `rank`, `world_size`, `local_rank`, `local_world_size`, `node_rank` (`None` where it does not say),
     and who that is, `launcher`"""

@@ -312,6 +312,7 @@ def _part(s):
     step = '.'.join(env.get(o, '') for o in ('SLURM_JOB_ID','SLURM_STEP_ID')) if s.launcher=='slurm' else ''
     return f"fastdist/{step}/{env.get('TORCHELASTIC_RESTART_COUNT', 0)}/{s.world_size}"
 
+# %% ../../nbs/world/03_rendezvous.ipynb #e7b89df3
 def write_end(store, # torch's store of the job
               s, # `Start` of this process
               how, # How it ends
