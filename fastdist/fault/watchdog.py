@@ -181,7 +181,8 @@ def stalled(self:Watch, now, # Seconds
     return self._silent(now, limit) or next(filter(None, (self._behind(o, now, limit) for o in groups)), None) or self._apart(now, limit)
 
 # %% ../../nbs/fault/00_watchdog.ipynb #c8269f3c
-_state_words = dict(silent="has no heartbeat any more: its process is stopped, or in C code that keeps Python's lock, or its machine is gone. It was last at",
+_state_words = dict(silent="has no heartbeat any more: its process is stopped, or in C code that keeps Python's lock, "
+                           "or its machine is gone. It was last at",
                     behind="has not begun what the others wait in. It is at", apart="is at")
 
 def _location(beat):

@@ -107,13 +107,14 @@ def close_strategy(strategy # A `Strategy` that has been set up
     group = (gather_group(f'{current_world().number}/{m.count}') or False) if broken else None
     strategy.close(group)
     if aborted: warn(
-        f"rank {get_rank()}: what the GPUs were sending each other was ended in the middle, and they computed with what had come: the weights "
-        "of this learner, and what its optimizer remembers, are not to be trusted. Load a checkpoint before you go on with this learner")
+        f"rank {get_rank()}: what the GPUs were sending each other was ended in the middle, and they computed with what had come: "
+        "the weights of this learner, and what its optimizer remembers, are not to be trusted. Load a checkpoint before you go on with this learner")
     elif group is False: warn(
         f"rank {get_rank()}: with strategy={strategy.name!r} other workers had shards of the "
         f"{'weights, which are nan now' if strategy.shards_params else 'optimizer state'}, and are gone: "
         "load a checkpoint before you go on with this learner")
-    if strategy.unsynced or aborted: # an error has ended the fit: gradients that differ between workers, or are garbage, must not get into the next
+    # an error has ended the fit: gradients that differ between workers, or are garbage, must not get into the next
+    if strategy.unsynced or aborted:
         for p in (*strategy.model.parameters(), *strategy.loose): p.grad = None
 
 # %% ../../nbs/strategy/08_select.ipynb #0f8afc6a

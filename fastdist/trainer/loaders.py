@@ -114,8 +114,8 @@ def plain_dls(dls # `DataLoaders`
 def on_device(learn, # Any `Learner`
               device, # `torch.device` of this worker
              ):
-    """The model and what the optimizer remembers on `device`. Afterwards they go back to the CPU where the loaders are for it; a worker never
-    leaves its GPU for another, which the loaders name if they were made before the worker knew its own: they follow it"""
+    """The model and what the optimizer remembers on `device`. Afterwards they go back to the CPU where the loaders are for it; a worker
+    never leaves its GPU for another, which the loaders name if they were made before the worker knew its own: they follow it"""
     dls = learn.dls
     given = getattr(dls, '_device', None)
     def move(to):

@@ -144,7 +144,8 @@ def _note_left(self:TrainingStep, left, total):
 
 @patch
 def _agreed(self:TrainingStep):
-    "(samples that are left in this batch, was Ctrl-C pressed in a worker?), the same in all; on a GPU (`None`, was it in the batch before?)"
+    """(samples that are left in this batch, was Ctrl-C pressed in a worker?), the same in all;
+    on a GPU (`None`, was it in the batch before?)"""
     total = self.total if self.by_samples else None
     if self.loss.device.type=='cpu':
         _,left,stops = self.loss.tolist()
