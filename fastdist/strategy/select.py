@@ -108,7 +108,8 @@ def close_strategy(strategy # A `Strategy` that has been set up
     strategy.close(group)
     if aborted: warn(
         f"rank {get_rank()}: what the GPUs were sending each other was ended in the middle, and they computed with what had come: "
-        "the weights of this learner, and what its optimizer remembers, are not to be trusted. Load a checkpoint before you go on with this learner")
+        "the weights of this learner, and what its optimizer remembers, are not to be trusted. "
+        "Load a checkpoint before you go on with this learner")
     elif group is False: warn(
         f"rank {get_rank()}: with strategy={strategy.name!r} other workers had shards of the "
         f"{'weights, which are nan now' if strategy.shards_params else 'optimizer state'}, and are gone: "
