@@ -238,9 +238,9 @@ def _closed(a):
     from accelerate.utils import patch_environment
     from fastdist.world.loopback import loopback_env
     from fastdist.world.secret import secret_env
-    import fastdist.world.elastic
+    from fastdist.world.elastic import loopback_rendezvous
     if a.rdzv_backend=='static':
-        a.rdzv_backend,a.rdzv_endpoint = 'fastdist',f'127.0.0.1:{_port(a)}'
+        a.rdzv_backend,a.rdzv_endpoint = loopback_rendezvous(),f'127.0.0.1:{_port(a)}'
         a.main_process_port = 0 # Accelerate's own look at it: it would take another rendezvous where it is in use
     with patch_environment(**secret_env(), **loopback_env()): yield
 

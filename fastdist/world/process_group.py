@@ -346,9 +346,9 @@ def _launch_config(s, folder):
     "torch's, for the workers of this node: under Slurm one of many, else all of them. `folder` is for what torch writes"
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.launcher.api import LaunchConfig
-    import fastdist.world.elastic
+    from fastdist.world.elastic import loopback_rendezvous
     many,u = s.world_size > 1,urlparse(s.init_method or '')
-    where = dict(rdzv_backend='fastdist', rdzv_endpoint='127.0.0.1:0') # of `elastic`
+    where = dict(rdzv_backend=loopback_rendezvous(), rdzv_endpoint='127.0.0.1:0')
     if many: where = dict(rdzv_backend='static', rdzv_endpoint=f'{u.hostname}:{u.port}', rdzv_configs=dict(rank=s.node_rank))
     nodes = s.world_size//s.spawn if many else 1
     return LaunchConfig(min_nodes=nodes, max_nodes=nodes, nproc_per_node=s.spawn,
