@@ -63,17 +63,15 @@ def ask_stack(pid, # Process of this user's on this machine
               fd, # Number of the file of its `Stacks`
              ):
     """Where the main thread of another process is: [file, line, function] for each frame, the innermost first;
-    nothing where it does not reply"""
+    nothing where it does not reply, or is stopped"""
     if fd is None or not _answers(pid, fd): return []
     try:
         with open(f'/proc/{pid}/fd/{fd}', 'rb') as file:
             file.seek(0, os.SEEK_END)
-            stopped = psutil.Process(pid).status()==psutil.STATUS_STOPPED
+            # to let one that is stopped reply is to let it go on: what the others wait for may come then
+            if psutil.Process(pid).status()==psutil.STATUS_STOPPED: return []
             os.kill(pid, _ask)
-            if not stopped: return _frames(_written(file))
-            os.kill(pid, signal.SIGCONT) # it writes before it goes on
-            try: return _frames(_written(file))
-            finally: os.kill(pid, signal.SIGSTOP)
+            return _frames(_written(file))
     except (OSError,psutil.Error): return [] # it has ended
 
 def ask_children(pid, # Process of this user's on this machine

@@ -236,13 +236,12 @@ def _closed(a):
     The launchers of several nodes know nothing of each other, and leave it to their workers to agree on a secret"""
     if a.num_machines > 1: yield; return
     from accelerate.utils import patch_environment
-    from fastdist.world.loopback import loopback_env
     from fastdist.world.secret import secret_env
     from fastdist.world.elastic import loopback_rendezvous
     if a.rdzv_backend=='static':
         a.rdzv_backend,a.rdzv_endpoint = loopback_rendezvous(),f'127.0.0.1:{_port(a)}'
         a.main_process_port = 0 # Accelerate's own look at it: it would take another rendezvous where it is in use
-    with patch_environment(**secret_env(), **loopback_env()): yield
+    with patch_environment(**secret_env(a.num_processes)): yield # workers choose the interface, as they may join those of other machines
 
 # %% ../../nbs/launch/05_cli.ipynb #5e27a171
 @contextmanager

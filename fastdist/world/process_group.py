@@ -81,7 +81,8 @@ def shared_store(name:str, # Of the part of the store; the same in all ranks
 def world_store(timeout=None, # Seconds that the first call waits for all workers; by default 600
                ):
     "The `KeyValueStore` of all workers; of this process alone, where there is one. It needs no process group"
-    return KeyValueStore(shared_store('user', timeout), get_rank(), job_secret)
+    store,secret = shared_store('user', timeout),job_secret() # the job's, also after its process group
+    return KeyValueStore(store, get_rank(), lambda: secret)
 
 def job_secret():
     "The secret by which the workers of this job know each other, as bytes; `None` where they have found no way to agree on one"
@@ -358,7 +359,7 @@ def _spawn(s, main, args, kwargs):
     "Start the workers of this node"
     from torch.distributed.launcher.api import elastic_launch
     if not use_cpu(): check_gpus(s.spawn, torch.cuda.device_count(), 'set ACCELERATE_USE_CPU=true')
-    folder,undo = new_folder(),_exported(secret_env() if s.world_size==1 else {}) # many nodes have to agree on one
+    folder,undo = new_folder(),_exported(secret_env(s.spawn) if s.world_size==1 else {}) # many nodes have to agree on one
     try: elastic_launch(_launch_config(s, str(folder)), _run_main)(main, args, kwargs)
     finally:
         undo()

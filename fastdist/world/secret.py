@@ -13,17 +13,21 @@ import torch
 from .private import clear_left, new_folder
 
 # %% ../../nbs/world/03_secret.ipynb #d3a48089
-def given_secret():
-    "What `FASTDIST_SECRET` has, as bytes; `None` where it is not set, and a `ValueError` where it can be guessed"
-    text = os.environ.get('FASTDIST_SECRET')
-    if not text: return
+def given_secret(n=None # Workers of the job; `None` where that is not known
+                ):
+    """What `FASTDIST_SECRET` has, as bytes; `None` where it is not set, or where a launcher has made it for another number of workers,
+    who may have joined those of other launchers. A `ValueError` where it can be guessed"""
+    text,workers = map(os.environ.get, ('FASTDIST_SECRET','FASTDIST_SECRET_WORKERS'))
+    if not text or workers and n not in (None,int(workers)): return
     if len(text) < 16: raise ValueError(f"FASTDIST_SECRET has {len(text)} characters, and so few can be guessed: give 16 or more, the same "
                                         "for all workers, such as `python -c 'import secrets; print(secrets.token_hex())'` prints")
     return text.encode()
 
-def secret_env():
+def secret_env(n=None # Workers that the launcher starts; `None` where others may start more of the same job
+              ):
     "What a launcher adds to the environment of its workers: a new secret, unless this process has one"
-    return {} if given_secret() else dict(FASTDIST_SECRET=secrets.token_hex(32))
+    if given_secret(): return {}
+    return dict(FASTDIST_SECRET=secrets.token_hex(32), **({} if n is None else dict(FASTDIST_SECRET_WORKERS=str(n))))
 
 # %% ../../nbs/world/03_secret.ipynb #ebef1514
 class SignatureError(RuntimeError):
@@ -163,7 +167,7 @@ def agreed_secret(store, # torch's store, of those that agree
                  ):
     "The secret of all that share `store`: that of the environment, or one in a file that it names; `None` where it cannot be read"
     known = {} if known is None else known
-    if (res := given_secret()): return res
+    if (res := given_secret(n)): return res
     if not store.check(['secret']):
         secret = secrets.token_hex(32).encode()
         mine = _written(secret)

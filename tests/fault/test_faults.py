@@ -50,7 +50,7 @@ FAULTS = dict(
             for o in DataLoader(Items(), batch_size=2, num_workers=1): pass''', says=['rank 0 stopped because rank 1', 'is killed by signal']),
     sigkill=dict(fault='os.kill(os.getpid(), signal.SIGKILL)', says='worker 1 was killed by signal 9'),
     sigterm=dict(fault='os.kill(os.getpid(), signal.SIGTERM)', says='worker 1 was killed by signal 15'),
-    sigstop=dict(fault='os.kill(os.getpid(), signal.SIGSTOP)', says=['rank 1 has kept the others waiting', 'has no heartbeat any more', 'waits in all_reduce', 'train.py:16 in <module>', 'worker 1 was stuck first']),
+    sigstop=dict(fault='os.kill(os.getpid(), signal.SIGSTOP)', says=['rank 1 has kept the others waiting', 'has no heartbeat any more', 'waits in all_reduce', 'worker 1 was stuck first']),
     returns_early=dict(fault='sys.exit()', says=['rank 0 stopped because rank 1', 'SystemExit']),
     leaves_the_context=dict(without='''
     def leave():
