@@ -358,11 +358,11 @@ def cause_of(self:Monitor, e, # The exception that this rank sees
     if not _of_group(e): return
     def found(): return self._get(f'fail/{s.key}', Failure) or self._get('fail/job', Failure)
     f = self._try(lambda: wait_until(found, 1))
-    if f is not None: return f.as_error() if f.by!=self.rank else None
+    if f is not None: return None if f.by==f.rank==self.rank else f.as_error() # what the watchdog of this rank has found is another's
     if not any(o in str(e) for o in _lost_peer): return # another error of the collective itself
     res = self._gone()
     f = self._try(found)
-    if f is not None and f.by!=self.rank: return f.as_error()
+    if f is not None and not f.by==f.rank==self.rank: return f.as_error()
     if res is None and self._try(lambda: self.store.num_keys()) is not None: return # all are there: it is the network, or what it says
     gone = f"rank {self.rank} stopped because the process that held the store, the launcher or rank 0, has gone"
     res = (res or Failure(kind='store', text=gone)).as_error()

@@ -166,6 +166,8 @@ def _why(rank, record, logs):
     log = logs.get(rank)
     own = record is None or record.kind=='ended' # it could report nothing
     words = last_words(log) if own and log else '' if record is None else (record.traceback or record.text).rstrip()
+    # whoever calls `sys.exit` has printed why
+    if log and not own and record.type=='SystemExit': words = f'{last_words(log)}\n{words}'
     if own and record is not None and not words: return f"fastdist: worker {rank} {record.text}" # as those that wait for it have found
     shown = last_words(logs[0], 1000) if logs.get(0) else ''
     if not words or words.splitlines()[-1] in shown: return ''

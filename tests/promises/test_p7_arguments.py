@@ -48,7 +48,7 @@ def test_nothing_asked():
     assert vars(o.fsdp) == dict(reshard=None, mp_policy=None, cpu_offload=False, modules=None, min_numel=None, activation_checkpointing=False,
                                 activation_offload=False, ignored=None)
     del o.fsdp
-    assert vars(o) == dict(split=False, ddp=None, init=None, accumulation=None, autocast=None, scaler=None, rng_types=None, project_dir=None, data_seed=None,
+    assert vars(o) == dict(split=False, ddp=None, init=None, accumulation=None, autocast=None, scaler=None, rng_types=None, project_dir=None, data_seed=None, non_blocking=False,
                            dynamo=None, strategy='ddp', mesh=None)
 
 
