@@ -164,11 +164,12 @@ def _why(rank, record, logs):
     "What is to be shown of why a worker has failed, whose logs are `logs`, by rank: '' where rank 0's screen has it"
     from fastdist.launch.logs import last_words
     log = logs.get(rank)
-    own = record is None or record.kind=='ended' # it could report nothing
-    words = last_words(log) if own and log else '' if record is None else (record.traceback or record.text).rstrip()
-    # whoever calls `sys.exit` has printed why
-    if log and not own and record.type=='SystemExit': words = f'{last_words(log)}\n{words}'
-    if own and record is not None and not words: return f"fastdist: worker {rank} {record.text}" # as those that wait for it have found
+    # it could report nothing; or has printed why it calls `sys.exit`
+    own = record is None or record.kind=='ended' or record.type=='SystemExit' and rank > 0
+    words = last_words(log) if own and log else ''
+    if not words and record is not None:
+        if record.kind=='ended': return f"fastdist: worker {rank} {record.text}" # as those that wait for it have found
+        own,words = False,(record.traceback or record.text).rstrip()
     shown = last_words(logs[0], 1000) if logs.get(0) else ''
     if not words or words.splitlines()[-1] in shown: return ''
     return f"fastdist: {f'the end of what worker {rank} wrote' if own and log else f'worker {rank} failed'}:\n{words}"
