@@ -174,6 +174,7 @@ def _why(rank, record, logs):
     if not words or words.splitlines()[-1] in shown: return ''
     return f"fastdist: {f'the end of what worker {rank} wrote' if own and log else f'worker {rank} failed'}:\n{words}"
 
+# %% ../../nbs/launch/05_cli.ipynb #1fe3f668
 def _show_failure(failures, folder, n):
     "Show why a worker has failed, of `n` on this node, with their logs in `folder`; the exit status"
     from fastdist.launch.logs import last_log
