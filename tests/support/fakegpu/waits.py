@@ -1,12 +1,17 @@
 "Where the host waits for a device, so that kernels end before the next ones are queued"
-import collections, traceback
+import collections, os, traceback
 from types import SimpleNamespace
 
-import torch
+import fastai, torch
+import fastdist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 state = SimpleNamespace(counter=None, events=0)
 _reads = ('aten._local_scalar_dense', 'aten.nonzero', 'aten.masked_select', 'aten.is_nonzero', 'aten.equal', 'aten.unique', 'aten._unique2')
+
+
+# not by their names: a checkout, and with it an environment, may lie in a folder of the same name
+_packages = {o.__name__: os.path.dirname(o.__file__) + os.sep for o in (fastdist, fastai)}
 
 
 def is_fake(t): return isinstance(t, torch.Tensor) and t.device.type == 'fakegpu'
@@ -21,8 +26,8 @@ def _where():
     "(whose code, file, function) of the innermost frame of fastdist or fastai"
     frames = [f for f in reversed(traceback.extract_stack()) if '/fakegpu/' not in f.filename and '/tests/' not in f.filename]
     for f in frames:
-        for who in ('fastdist', 'fastai'):
-            if f'/{who}/' in f.filename: return who, f.filename.rpartition(f'/{who}/')[2], f.name
+        for who, folder in _packages.items():
+            if f.filename.startswith(folder): return who, f.filename[len(folder):], f.name
     return 'other', *((frames[0].filename, frames[0].name) if frames else ('autograd', ''))
 
 
