@@ -22,7 +22,6 @@ def run(cmd, cwd, env=None, timeout=200):
 @pytest.mark.parametrize('cmd,n,env', [
     pytest.param(PYTHON, 1, {}, id='python'),
     pytest.param([*FASTDIST, '2'], 2, {}, id='fastdist-2'),
-    pytest.param([*FASTDIST, '3'], 3, {}, id='fastdist-3'),
     pytest.param([*ACCELERATE, '2'], 2, {}, id='accelerate-2'),
     pytest.param([*TORCHRUN, '2'], 2, {}, id='torchrun-2')])
 def test_digits(cmd, n, env, tmp_path):
@@ -47,7 +46,8 @@ def sharded(cmd, *args, cwd):
     return word, float(acc), *map(int, ns)
 
 
-@pytest.mark.parametrize('word,parts', [('zero1', (1, 1, 3)), ('zero2', (1, 3, 3)), ('fsdp', (3, 3, 3))])
+# of 'zero1' and 'zero2' strategy/test_strategies says which parts a worker has; here it is what a user sees of 'fsdp', and of three workers
+@pytest.mark.parametrize('word,parts', [('fsdp', (3, 3, 3))])
 def test_sharded(word, parts, tmp_path):
     got, acc, workers, total, *held = sharded([*FASTDIST, '3'], word, cwd=tmp_path)
     assert (got, workers) == (word, 3)

@@ -43,7 +43,8 @@ def test_bf16_is_that_of_ddp(world3, strategy):
 @pytest.mark.parametrize('strategy', STRATEGIES[1:])
 def test_optimizers(world3, strategy):
     opts = [o for o in MORE_OPTS if o!='adafactor']
-    pairs = [*itertools.product(['plain'], opts), *zip(itertools.cycle(['frozen', 'clip']), opts)]  # which parameters step, and how their gradients came to be, is no optimizer's business
+    # which parameters step, and how their gradients came to be, is no optimizer's business: each of them meets that with one of the strategies
+    pairs = [*itertools.product(['plain'], opts), *[*zip(itertools.cycle(['frozen', 'clip']), opts)][STRATEGIES[1:].index(strategy)::3]]
     for k, d in differences(world3, strategy, pairs).items(): assert all(d[o] < TOL[o] for o in TOL), (k, d)
 
 
