@@ -130,9 +130,9 @@ def before_in_after(ctx, opt):
 
 @pytest.mark.parametrize('strategy', STRATEGIES)
 def test_optimizer_before_and_after(worlds, strategy):
-    for opt in ('adam', 'lamb', 'ranger', 'adamw'):
+    for opt, sizes in dict(adam=(2, 3), lamb=(2,), ranger=(3,), adamw=(3,)).items():
         one = before_in_after(None, opt)
-        for size in (2, 3):
+        for size in sizes:
             for m in worlds(size)(before_in_after, ctx_of(strategy), opt):
                 assert diff(one.weights, m.weights) < 1e-7
                 assert diff(one.opt, m.opt) < 1e-6
