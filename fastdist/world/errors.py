@@ -249,12 +249,14 @@ def hook_uncaught(store # torch's store of all ranks
                  ):
     "Write the error record of an exception that ends this process, where there is no process group whose `Monitor` would do it"
     old = sys.excepthook
+    if getattr(old, 'store', None) is not None: return # by an earlier call, whose error was caught
     def hook(typ, e, tb):
         sys.excepthook = old
         if isinstance(e, RemoteError): print(f"fastdist: {in_short(e, get_rank())}", file=sys.stderr, flush=True)
         else: old(typ, _light(e), tb)
         write_record(e)
         end_after_first(e, store)
+    hook.store = store
     sys.excepthook = hook
 
 # %% ../../nbs/world/08_errors.ipynb #c8b4339b

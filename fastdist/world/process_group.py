@@ -4,8 +4,7 @@
 
 # %% auto #0
 __all__ = ['ended', 'shared_store', 'world_store', 'job_secret', 'init_group', 'distributed_init', 'setup_distrib',
-           'keep_timeout', 'collective_timeout', 'gpu_backends', 'abort_gpu_collectives', 'teardown_distrib',
-           'call_main']
+           'keep_timeout', 'collective_timeout', 'abort_gpu_collectives', 'teardown_distrib', 'call_main']
 
 # %% ../../nbs/world/09_process_group.ipynb #f6da0eae
 import atexit,gc,os,secrets,shutil,sys,time,warnings
@@ -287,14 +286,14 @@ def collective_timeout(watchdog # Seconds after which the watchdog ends the work
         if world.is_live: keep_timeout()
 
 # %% ../../nbs/world/09_process_group.ipynb #c98fe6c7
-def gpu_backends():
+def _gpu_backends():
     "[(process group, `torch.device`, its backend)] for all that is not gloo's, the newest group first"
     return [o for o in _backends() if o[2].name()!='gloo']
 
 def abort_gpu_collectives():
     """End the collectives of GPUs that this process waits in, of all groups; what they were to write is garbage. The groups stay,
     broken, until `teardown_distrib`. Returns whether there are groups on GPUs"""
-    torchs,found = dist.distributed_c10d,gpu_backends()
+    torchs,found = dist.distributed_c10d,_gpu_backends()
     if not found: return False
     device = found[0][1] if getattr(found[0][2], 'supports_coalescing', False) else None # as torch's `_abort_process_group`,
     with torchs._coalescing_manager(dist.group.WORLD, device): # which also forgets that there are groups, so that nobody ends them

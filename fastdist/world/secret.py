@@ -11,14 +11,15 @@ from pathlib import Path
 
 import torch
 from .private import clear_left, new_folder
+from .ranks import env_int
 
 # %% ../../nbs/world/03_secret.ipynb #d3a48089
 def given_secret(n=None # Workers of the job; `None` where that is not known
                 ):
     """What `FASTDIST_SECRET` has, as bytes; `None` where it is not set, or where a launcher has made it for another number of workers,
     who may have joined those of other launchers. A `ValueError` where it can be guessed"""
-    text,workers = map(os.environ.get, ('FASTDIST_SECRET','FASTDIST_SECRET_WORKERS'))
-    if not text or workers and n not in (None,int(workers)): return
+    text,workers = os.environ.get('FASTDIST_SECRET'),env_int('FASTDIST_SECRET_WORKERS', 1)
+    if not text or None not in (n,workers) and n!=workers: return
     if len(text) < 16: raise ValueError(f"FASTDIST_SECRET has {len(text)} characters, and so few can be guessed: give 16 or more, the same "
                                         "for all workers, such as `python -c 'import secrets; print(secrets.token_hex())'` prints")
     return text.encode()
