@@ -22,7 +22,8 @@ from ..metrics.metrics import EpochTotals
 from ..model.activation_checkpoint import checkpoint_activations
 from ..model.batchnorm import GlobalBatchNorm, sync_batch_norm
 from ..model.compile import compile_model
-from ..strategy.base import same_everywhere, whole_model
+from ..model.foreach import Foreach
+from ..strategy.base import inner_opt, same_everywhere, whole_model
 from ..strategy.select import close_strategy, make_strategy
 from .args import accelerator_args, check_args, check_launch, check_own, check_precision, make_accelerator, not_default
 from .evaluation import Evaluation, same_log
@@ -81,6 +82,8 @@ def _prepare(self:DistributedTrainer):
     self.evaluation = Evaluation(learn, self.decisions)
     self.dirty = False
     self.undo.callback(self._leave_stream)
+    self.foreach = Foreach()
+    self.undo.callback(self.foreach.close)
 
 @patch
 def _leave_stream(self:DistributedTrainer):
@@ -237,6 +240,7 @@ def before_fit(self:DistributedTrainer):
     self.random.restart_if_seeded()
     self.strategy.end_fit()
     self.strategy.set_opt(self.learn.opt)
+    self.foreach.follow(self.learn.opt and inner_opt(self.learn.opt))
 
 # %% ../../nbs/trainer/06_trainer.ipynb #fa69989b
 @patch
