@@ -17,9 +17,11 @@ from types import SimpleNamespace
 from urllib.parse import urlparse
 
 import torch, torch.distributed as dist
-from ..env import check_gpus
+from ..env import check_gpus, cpu_switch
+from ..notices import notice
 from .state import World, current_world, enter_world
-from .ranks import accelerate_state, check_rank, get_device, get_local_world_size, get_rank, get_world_size, ranks_on_hosts, use_cpu
+from .ranks import accelerate_state, check_rank, get_device, get_local_world_size, get_rank, get_world_size, other_accelerator
+from .ranks import ranks_on_hosts, use_cpu
 from .private import clear_left, new_folder, own_sockets
 from .secret import agreed_secret, secret_env
 from .loopback import loopback_env
@@ -200,6 +202,12 @@ def _check_same(s, kwargs, gpu=None):
     if clash: raise ValueError(f"rank {rank}: the process group exists already, so {clash} cannot take effect; "
                                "pass it to the first call that needs a group, before `setup_distrib`")
 
+# %% ../../nbs/world/09_process_group.ipynb #5bf2814e
+def _tell_of(kind):
+    "Workers that train on the CPU beside an accelerator say so"
+    if kind: notice(f"rank 0: torch sees an accelerator of type {kind!r}, and several workers train on GPUs of CUDA or ROCm, or on the CPU: these "
+                    "train on the CPU. ACCELERATE_USE_CPU=true says that this is wanted; one process, without a launcher, trains where fastai does")
+
 # %% ../../nbs/world/09_process_group.ipynb #1ee89d63
 def init_group(cpu=False, # Train on the CPU although there are GPUs
                start=None, # `Start` that says how; by default inferred from the environment
@@ -221,6 +229,7 @@ def init_group(cpu=False, # Train on the CPU although there are GPUs
         f"type `srun --ntasks-per-node={s.spawn} python {Path(sys.argv[0]).name}`, "
         "or start training by `call_main`, or give each task one GPU (`--gpus-per-task=1`)")
     _make_group(s, use_cpu(cpu), kwargs, gpu)
+    if get_rank()==0 and not (cpu or cpu_switch()): _tell_of(other_accelerator())
     atexit.register(teardown_distrib)
     for f in World.begin_hooks: f()
 

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['env_int', 'check_rank', 'in_slurm_step', 'tasks_per_node', 'from_env', 'check_member', 'get_rank', 'get_world_size',
            'is_master', 'host_name', 'ranks_on_hosts', 'get_local_rank', 'get_local_world_size', 'get_node_rank',
-           'use_cpu', 'accelerate_state', 'get_device', 'get_backend', 'get_launcher']
+           'use_cpu', 'other_accelerator', 'accelerate_state', 'get_device', 'get_backend', 'get_launcher']
 
 # %% ../../nbs/world/02_ranks.ipynb #f8d54a89
 import os,re,socket,sys,time
@@ -203,6 +203,13 @@ def use_cpu(cpu=False, # Train on the CPU although there are GPUs
            ):
     "True where workers train on the CPU, over gloo: no GPU here, or `cpu`, or `ACCELERATE_USE_CPU` in the environment"
     return cpu or not torch.cuda.is_available() or cpu_switch()
+
+# %% ../../nbs/world/02_ranks.ipynb #07de0a0b
+def other_accelerator(find=torch.accelerator.current_accelerator # torch's function
+                     ):
+    "The type of an accelerator that torch sees here and workers do not train on ('mps', 'xpu'), or `None`"
+    o = find(check_available=True)
+    return None if o is None or o.type=='cuda' else o.type
 
 # %% ../../nbs/world/02_ranks.ipynb #1c888c99
 def accelerate_state():

@@ -43,10 +43,11 @@ def _report_machine(report, found, cuda):
 # %% ../../../nbs/launch/check/03_cli.ipynb #bd4f2184
 def _look(report, a, launched=False):
     "This machine: what it has, and what is wrong with it; the number of GPUs that are used. `launched`: is this process a worker?"
-    found,n,cuda,nccl = node.gpus(),0,'',True
+    found,n,cuda,nccl,other = node.gpus(),0,'',True,None
     if found or launched or may_have_gpu():
         import torch
-        n,cuda,nccl = n_gpus(),torch.version.cuda,torch.distributed.is_nccl_available()
+        from fastdist.world.ranks import other_accelerator
+        n,cuda,nccl,other = n_gpus(),torch.version.cuda,torch.distributed.is_nccl_available(),other_accelerator()
     _report_machine(report, found, cuda)
     why,sees = why_cpu(n, a.cpu),f"torch sees {plural(n, 'GPU')}"
     backend = 'gloo' if why else 'nccl'
@@ -54,7 +55,8 @@ def _look(report, a, launched=False):
     if not why and not nccl:
         report.find([node.fault("torch was built without nccl", "install a build with it, or train on the CPU with --cpu")])
     if not launched: report.find(node.launcher_findings())
-    for o in (node.slow_findings(),node.node_findings(backend),node.gpu_findings(found, n, cuda),node.config_findings()): report.find(o)
+    for o in (node.slow_findings(),node.node_findings(backend),node.gpu_findings(found, n, cuda),node.shared_gpu_findings(),
+              node.other_findings(other),node.config_findings()): report.find(o)
     if a.host:
         report.row('rendezvous', f'{a.host}, port {a.port}' if a.port else a.host)
         report.find(node.port_findings(a.host, a.port))

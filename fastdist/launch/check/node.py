@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['fault', 'note', 'size', 'versions', 'usable_memory', 'cannot_write', 'interfaces', 'infiniband', 'interface_findings',
-           'launcher_findings', 'slow_findings', 'config_findings', 'smi', 'gpus', 'gpu_findings', 'topology',
-           'port_findings', 'node_findings']
+           'launcher_findings', 'slow_findings', 'config_findings', 'smi', 'gpus', 'gpu_findings',
+           'shared_gpu_findings', 'other_findings', 'topology', 'port_findings', 'node_findings']
 
 # %% ../../../nbs/launch/check/01_node.ipynb #b3309aff
 import errno,importlib.metadata,json,math,os,platform,re,shutil,socket,subprocess,tempfile
@@ -195,6 +195,29 @@ def gpu_findings(found, # What `gpus` returns
     if used := [str(i) for i,o in enumerate(found) if o['total'] and o['free'] < o['total']/2]:
         yield note(f"more than half of the memory of GPU {', '.join(used)} is in use",
                    "`nvidia-smi` names the process; end it, or hide the GPU by CUDA_VISIBLE_DEVICES")
+
+# %% ../../../nbs/launch/check/01_node.ipynb #83ccae55
+def _mps_running(env=os.environ): return Path(env.get('CUDA_MPS_PIPE_DIRECTORY', '/tmp/nvidia-mps'), 'control').exists()
+
+def shared_gpu_findings(text=None, # Of `nvidia-smi -L`, which runs by default
+                        mps=None, # Does CUDA's multi-process service run? By default it is looked for
+                       ):
+    "GPUs that are divided (MIG), or that several processes may use at once (MPS): nccl wants a GPU for each worker"
+    lines = (smi('-L') if text is None else text).splitlines()
+    gpus = [i for i,o in enumerate(lines) if o.startswith('GPU ')]
+    for i,j in zip(gpus, [*gpus[1:], len(lines)]):
+        if parts := [o for o in lines[i:j] if o.split()[:1]==['MIG']]:
+            yield note(f"{lines[i].partition(':')[0]} is divided by MIG into {plural(len(parts), 'instance')}",
+                       "a process sees one of them, and nccl joins no two of one GPU: train with one worker of it, or turn MIG off")
+    if _mps_running() if mps is None else mps: yield note("CUDA's multi-process service (MPS) runs on this machine",
+        "processes may share a GPU by it, but not the workers of a run, as nccl joins no two of one GPU: one worker for each GPU")
+
+# %% ../../../nbs/launch/check/01_node.ipynb #ea2170d3
+def other_findings(kind # What `other_accelerator` says
+                  ):
+    "An accelerator that workers do not use"
+    if kind: yield note(f"torch sees an accelerator of type {kind!r}", "several workers train on GPUs of CUDA or ROCm, or on the CPU; "
+                        "one process, without a launcher, trains where fastai does")
 
 # %% ../../../nbs/launch/check/01_node.ipynb #e7e9b01d
 _links = dict(NV='NVLink', PIX='one PCIe switch', PXB='PCIe switches', PHB='PCIe and the CPU',
