@@ -1,7 +1,7 @@
 """Who likes what? Ratings of made-up users and films, as fastai's tutorial of collaborative filtering has them for MovieLens.
 
     python examples/fastai/collab.py
-    fastdist launch -n 2 examples/fastai/collab.py --use_nn
+    fastdist launch -n 2 examples/fastai/collab.py --use-nn
 """
 from fastai.collab import *
 from fastai.tabular.all import *

@@ -6,18 +6,17 @@
 __all__ = ['cancels', 'may_cancel', 'Decisions']
 
 # %% ../../nbs/fault/06_cancel.ipynb #026677e9
-import inspect,sys,threading,time
+import threading,time
 from collections import Counter,defaultdict
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from operator import itemgetter
-from types import CodeType,FunctionType,ModuleType,SimpleNamespace
+from types import SimpleNamespace
 
 import torch, torch.distributed as dist
 from fastai.callback.core import (CancelBackwardException, CancelBatchException, CancelEpochException, CancelFitException,
                                   CancelStepException, CancelTrainException, CancelValidException, event)
 from fastcore.basics import noop, patch
-from ..comm.call import _check, same_text
+from ..comm.call import _check, route, same_text
 from ..comm.objects import all_gather_list
 from .interrupt import Interrupts
 from .same_call import gone_on
@@ -29,66 +28,19 @@ from ..world.ranks import get_rank
 # From the one that ends most: that one counts, where ranks raise different ones
 cancels = (KeyboardInterrupt,CancelFitException,CancelEpochException,CancelTrainException,CancelValidException,
            CancelBatchException,CancelStepException,CancelBackwardException)
-_cancel_names = {o.__name__ for o in cancels}
-_libraries = {'torch','numpy','fastai','fastcore','accelerate','matplotlib','pandas',*sys.stdlib_module_names}
-
-# %% ../../nbs/fault/06_cancel.ipynb #f227aa79
-def _names(code):
-    "The names that a code object mentions, and those of the functions in it"
-    return {*code.co_names}.union(*(_names(o) for o in code.co_consts if isinstance(o, CodeType)))
-
-def _function(f):
-    "The function, or the class, that `f` calls in the end; nothing is run to find out"
-    while True:
-        if isinstance(f, partial): f = f.func
-        elif isinstance(f, (staticmethod,classmethod)) or inspect.ismethod(f): f = f.__func__
-        elif isinstance(f, property): f = f.fget
-        elif not isinstance(f, (FunctionType,type)) and isinstance(getattr(type(f), '__call__', None), FunctionType): f = type(f).__call__
-        else: return inspect.unwrap(f) if isinstance(f, FunctionType) else f
-
-# %% ../../nbs/fault/06_cancel.ipynb #ea5cbd04
-def _attributes(obj, names):
-    "What `names` may be as attributes of `obj`, in any of its classes; nothing is run to find out"
-    return [vars(o)[nm] for nm in names for o in (obj,*type(obj).__mro__) if nm in getattr(o, '__dict__', {})]
-
-def _in_scope(f, names):
-    "What `f` may mean by `names` that are no attributes"
-    for c in f.__closure__ or ():
-        try: yield c.cell_contents
-        except ValueError: pass # not yet assigned
-    for o in (f.__globals__[nm] for nm in names if nm in f.__globals__):
-        if isinstance(o, ModuleType): yield from (vars(o)[nm] for nm in names if nm in vars(o))
-        else: yield o
-
-def _is_users(f): # a library may keep a module where others have its name
-    return str(getattr(_function(f), '__module__', None) or '').split('.')[0] not in _libraries
 
 # %% ../../nbs/fault/06_cancel.ipynb #00854174
-def _mentions(f, cb):
-    "Does `f`, or what it calls by name, mention a Cancel exception?"
-    todo,seen = [f],set()
-    while todo:
-        f = _function(todo.pop())
-        if isinstance(f, type) and issubclass(f, cancels): return True
-        if not isinstance(f, FunctionType) or f.__code__ in seen: continue
-        seen.add(f.__code__)
-        names = _names(f.__code__)
-        if names & _cancel_names: return True
-        todo += _attributes(cb, names)
-        todo += [o for o in _in_scope(f, names) if isinstance(o, type) or _is_users(o)]
-    return False
+_events = [o for o in vars(event) if not o.startswith('_')]
 
-_all_events = [o for o in vars(event) if not o.startswith('_')]
-_in_batches = {f'{o}_{e}' for o in ('before','after','after_cancel') for e in ('batch','backward','step')} | {'after_pred','after_loss'}
+_libraries = ('fastai','fastdist')
 
-def may_cancel(cb, # A callback
+def _library(cb): return type(cb).__module__.split('.')[0]
+def _name(cb): return f'{type(cb).__module__}.{type(cb).__qualname__}'
+
+def may_cancel(cb, # A callback of a learner
               ):
-    "Events in which `cb` may raise a Cancel exception in one rank alone; a class declares it by `may_cancel = True`, or `False`"
-    if type(cb).__module__.split('.')[0] in ('fastai','fastdist'): return []
-    declared = inspect.getattr_static(cb, 'may_cancel', None)
-    found = {o:_attributes(cb, [o]) for o in _all_events}
-    def may(e, fs): return e not in _in_batches or any(_mentions(f, cb) for f in fs)
-    return [o for o,fs in found.items() if fs and (may(o, fs) if declared is None else declared)]
+    "Events in which `cb` may raise a Cancel exception in one rank alone: all that a user's has, unless it says `may_cancel = False`"
+    return [] if _library(cb) in _libraries or not getattr(cb, 'may_cancel', True) else [o for o in _events if hasattr(cb, o)]
 
 # %% ../../nbs/fault/06_cancel.ipynb #690d09ac
 _batch_events = {'before_batch','after_pred','after_loss','after_batch','after_cancel_batch'}
@@ -106,10 +58,9 @@ def _error(code):
 class Decisions:
     "Runs the callbacks of `learn`, so that a Cancel exception of one rank is raised in all"
     def __init__(self, learn, # `Learner` whose callbacks decide
-                 device, # Where the process group takes tensors from
                  aside=nullcontext, # Context around what one rank does alone, which must not move the shared random numbers
                 ):
-        self.learn,self.device,self.aside = learn,device,aside
+        self.learn,self.aside = learn,aside
         m = monitor()
         self.interrupts = Interrupts() if m is None else m.interrupts
         self.cut = None # where a callback has ended an evaluation
@@ -147,9 +98,10 @@ def begin(self:Decisions, what='' # The call that all ranks make, in words
          ):
     "Share which callbacks there are, and which of them may decide; an `OutOfStep` where ranks are at different calls"
     self.end()
+    self.device = route(torch.device('cpu'), None) # there to wait is to wait for no GPU
     seen = Counter()
     for cb in self.learn.cbs:
-        nm = f'{type(cb).__module__}.{type(cb).__qualname__}'
+        nm = _name(cb)
         self.keys[id(cb)] = (cb.order,nm,seen[nm])
         seen[nm] += 1
     mine = [(self.keys[id(cb)], may_cancel(cb)) for cb in self.learn.cbs]
@@ -174,23 +126,28 @@ def _raise_in_all(self:Decisions, exc):
 
 # %% ../../nbs/fault/06_cancel.ipynb #06f1989f
 @patch
+def _has_all(self:Decisions, cb):
+    "Have all ranks this callback? What one that all have has added, they all have"
+    return id(cb) not in self.keys or self.keys[id(cb)] in self.everywhere
+
+@patch
 def _undecided(self:Decisions, cb, event, e):
     "An exception of a callback after which the ranks do not agree"
-    of = type(cb).__module__.split('.')[0]
-    if isinstance(e, KeyboardInterrupt) and of!='fastdist' and self.interrupts.holds and not self.interrupted:
+    if isinstance(e, KeyboardInterrupt) and _library(cb)!='fastdist' and self.interrupts.holds and not self.interrupted:
         self.interrupts.held = time.monotonic() # the others learn of it soon
-    elif isinstance(e, KeyboardInterrupt) or self.inner or of in ('fastai','fastdist'): raise e
-    elif self.keys.get(id(cb)) in self.everywhere and gone_on(f'{self.keys[id(cb)]}.{event}') is None: self._raise_in_all(e)
-    else: raise RuntimeError(
-        f"rank {get_rank()}: {type(cb).__name__}.{event} raised {type(e).__name__}, other ranks did not, and its code does not show "
-        "that it may: mention the exception in that method, or give the class `may_cancel = True`, and all do what one decides") from e
+    elif isinstance(e, KeyboardInterrupt) or self.inner or _library(cb) in _libraries: raise e
+    elif self._has_all(cb) and gone_on(f'{_name(cb)}.{event}') is None: self._raise_in_all(e)
+    else:
+        how = 'its class says `may_cancel = False`: leave that out' if self.keys.get(id(cb)) else 'it was added while they trained: add it before'
+        raise RuntimeError(f"rank {get_rank()}: {type(cb).__name__}.{event} raised {type(e).__name__}, other ranks did not, and do not ask, "
+                           f"as {how}, and all do what one decides") from e
 
 @patch
 def _run(self:Decisions, cb, event):
     "Call one callback"
-    if self.keys.get(id(cb)) in self.everywhere or id(cb) not in self.keys: return cb(event)
+    if self._has_all(cb): return cb(event)
     before = {id(o) for o in self.learn.cbs}
-    draws = hasattr(cb, event) and type(cb).__module__.split('.')[0] not in ('fastai','fastdist')
+    draws = hasattr(cb, event) and _library(cb) not in _libraries
     with self.by_itself(), self.aside() if draws else nullcontext(): cb(event)
     for o in self.learn.cbs: # what it has added runs alone too
         if id(o) not in before: self.keys[id(o)] = None

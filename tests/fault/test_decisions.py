@@ -201,56 +201,71 @@ def test_a_callback_of_one_worker_alone(worlds):
 
 
 class Hides(Callback):
-    "Raises what its code does not show: `exc` in the ranks of `ranks`, at one batch of `event`"
-    def __init__(self, event, exc, ranks): self.exc, self.ranks = exc, ranks; setattr(self, event, self._decide)
+    "Raises what its code does not show: `exc` in the ranks of `ranks`, the `at`th time of `event`"
+    def __init__(self, event, exc, ranks, at=3, asked=True):
+        self.exc, self.ranks, self.at, self.n, self.may_cancel = exc, ranks, at, 0, asked
+        setattr(self, event, lambda: self._decide())
     def _decide(self):
         from fastdist.world import get_rank
-        once, self.n = getattr(self, 'n', 0)+1, getattr(self, 'n', 0)+1
-        if once == 3 and get_rank() in self.ranks: raise vars(sys.modules['fastai.callback.core'])[self.exc](f'rank {get_rank()}')
+        self.n += 1
+        if self.n == self.at and get_rank() in self.ranks: raise vars(sys.modules['fastai.callback.core'])[self.exc](f'rank {get_rank()}')
 
 
-HIDDEN = [('before_batch', 'CancelBatchException'), ('before_batch', 'CancelFitException'), ('after_loss', 'CancelBatchException'), ('before_backward', 'CancelBackwardException'),
-          ('before_step', 'CancelStepException'), ('after_step', 'CancelTrainException'), ('after_batch', 'CancelEpochException'),
+HIDDEN = [('before_batch', 'CancelBatchException'), ('after_pred', 'CancelTrainException'), ('after_loss', 'CancelBatchException'), ('before_backward', 'CancelBackwardException'),
+          ('after_backward', 'CancelFitException'), ('before_step', 'CancelStepException'), ('after_step', 'CancelTrainException'), ('after_batch', 'CancelEpochException'),
+          *((f'after_cancel_{e}', 'CancelFitException') for e in ('batch', 'backward', 'step')),
           *((e, 'CancelFitException') for e in ('before_epoch', 'before_train', 'after_train', 'after_epoch')), ('before_validate', 'CancelValidException')]
 
 
-def hidden(distrib, ranks, events):
-    "After a fit with one that raises: weights, batches that have been trained, and whether it took more than one rank to raise"
+def hidden(distrib, ranks, cases, asked=True, **kwargs):
+    "After a fit with one that raises: weights, batches that have been trained, and epochs"
     res = []
-    for event, exc in events:
+    for event, exc in cases:
         learn = quiet(learner(n=22, bs=5, opt=SGD))
-        with distrib_or_not(learn, distrib): learn.fit(4, cbs=Hides(event, exc, ranks))
-        res.append((weights(learn), len(learn.recorder.losses), learn.epoch))
+        what = event.removeprefix('after_cancel_')
+        cbs = [Hides(event, exc, ranks, 1, asked), Hides(f'before_{what}', f'Cancel{what.title()}Exception', range(3))] if what != event else Hides(event, exc, ranks, asked=asked)
+        with distrib_or_not(learn, distrib, **kwargs): learn.fit(3, cbs=cbs)
+        res.append((weights(learn), len(learn.recorder.losses), learn.epoch, learn.opt.hypers[-1]['lr']))
     return res
 
 
-def distrib_or_not(learn, distrib):
+def distrib_or_not(learn, distrib, **kwargs):
     import contextlib
     if not distrib: return contextlib.nullcontext()
     import fastdist.all
-    return learn.distrib_ctx(split_batches=True)
+    return learn.distrib_ctx(split_batches=True, **kwargs)
 
 
-def test_all_raise_what_their_code_does_not_show(worlds):
-    one = hidden(False, [0], HIDDEN)
-    for n in 2, 3:
-        for res in worlds(n)(hidden, True, range(n), HIDDEN):
-            for (w, *more), (w1, *more1) in zip(res, one): assert diff(w, w1) < 1e-6 and more == more1
+def as_one(got, one):
+    for res in got:
+        for (w, *more), (w1, *more1) in zip(res, one, strict=True): assert diff(w, w1) < 1e-6 and more == more1
 
 
-def test_one_raises_between_batches(world3):
-    "what its code does not show"
-    events = [o for o in HIDDEN if 'batch' not in o[0] and 'step' not in o[0] and 'loss' not in o[0] and 'backward' not in o[0]]
-    one = hidden(False, [0], events)
-    for res in world3(hidden, True, [1], events):
-        for (w, *more), (w1, *more1) in zip(res, one): assert diff(w, w1) < 1e-6 and more == more1
+@pytest.mark.parametrize('rank', [0, 1, 2])
+def test_one_raises_what_its_code_does_not_show(worlds, rank):
+    "In 3 workers the last batch leaves one of them without samples"
+    cases = HIDDEN[rank::2] if rank < 2 else HIDDEN
+    as_one(worlds(3 if rank else 2)(hidden, True, [rank], cases), hidden(False, [0], cases))
 
 
-@pytest.mark.parametrize('event,exc', [('before_batch', 'CancelFitException'), ('after_step', 'CancelTrainException')])
-def test_one_raises_what_its_code_does_not_show(world3, event, exc):
+@pytest.mark.parametrize('strategy', ['zero1', 'zero2', 'fsdp'])
+def test_one_raises_it_with_a_strategy(world3, strategy):
+    cases = HIDDEN[:8:3] if strategy == 'zero1' else HIDDEN[1:8:3] if strategy == 'zero2' else HIDDEN[2:8:2]
+    as_one(world3(hidden, True, [1], cases, strategy=strategy), hidden(False, [0], cases))
+
+
+UNASKED = [('before_batch', 'CancelFitException'), ('after_step', 'CancelTrainException'), ('after_epoch', 'CancelFitException')]
+
+
+def test_all_raise_what_they_are_not_asked_for(world3):
+    as_one(world3(hidden, True, range(3), UNASKED, asked=False), hidden(False, [0], UNASKED))
+
+
+@pytest.mark.parametrize('event,exc', UNASKED[:2])
+def test_one_raises_what_it_is_not_asked_for(world3, event, exc):
     from harness import WorkerError
-    with pytest.raises(WorkerError) as e: world3(hidden, True, [1], [(event, exc)], grace=2)
-    assert 'may_cancel = True' in e.value.problems[1] and f'Hides.{event} raised {exc}, other ranks did not' in e.value.problems[1]
+    with pytest.raises(WorkerError) as e: world3(hidden, True, [1], [(event, exc)], asked=False, grace=2)
+    assert f'Hides.{event} raised {exc}, other ranks did not' in e.value.problems[1] and '`may_cancel = False`: leave that out' in e.value.problems[1]
 
 
 def interrupted(when):

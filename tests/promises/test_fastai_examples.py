@@ -79,22 +79,49 @@ def test_numbers_of_one_process(worlds, one, folder, name, world):
         assert len(a.losses) > 1
 
 
+# As they stand, with the tables that they show: one for each fit
+RUNS = dict(image_classifier=([], 2), imagenette=(['--epochs', '1', '--mixup', '0.4'], 1), segmentation=(['--bs', '16'], 2), keypoints=(['--epochs', '1'], 1), tabular=(['--epochs', '1'], 1),
+            collab=(['--epochs', '1', '--use-nn'], 1), text_classifier=([], 2), from_pytorch=(['--epochs', '1', '--n', '300'], 1), dataloader_spawn=([], 1))
+AS_SCRIPTS = """
+import multiprocessing, runpy, sys
+for name, args in {runs}.items():
+    multiprocessing.set_start_method(None, force=True) # as at first: dataloader_spawn sets it
+    sys.argv = [f'{folder}/{{name}}.py', *args]
+    print('example', name, flush=True)
+    runpy.run_path(sys.argv[0], run_name='__main__')
+"""
+IN_NOTEBOOK = """
+import importlib
+from accelerate import notebook_launcher
+mains = {{o: importlib.import_module(o).main for o in {runs}}} # as a notebook has them: its forks import nothing
+def run(name, kwargs): mains[name](**kwargs)
+for name, kwargs in {runs}.items():
+    print('example', name, flush=True)
+    notebook_launcher(run, (name, kwargs), num_processes=2)
+"""
 PYTHON = [sys.executable]
 FASTDIST = [*PYTHON, '-m', 'fastdist', 'launch', '-n', '2']
 ACCELERATE = [*PYTHON, '-m', 'accelerate.commands.launch', '--multi_gpu', '--main_process_port', '0', '--num_processes', '2']
-NOTEBOOK = 'from accelerate import notebook_launcher; from collab import main; notebook_launcher(main, (1,), num_processes=2)'
 
 
-@pytest.mark.parametrize('cmd,fits', [
-    pytest.param([*FASTDIST, FOLDER/'image_classifier.py', '--path', 'shapes'], 2, id='fastdist-image_classifier'),
-    pytest.param([*FASTDIST, FOLDER/'imagenette.py', '--epochs', '1', '--mixup', '0.4', '--path', 'shapes/images'], 1, id='fastdist-imagenette'),
-    pytest.param([*ACCELERATE, FOLDER/'tabular.py', '--epochs', '1'], 1, id='accelerate-tabular'),
-    pytest.param([*PYTHON, '-c', NOTEBOOK], 1, id='notebook_launcher-collab')])
-def test_as_they_stand(cmd, fits, folder, tmp_path):
-    "With their augmentations and dropout: each fit shows one table, with numbers in each column"
-    (tmp_path/'shapes').symlink_to(folder)
-    r = launched(cmd, 120, env={'ACCELERATE_USE_CPU': 'true', 'CUDA_VISIBLE_DEVICES': '', 'PYTHONPATH': f'{ROOT}:{FOLDER}'}, cwd=tmp_path)
+def kwargs_of(args):
+    "What a command line's options are in a call"
+    names = [o.removeprefix('--') for o in args if o.startswith('--')]
+    return {o.replace('-', '_'): True if f'--{o}' == args[-1] else float(v) if '.' in (v := args[args.index(f'--{o}')+1]) else int(v) for o in names}
+
+
+@pytest.mark.parametrize('launcher,cmd,script,runs', [
+    ('fastdist', FASTDIST, AS_SCRIPTS, list(RUNS)), ('notebook', PYTHON, IN_NOTEBOOK, list(RUNS)), ('accelerate', ACCELERATE, AS_SCRIPTS, ['tabular'])], ids=['fastdist', 'notebook', 'accelerate'])
+def test_as_they_stand(launcher, cmd, script, runs, folder, tmp_path):
+    "With their augmentations, dropout and loader processes: each fit shows one table, with numbers in each column"
+    (tmp_path/'fastdist_shapes').symlink_to(folder)
+    (tmp_path/'all.py').write_text(script.format(folder=FOLDER, runs={o: kwargs_of(RUNS[o][0]) if launcher == 'notebook' else RUNS[o][0] for o in runs}))
+    r = launched([*cmd, tmp_path/'all.py'], 280, cwd=tmp_path,
+                 env={'ACCELERATE_USE_CPU': 'true', 'CUDA_VISIBLE_DEVICES': '', 'PYTHONPATH': f'{ROOT}:{FOLDER}', 'TMPDIR': str(tmp_path)})
     assert r.returncode == 0 and not r.left, r.stderr[-3000:]
     lines = [o.rpartition('\r')[2] for o in r.stdout.split('\n')]
-    assert sum('train_loss' in o for o in lines) == fits, r.stdout
-    assert len([o for o in lines if re.match(r'0( +\d+\.\d+){3,} +\d\d:\d\d', o)]) == fits, r.stdout
+    starts = {o: i for i, l in enumerate(lines) for o in runs if l.split() == ['example', o]}
+    assert list(starts) == runs, r.stdout
+    for (name, i), end in zip(starts.items(), [*list(starts.values())[1:], None]):
+        assert sum('train_loss' in o for o in lines[i:end]) == RUNS[name][1], r.stdout
+        assert len([o for o in lines[i:end] if re.match(r'0( +\d+\.\d+){3,} +\d\d:\d\d', o)]) == RUNS[name][1], r.stdout

@@ -31,13 +31,12 @@ def by_hand(n, rows, dst, stop=None):
         def after_batch(self): self.e.add_batch()
         def after_validate(self): self.e.finish()
     class Stops(Callback):
-        may_cancel = True
         def after_batch(self):
             if self.learn.iter == stop: raise CancelValidException
     dls = dls_of(4, n, bs=4)
     learn = Decided(dls, mlp(), loss_func=Double(), metrics=[accuracy, F1Score(average='macro')], cbs=[Shares(), Stops()])
     quiet(learn)
-    learn.decisions = Decisions(learn, 'cpu')
+    learn.decisions = Decisions(learn)
     learn.dl = DistributedDL(learn.dls.valid, split_batches=rows, evaluate=not rows)
     with learn.validation_context(cbs=[preds := GatherPredsCallback()], inner=False):
         e = learn.shares.e = Evaluation(learn, learn.decisions, dst=dst)

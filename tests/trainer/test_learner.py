@@ -395,12 +395,14 @@ def collectives(n_val):
         def value(self): return self.n
     learn = quiet(learner(n=40, bs=5, n_val=n_val, val_bs=2, metrics=[accuracy, worst, F1Score(average='macro'), Keeps()]))
     class Step(Callback):
-        order = -1000
+        order, may_cancel = -1000, False
         def before_batch(self):
             if self.training: counts.clear()
         def before_validate(self): counts.clear()
+    class Asked(Callback):
+        def after_batch(self): self.seen = self.iter
     class StepEnd(Callback):
-        order = 2000
+        order, may_cancel = 2000, False
         def after_batch(self): res.append(('step' if self.training else 'batch', dict(counts)))
         def after_validate(self): res.append(('validate', dict(counts)))
     blocking, all_reduce = [0], dist.all_reduce
@@ -412,7 +414,10 @@ def collectives(n_val):
             learn.fit(1) # makes DDP
             dist.all_reduce = seen
             learn.fit(1, cbs=[Step(), StepEnd()])
-            fit = blocking[0]
+            fit, blocking[0] = blocking[0], 0
+            counts.clear()
+            learn.fit(1, cbs=Asked())
+            res.append(('asked', dict(counts, blocking=blocking[0])))
             counts.clear()
             learn.get_preds()
             res.append(('preds', dict(counts)))
@@ -432,8 +437,9 @@ def test_collectives_counted(world2):
     for res, blocking in many:
         by = lambda k: [c for o, c in res if o == k]
         assert len(by('step')) == 8 and all(c == {'allreduce': 1} for c in by('step')[1:]), by('step')
-        assert blocking == 6 # of a fit: callbacks and random numbers compared, the latter in each epoch again; did StepEnd and Step cancel; was Ctrl-C pressed?
-        assert all(c == by('batch')[0] for c in by('batch')) and sum(by('batch')[0].values()) == 1, by('batch') # before them: did Step.before_validate cancel
+        assert blocking == 4 # of a fit: callbacks and random numbers compared, the latter in each epoch again; was Ctrl-C pressed?
+        assert [c['blocking'] for c in by('asked')] == [blocking+8], by('asked') # one a batch for each event in a batch of a user's callback: did it cancel?
+        assert not any(c for c in by('batch')), by('batch')
         assert 0 < sum(by('validate')[0].values()) <= 16 and 0 < sum(by('preds')[0].values()) <= 32, (by('validate'), by('preds'))
 
 
