@@ -115,11 +115,16 @@ def _become(req, fds, kind):
         elif req['group'] >= 0: os.setpgid(0, req['group'])
         # out of the way of the numbers that they are to have
         high = [fcntl.fcntl(fd, fcntl.F_DUPFD, 1000) for fd in fds]
+        if not _may_start_python(req['env']):
+            line = None
+            break
         line, asked = _fork_seed()
         if line is not None: break
         req, fds = asked
-    own = fcntl.fcntl(line.fileno(), fcntl.F_DUPFD_CLOEXEC, 2000)
-    line.detach()
+    own = 2000
+    if line is not None:
+        own = fcntl.fcntl(line.fileno(), fcntl.F_DUPFD_CLOEXEC, own)
+        line.detach()
     os.closerange(0, 1000)
     for target, fd in zip(req['targets'], high): os.dup2(fd, target)
     os.closerange(1000, own)
@@ -127,13 +132,18 @@ def _become(req, fds, kind):
     _libc.prctl(_PR_SET_NAME, b'python', 0, 0, 0)
     _owner, _is_warm = os.getpid(), True
     _seeds.clear()
-    _seeds[kind] = socket.socket(fileno=own)
+    if line is not None: _seeds[kind] = socket.socket(fileno=own)
     os.chdir(req['cwd'])
     os.umask(req['umask'])
     for k in list(os.environ): del os.environ[k]
     os.environ.update(req['env'])
     _show_in_proc(req['args'], req['env'])
     return req
+
+
+def _may_start_python(env):
+    "A launcher's worker trains, and has no seed of its own, which costs a third of its start: what it starts, if anything, is cold"
+    return 'LOCAL_RANK' not in env
 
 
 def _show_in_proc(args, env):
@@ -244,6 +254,15 @@ def _use_huge_pages():
         for advice in (advise, collapse): _libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end-begin), advice)  # what cannot be, stays
 
 
+def _spare_the_forks():
+    "What each process would do again, of what the imports have made: find out which file is whose module's, and take libraries of operators apart at its end"
+    import inspect, weakref
+    inspect.getmodule(sys._getframe())
+    # it would be looked for among all modules, for each frame of each stack: torch's rendezvous took 0.7 CPU-seconds for that
+    inspect.modulesbyfile['<frozen runpy>'] = 'runpy'
+    for o in weakref.finalize._registry: o.atexit = False
+
+
 def _main():
     "The first seed: `python warm.py KIND FD`"
     global _FIRST_PATH, _FIRST_FILTERS
@@ -261,6 +280,7 @@ def _main():
     _import(LIGHT if kind == 'light' else FULL)
     threads = os.listdir('/proc/self/task')
     assert len(threads) == 1, f'the imports have started threads, which a fork loses: {threads}'
+    _spare_the_forks()
     gc.collect()
     gc.freeze()
     _use_huge_pages()
@@ -305,7 +325,7 @@ def _kind(rest): return 'light' if any(o in ' '.join(rest[:3]) for o in IN_NOTEB
 def _seed(kind):
     "The line to the seed; it is started at the first call"
     if kind in _seeds: return _seeds[kind]
-    if _is_warm and not _all_kinds: return next(iter(_seeds.values()))  # it has one, of its own kind
+    if _is_warm and not _all_kinds: return next(iter(_seeds.values()), None)  # it has one, of its own kind, or none
     ours, theirs = socket.socketpair()
     os.set_inheritable(theirs.fileno(), True)
     path = os.pathsep.join(o for o in (ROOT, os.environ.get('PYTHONPATH')) if o)
@@ -340,6 +360,7 @@ def start(args, env, cwd, targets, fds, session=False, group=-1, umask=-1, withi
         os.umask(umask)
     with _lock:
         sock = _seed(_kind(parsed[1]))
+        if sock is None: return
         with _undisturbed():
             _prctl(_PR_SET_CHILD_SUBREAPER, 1)
             _send(sock, dict(args=[os.fsdecode(o) for o in args], options=parsed[0], rest=parsed[1], env=env, cwd=cwd, targets=targets,
