@@ -77,7 +77,7 @@ def _prepare(self:DistributedTrainer):
     "Random numbers of one's own, decisions in common, and what events hand over to"
     learn,device = self.learn,self.accelerator.device
     self.random,self.totals = WorkerRandom(get_rank()),EpochTotals(learn)
-    self.decisions = Decisions(learn, device, WorkerRandom(get_rank()).entered)
+    self.decisions = Decisions(learn, WorkerRandom(get_rank()).entered)
     self.loaders = SharedLoaders(learn, device, self.settings.split, self.args['sync_bn'], self.settings.non_blocking)
     self.evaluation = Evaluation(learn, self.decisions)
     self.dirty = False
