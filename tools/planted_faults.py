@@ -178,16 +178,16 @@ FAULTS = [Fault(*o) for o in [
     # P8: clean import
     ('import-order', 'P8', "fastai.distributed, imported after fastdist, takes fastdist's methods away",
      'import fastai.distributed # before', 'pass # before',
-     ['tests/promises/test_p8_import.py::test_either_order[fastdist.trainer.learner-fastdist.all]']),
+     ['tests/promises/test_p8_import.py::test_either_order']),
     ('torch-in-the-command-line', 'P8', "fastdist train imports torch before it has read the config: seconds, to say that a key is wrong",
      'from .machine import n_gpus, plural, why_cpu\n', 'from .machine import n_gpus, plural, why_cpu\nimport torch\n',
      ['tests/launch/test_config.py::test_wrong_config_at_once']),
     ('thread-at-import', 'P8', "an import starts a thread",
      'World.on_begin(monitor)\n', 'World.on_begin(monitor)\nimport threading,time\nthreading.Thread(target=time.sleep, args=(1e6,), daemon=True).start()\n',
-     ['tests/promises/test_p8_import.py::test_either_order[fastdist.all-fastdist.all]']),
+     ['tests/promises/test_p8_import.py::test_either_order']),
     ('port-at-import', 'P8', "an import opens a port: the store of a process alone is a TCPStore, and made at once",
      '_start_timeout = 600 #', "_alone = dist.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)\n_start_timeout = 600 #",
-     ['tests/promises/test_p8_import.py::test_either_order[fastdist.all-fastdist.all]']),
+     ['tests/promises/test_p8_import.py::test_either_order']),
 ]]
 
 

@@ -96,7 +96,9 @@ def test_cancelled_by_some_of_three(world3):
 @pytest.mark.parametrize('subset', [[0], [1], [1, 2]])
 def test_cancelled_in_validation(world3, subset):
     "What counts is the first batch of the data set in which one of the workers raises it"
-    cases = [(ev, exc, False, 1) for ev in ('before_batch', 'after_pred', 'after_loss', 'after_batch') for exc in ('CancelFit', 'CancelEpoch', 'CancelValid')]
+    # each exception at each event, by one of the three subsets
+    events, excs = ('before_batch', 'after_pred', 'after_loss', 'after_batch'), ('CancelFit', 'CancelEpoch', 'CancelValid')
+    cases = [(ev, excs[(i + [[0], [1], [1, 2]].index(subset)) % 3], False, 1) for i, ev in enumerate(events)]
     first = min(b for b in range(1, 6) if b % 3 in subset)
     compare(world3, subset, cases, [(ev, exc, [0], False, first) for ev, exc, *_ in cases])
 

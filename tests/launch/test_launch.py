@@ -10,8 +10,9 @@ LAUNCH = [str(Path(sys.executable).with_name('fastdist')), 'launch']  # as a use
 WEIGHTS = []  # of the first case, which is one process
 
 
-# each way of starting is tried once with processes that import all by themselves
-COLD = [('python', 1, 'script'), *((way, 2, 'script') for way in ('fastdist launch', 'accelerate launch', 'torchrun')), ('launch_in_notebook', 2, 'notebook')]
+# each way of starting is tried once with processes that import all by themselves, which is some 7 CPU-seconds for each: with one worker, where that is a
+# process of its own, and with two of Accelerate's
+COLD = [('python', 1, 'script'), ('fastdist launch', 1, 'script'), ('accelerate launch', 2, 'script'), ('torchrun', 1, 'script'), ('launch_in_notebook', 2, 'notebook')]
 
 
 @pytest.mark.parametrize('way,n,kind', [pytest.param(*o, marks=[pytest.mark.cold] if o in COLD else []) for o in CASES], ids=lambda o: str(o).replace(' ', '_'))

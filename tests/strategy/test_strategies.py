@@ -23,9 +23,9 @@ def differences(world, strategy, pairs, **ctx):
 @pytest.mark.parametrize('strategy', STRATEGIES)
 @pytest.mark.parametrize('n', [1, 2, 3])
 def test_matrix(worlds, n, strategy):
-    """10 steps with each optimizer, in each mode of stepping, by three workers; by one and by two, whose shares are cut in the same way, each of them
-    once. What bf16 rounds depends on how a batch is divided, as much for 'ddp' as for the others"""
-    pairs = [*itertools.product(CASES, OPTS)] if n==3 else [*zip(CASES, itertools.cycle(OPTS))]
+    """10 steps with each optimizer, in each mode of stepping: with one of the optimizers by one and by two workers, with the others by three. What bf16 rounds depends on how a batch is divided, as much for 'ddp' as for the others"""
+    by_two = [*zip(CASES, itertools.cycle(OPTS))]
+    pairs = [o for o in itertools.product(CASES, OPTS) if o not in by_two] if n==3 else by_two
     found = differences(worlds(n), strategy, pairs)
     for (case, opt), d in found.items(): print(f"{strategy} {n} {case} {opt}: {d['weights']:.1e}")
     assert [*found]==pairs
@@ -36,7 +36,8 @@ def test_matrix(worlds, n, strategy):
 
 @pytest.mark.parametrize('strategy', STRATEGIES[1:])
 def test_bf16_is_that_of_ddp(world3, strategy):
-    ddp, m = (world3(fits, ctx_of(s), [('bf16', o) for o in OPTS])[0] for s in ('ddp', strategy))
+    pairs = [('bf16', list(OPTS)[STRATEGIES[1:].index(strategy)])]  # what is rounded does not know which optimizer steps
+    ddp, m = (world3(fits, ctx_of(s), pairs)[0] for s in ('ddp', strategy))
     for k in ddp: assert diff(ddp[k].weights, m[k].weights) < 2e-6
 
 
@@ -130,7 +131,7 @@ def before_in_after(ctx, opt):
 
 @pytest.mark.parametrize('strategy', STRATEGIES)
 def test_optimizer_before_and_after(worlds, strategy):
-    for opt, sizes in dict(adam=(2, 3), lamb=(2,), ranger=(3,), adamw=(3,)).items():
+    for opt, sizes in dict(adam=(size_of((strategy, STRATEGIES)),), lamb=(2,), ranger=(3,), adamw=(3,)).items():
         one = before_in_after(None, opt)
         for size in sizes:
             for m in worlds(size)(before_in_after, ctx_of(strategy), opt):
@@ -173,19 +174,19 @@ def saves(ctx, path):
 def test_save_load_export_predict(worlds, strategy, tmp_path):
     (tmp_path/'one').mkdir()
     one = saves(None, tmp_path/'one')
-    for size in (2, 3):
-        path = tmp_path/f'{size}'
-        path.mkdir()
-        for m in worlds(size)(saves, ctx_of(strategy), path, timeout=200):
-            for k in one: assert diff(one[k], m[k]) < 1e-6, k
-        for nm in 'ab': # files for one process, as fastai writes them
-            a, b = (torch.load(p/f'models/{nm}.pth', weights_only=False) for p in (tmp_path/'one', path))
-            assert list(a['model'])==list(b['model']) and diff(a['model'], b['model']) < 1e-7
-            assert all(type(o) is torch.Tensor for o in b['model'].values())
-            for s, t in zip(a['opt']['state'], b['opt']['state']): assert s.keys()==t.keys() and all(diff(s[k], t[k]) < 1e-6 for k in s if not isinstance(s[k], bool))
-        learn = load_learner(path/'e.pkl')
-        assert type(learn.model) is Scaled and all(type(p) is nn.Parameter for p in learn.model.parameters())
-        assert diff(weights(load_learner(tmp_path/'one/e.pkl')), weights(learn)) < 1e-7
+    size = size_of((strategy, STRATEGIES))
+    path = tmp_path/f'{size}'
+    path.mkdir()
+    for m in worlds(size)(saves, ctx_of(strategy), path, timeout=200):
+        for k in one: assert diff(one[k], m[k]) < 1e-6, k
+    for nm in 'ab': # files for one process, as fastai writes them
+        a, b = (torch.load(p/f'models/{nm}.pth', weights_only=False) for p in (tmp_path/'one', path))
+        assert list(a['model'])==list(b['model']) and diff(a['model'], b['model']) < 1e-7
+        assert all(type(o) is torch.Tensor for o in b['model'].values())
+        for s, t in zip(a['opt']['state'], b['opt']['state']): assert s.keys()==t.keys() and all(diff(s[k], t[k]) < 1e-6 for k in s if not isinstance(s[k], bool))
+    learn = load_learner(path/'e.pkl')
+    assert type(learn.model) is Scaled and all(type(p) is nn.Parameter for p in learn.model.parameters())
+    assert diff(weights(load_learner(tmp_path/'one/e.pkl')), weights(learn)) < 1e-7
 
 
 class Residual(nn.Module):

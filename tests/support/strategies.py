@@ -70,6 +70,12 @@ def state_of(opt):
     return {**res, **{f'slow {i}': p for i, p in enumerate(p for pg in sd.get('slow_weights') or [] for p in pg)}}
 
 
+def size_of(*which):
+    """2 workers or 3, in turn by where each of `which`, pairs of a value and its list, stands: what is trained is one thing, among how many it is
+    shared out another. So each value meets both sizes in one of the tests, in half of the time"""
+    return 2 + sum(list(o).index(v) for v, o in which)%2
+
+
 def fits(ctx, pairs): return {(c, o): fit(c, {**OPTS, **MORE_OPTS}[o], ctx) for c, o in pairs}
 
 
