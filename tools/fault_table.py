@@ -245,7 +245,7 @@ def names_rank(way, r, n, text):
     "Does the output blame rank `r`, rather than mention it?"
     if way == 'fastdist launch': return re.search(rf'^fastdist: (worker|rank) {r} ', text.strip().splitlines()[-1]) is not None
     root = text.partition('Root Cause')[2]  # of torch's summary
-    said = re.search(rf'(because|Ctrl-C in) rank {r}\b|rank {r} of {n} |rank {r} has kept', text)
+    said = re.search(rf'(because|Ctrl-C in) rank {r}\b|rank {r} of {n} |rank {r} has kept|and rank {r} \(host \S+ process \d+\) does not', text)
     return bool(said or re.search(rf'rank\s*: {r} ', root))
 
 

@@ -172,7 +172,9 @@ def _kill_stopped_children():
     "A loader process that is stopped hears nothing, and would stay"
     for p in psutil.Process().children(recursive=True):
         try:
-            if p.status()==psutil.STATUS_STOPPED: p.kill()
+            if p.status()!=psutil.STATUS_STOPPED: continue
+            p.kill()
+            wait_until(lambda: p.status()==psutil.STATUS_ZOMBIE, 1) # torch raises an error of its own by then
         except psutil.Error: pass
 
 # %% ../../nbs/fault/03_monitor.ipynb #56ec6416
@@ -189,10 +191,10 @@ def deliver(self:Monitor, s, # `Scope`
     def reacts():
         if s.left or s.raised or self.stop_now.is_set(): return True
         if self.in_main: signal.pthread_kill(self.main, signal.SIGURG)
-    if f.kind=='stalled': _kill_stopped_children()
     with self.delivering:
+        if not s.left: s.failure = f
+        if f.kind=='stalled': _kill_stopped_children()
         if s.left: return # it fails, or has ended, by itself, and reports it
-        s.failure = f
         self._try(lambda: self.store.set(f'ack/{s.key}/{self.rank}', 'aborted'))
         reacts()
         self._break_off()

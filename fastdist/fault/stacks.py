@@ -6,7 +6,7 @@
 __all__ = ['Stacks', 'ask_stack', 'ask_children', 'begin_loader_process', 'crashes']
 
 # %% ../../nbs/fault/02_stacks.ipynb #8554efed
-import faulthandler,os,re,signal,time
+import ctypes,faulthandler,os,re,signal,time
 
 import psutil
 from ..world.errors import shorten
@@ -14,23 +14,32 @@ from ..world.store import wait_until
 
 # %% ../../nbs/fault/02_stacks.ipynb #659a1ad3
 _name = 'fastdist_stacks'
-# no program sends it by chance, and no library of those that train uses it; where there is none (macOS), nobody asks
-_ask = getattr(signal, 'SIGRTMIN', None) and signal.SIGRTMIN+7
+# no program sends them by chance, and no library of those that train uses them; where there are none (macOS), nobody asks.
+# By the second, a process that is stopped says where it is, and goes no further when it is woken up
+_ask,_ask_stopped = [getattr(signal, 'SIGRTMIN', 0)+i for i in (7,8)]
+
+def _can_be_asked():
+    return hasattr(signal, 'SIGRTMIN') and hasattr(os, 'memfd_create') and all(signal.getsignal(o)==signal.SIG_DFL for o in (_ask,_ask_stopped))
 
 class Stacks:
     "The file of this process, and of those that it forks, into which they write where they are"
     def __init__(self):
         self.fd,self.by_user = None,faulthandler.is_enabled()
         if not self.by_user: faulthandler.enable(file=2) # the standard error that the launcher reads, whatever `sys.stderr` is now
-        if _ask is None or not hasattr(os, 'memfd_create') or signal.getsignal(_ask)!=signal.SIG_DFL: return # a user's own
+        if not _can_be_asked(): return # a user has handlers of these signals
         self.fd,self.pid = os.memfd_create(_name),os.getpid()
         faulthandler.register(_ask, file=self.fd, all_threads=True)
+        libc = ctypes.CDLL(None)
+        libc.signal(_ask_stopped, libc.pause) # what `chain` calls when the stack is written
+        faulthandler.register(_ask_stopped, file=self.fd, all_threads=True, chain=True)
 
     def close(self):
         "Handle signals as before"
         if not self.by_user: faulthandler.disable()
         if self.fd is None: return
         faulthandler.unregister(_ask)
+        faulthandler.unregister(_ask_stopped)
+        ctypes.CDLL(None).signal(_ask_stopped, None) # Python's own wants the main thread
         os.close(self.fd)
         self.fd = None
 
@@ -45,8 +54,18 @@ def _answers(pid, fd):
     try:
         if not os.readlink(f'/proc/{pid}/fd/{fd}').startswith(f'/memfd:{_name}'): return False
         with open(f'/proc/{pid}/status') as f: caught = next(int(o.split()[1], 16) for o in f if o.startswith('SigCgt'))
-        return caught >> (_ask-1) & 1==1
+        return all(caught >> (o-1) & 1 for o in (_ask,_ask_stopped))
     except (OSError,StopIteration): return False
+
+def _ask_in_its_sleep(p, file, seconds=1):
+    """What `psutil.Process` `p`, which is stopped, writes of where it is. It is woken up for a moment, in which its main thread does nothing else:
+    what others wait for does not come. It is stopped again, and good for nothing then: whoever asks is about to end it"""
+    if ctypes.CDLL(None).tgkill(p.pid, p.pid, _ask_stopped): return '' # to its main thread, which handles it before anything else
+    p.resume()
+    wait_until(lambda: os.fstat(file.fileno()).st_size > file.tell() and p.status()==psutil.STATUS_SLEEPING, seconds)
+    p.suspend()
+    wait_until(lambda: p.status()==psutil.STATUS_STOPPED, seconds)
+    return file.read().decode(errors='replace')
 
 def _written(file, seconds=1):
     "What is being written to a file now, until nothing comes any more"
@@ -62,14 +81,13 @@ def _written(file, seconds=1):
 def ask_stack(pid, # Process of this user's on this machine
               fd, # Number of the file of its `Stacks`
              ):
-    """Where the main thread of another process is: [file, line, function] for each frame, the innermost first;
-    nothing where it does not reply, or is stopped"""
+    """Where the main thread of another process is, which is about to be ended: [file, line, function] for each frame, the innermost first;
+    nothing where it does not reply. One that is stopped can go on no more"""
     if fd is None or not _answers(pid, fd): return []
     try:
         with open(f'/proc/{pid}/fd/{fd}', 'rb') as file:
             file.seek(0, os.SEEK_END)
-            # to let one that is stopped reply is to let it go on: what the others wait for may come then
-            if psutil.Process(pid).status()==psutil.STATUS_STOPPED: return []
+            if (p := psutil.Process(pid)).status()==psutil.STATUS_STOPPED: return _frames(_ask_in_its_sleep(p, file))
             os.kill(pid, _ask)
             return _frames(_written(file))
     except (OSError,psutil.Error): return [] # it has ended

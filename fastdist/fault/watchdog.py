@@ -157,7 +157,7 @@ def _behind(self:Watch, group, now, limit):
     seqs = {r:b.seqs[group] for r,b in self.beats.items() if group in b.seqs}
     most = max(seqs.values())
     first = [r for r,n in seqs.items() if n==most and not self.beats[r].left]
-    behind = [r for r,n in seqs.items() if n < most]
+    behind = [r for r,n in seqs.items() if n==min(seqs.values()) < most] # those between wait for them too
     if not first or not behind: return
     wait = min(limit, 2) if all(self.beats[r].left for r in behind) else limit # a rank that has left will never begin it
     waits = all(now-self.stepped[r] > wait for r in first) and any(now-self.moved[r] > wait for r in first)
