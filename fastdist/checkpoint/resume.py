@@ -14,7 +14,7 @@ from ..callbacks.compression import GradientCompression, LocalSGD
 from ..callbacks.fastai_patches import trainer_of
 from .folder import Checkpoint, DamagedCheckpoint, FolderLock, checkpoints, clear_drafts, prepare_folder
 from .saving import Saver
-from .state import not_saved, put_rest, put_tensors, signature, take_rest, take_tensors
+from .state import joined_metrics, not_saved, put_rest, put_tensors, signature, take_rest, take_tensors
 from ..comm.call import same_text
 from ..comm.objects import all_gather_list, from_rank0
 from ..data.dl import DistributedDL
@@ -202,12 +202,26 @@ def before_fit(self:Resume):
 
 # %% ../../nbs/checkpoint/06_resume.ipynb #856c702a
 @patch
+def _read_rest(self:Resume, rank): return torch.load(self.chosen.path/f'rank-{rank}.pt', weights_only=True)
+
+@patch
+def _share_metrics(self:Resume, rest):
+    "In the middle of an epoch, on another number of workers: rank 0 goes on with the training metrics of all that there were"
+    rest['metrics'] = [None]*len(rest['metrics'])
+    if get_rank() > 0 or not getattr(self.learn.recorder, 'train_metrics', False): return
+    rest['metrics'] = joined_metrics([self._read_rest(r)['metrics'] for r in range(self.place['workers'])])
+    if None in rest['metrics']: self._warn_once(
+        f"{self.chosen.path} is of {self.place['workers']} workers in the middle of an epoch, and a metric of train_metrics=True is no mean: for this epoch it "
+        "is that of the batches from here on")
+
+@patch
 def _load(self:Resume):
     "Put back all but the place in the loader. Returns what this worker remembers"
     s = self.place
     getattr(self.learn.dls, 'n_inp', None) # to find out, fastai reads a sample at the first batch of a process, which may draw
     self.same = s['workers']==(get_world_size() if self.many else 1)
-    rest = torch.load(self.chosen.path/f'rank-{get_rank() if self.same and self.many else 0}.pt', weights_only=True)
+    rest = self._read_rest(get_rank() if self.same and self.many else 0)
+    if not self.same and s['batch']: self._share_metrics(rest)
     put_tensors(self.learn, self.chosen, rest['opt'])
     left = put_rest(self.learn, rest, self.same, [self])
     if left and get_rank()==0: warnings.warn(f"{self.chosen.path} has the state of callbacks that this fit has not: {', '.join(left)}")
