@@ -171,7 +171,7 @@ def commit(self:Draft, n, # Workers, all of which have finished
           ):
     "Make it a checkpoint, by one rename. Returns the `Checkpoint`"
     files = {nm:o for p in self.parts(n) for nm,o in p['files'].items()}
-    files.update({nm:file_sum(self.dir/nm) for nm in ('tensors.json',) if (self.dir/nm).exists()})
+    files.update({nm:file_sum(self.dir/nm) for nm in ('tensors.json','.metadata') if (self.dir/nm).exists()})
     res = dict(summary, format=1, files=files)
     write_json(self.dir/'summary.json', dict(res, checksum=_summary_sum(json.loads(json.dumps(res)))))
     for r in range(0 if keep_parts else n): (self.dir/f'part-{r}.json').unlink()

@@ -21,6 +21,7 @@ class Adapter:
     device = None    # where the loader itself puts its batches
     stream = False   # is the data set iterable?
     num_workers = 0  # processes that read it
+    by_batch = False # do loader processes begin their random numbers again with each batch, so that an epoch can be gone on with?
     def __init__(self,
         dl, # The loader; it stays as it is
         nm:str, # How errors name it

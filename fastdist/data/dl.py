@@ -18,7 +18,7 @@ from .fastai_dl import FastaiAdapter
 from .loaders import SeveralAdapter, n_batches
 from .orders import compare_with_rank0, same_order, same_shuffled
 from .partition import join_shares
-from .rng import WorkerRandom, plain_state, seed_of, shared_order
+from .rng import WorkerRandom, plain_state, seed_of, set_stream_states, shared_order, stream_states
 from .torch_dl import TorchAdapter, TorchDataLoader
 from ..comm.objects import all_gather_list
 from ..world.ranks import check_rank, get_rank, get_world_size
@@ -78,6 +78,7 @@ _NEW_EPOCH = dict(
     _epoch=-1, _steps=0, _ended=False, # number of the epoch, its steps that are done, and whether all are
     _at=None, _pending=None, # the state from which its order was drawn, and the state to go on from
     _live=False, _alone=False, # is an epoch on? Is it `one_batch`'s?
+    _streams=None, # the random states to go on from once the order is drawn
     _drawing=None) # the order that `get_idxs` returns while one is drawn
 
 @patch
@@ -244,11 +245,18 @@ def _batches(self:DistributedDL):
     if self._adapter.parts is None:
         pending,at = self._draw()
         self._random.restart(self._adapter.seed)
+        self._restore_streams()
         if not self._alone:
             self._epoch,self._at = pending['epoch'] if pending else self._epoch+1,at
             self._steps,self._ended = 0,False
     self._live = True
     yield from self._adapter.batches()
+
+@patch
+def _restore_streams(self:DistributedDL):
+    "Go on with the random numbers of the epoch that another process has begun"
+    streams,self._streams = self._streams,None
+    if streams is not None: set_stream_states(streams, self._random)
 
 @patch
 def _sent(self:DistributedDL, b):
@@ -363,11 +371,25 @@ def state_dict(self:DistributedDL):
 @patch
 def load_state_dict(self:DistributedDL,
                     state:dict, # What `state_dict` of a loader over the same data returned, in any worker; the same in all
+                    streams=None, # What `streams` returned in this worker: go on with its random numbers too
                    ):
     "Go on there at the next iteration, with the same global batches if a step is as large; a `ValueError` says what does not fit"
     if self._adapter.parts is not None: return self._adapter.load_state_dict(state)
     for why in self._misfits(state): raise ValueError(f"{self._adapter.nm} cannot go on where the loader of this state was: {why}")
-    self._pending = dict(state)
+    self._pending,self._streams = dict(state),streams
+
+@patch
+def streams(self:DistributedDL):
+    "Where this worker's random numbers are, between two batches, as plain data; not what processes of the loader draw: see `exact_streams`"
+    return stream_states(self._random)
+
+@patch
+def exact_streams(self:DistributedDL):
+    "From here on, what is drawn for a batch does not depend on those before: why that cannot be, or `None`"
+    parts = self._adapter.parts
+    for a in [self._adapter] if parts is None else [o._adapter for o in parts]:
+        if a.num_workers and not isinstance(a, FastaiAdapter): return f"{a.nm} draws in processes of PyTorch's DataLoader, which begin anew"
+        a.by_batch = True
 
 @patch
 def _misfits(self:DistributedDL, state):

@@ -12,7 +12,7 @@ from fastai.data.load import DataLoader as FastaiDataLoader, SkipItemException, 
 from fastai.learner import _ConstantFunc
 from .adapter import Adapter
 from .partition import Counts, Partition, local_rows, shared_iter
-from .rng import WorkerRandom, generators_in
+from .rng import WorkerRandom, begin_batch, generators_in, seed_of
 from ..fault.monitor import loader_begins
 
 # %% ../../nbs/data/04_fastai_dl.ipynb #cad8c9d2
@@ -251,6 +251,7 @@ def _read_batches(self:FastaiAdapter, dl, plan, steps):
     if dl.dataset is not None: dl.it = self.dl.it = iter(dl.dataset)
     whole = any(self._reads_whole(dl))
     for k in steps:
+        if self.by_batch and torch.utils.data.get_worker_info() is not None: begin_batch(seed_of(self.seed, plan.done(k)))
         read = plan.global_batch(k) if whole else plan.local_batch(k)
         items = [o for o in map(dl.do_item, read) if o is not None]
         yield self._batch_of(dl, items, plan.counts(k), read)

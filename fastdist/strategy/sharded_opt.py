@@ -91,9 +91,9 @@ class _OptRows:
 
     def params(self): return [p for pg in self.opt.param_lists for p in pg]
 
-    def _rows(self, p): return local(p) if isinstance(p, DTensor) else self.rows_of.of(p.data)
+    def rows(self, p): return local(p) if isinstance(p, DTensor) else self.rows_of.of(p.data)
 
-    def _as_wanted(self, p, mine):
+    def as_wanted(self, p, mine):
         "`mine` with the norm of the whole, where the optimizer may need it"
         if not self.whole_norm: return mine
         return shard_like(mine, p) if isinstance(p, DTensor) else self.rows_of.as_dtensor(mine, p.shape)
@@ -107,8 +107,8 @@ class _OptRows:
 @patch
 def part(self:_OptRows, p):
     "This worker's rows of a parameter, as the optimizer wants them; not to be called where gradients are recorded"
-    old,mine = self.parts.get(p),self._rows(p)
-    if old is None or local(old).data_ptr()!=mine.data_ptr(): old = self.parts[p] = self._as_wanted(p, mine.detach())
+    old,mine = self.parts.get(p),self.rows(p)
+    if old is None or local(old).data_ptr()!=mine.data_ptr(): old = self.parts[p] = self.as_wanted(p, mine.detach())
     return old
 
 @patch
@@ -117,7 +117,7 @@ def _grad(self:_OptRows, p):
     g = p.grad
     if g is None: return
     sharded = isinstance(g, DTensor) and g.placements[-1].is_shard()
-    return self._as_wanted(p, local(g) if sharded else self.rows_of.of(local(g)))
+    return self.as_wanted(p, local(g) if sharded else self.rows_of.of(local(g)))
 
 @patch
 def _norms(self:_OptRows, params, p, *ts):
@@ -154,14 +154,14 @@ def _shard(self:_OptRows, p, o):
     "What is remembered of `p`: this worker's rows, if it has the parameter's shape"
     if isinstance(o, DTensor): return o if self.whole_norm else local(o) # made with the optimizer, of sharded parameters
     if not isinstance(o, Tensor) or o.shape!=p.shape: return o
-    return self._as_wanted(p, self.rows_of.of(o.to(local(p).device)).clone())
+    return self.as_wanted(p, self.rows_of.of(o.to(local(p).device)).clone())
 
 @patch
 def _gather(self:_OptRows, p, o, group=None):
     "What is remembered of `p`, whole; `group` as for `gather_rows`"
     if not isinstance(o, Tensor) or not p.dim(): return local(o)
     if isinstance(o, DTensor) and (group is None or o.shape!=p.shape): return o.full_tensor()
-    return gather_rows(local(o), p.shape, self.rows_of, group) if local(o).shape==self._rows(p).shape else o
+    return gather_rows(local(o), p.shape, self.rows_of, group) if local(o).shape==self.rows(p).shape else o
 
 @patch
 def zero_grad(self:_OptRows, *args, **kwargs):
