@@ -14,7 +14,7 @@ import torch.distributed as dist
 from fastai.basics import *
 from ..callbacks.data_parallel import ParallelTrainer, check_device_ids
 from ..callbacks.fastai_patches import trainer_of
-from ..checkpoint.resume import Resume
+from ..checkpoint.resume import Resume, resume_of
 from ..fault.same_call import all_at
 from ..fault.supervisor import handler_kept, scope
 from ..data.dl import DistributedDL
@@ -177,7 +177,11 @@ def _decisions(learn):
 # %% ../../nbs/trainer/07_learner.ipynb #59d55f52
 @patch
 def _with_events(self:Learner, f, event_type, ex, final=noop):
-    with _around(self, event_type): _with_events(self, f, event_type, ex, final)
+    def run(): _with_events(self, f, event_type, ex, final)
+    with _around(self, event_type):
+        resume = resume_of(self) if event_type=='fit' else None
+        if resume is None: run()
+        else: resume.around_fit(run, final)
 
 @patch
 def _call_one(self:Learner, event_name):
@@ -190,6 +194,25 @@ def validation_context(self:Learner, cbs=None, inner=False):
     "fastai's `validation_context`; the workers do not agree on what callbacks decide in it"
     res,decisions = _validation_context(self, cbs, inner),_decisions(self)
     return res if decisions is None else ContextManagers([decisions.inside(), res])
+
+# %% ../../nbs/trainer/07_learner.ipynb #13897973
+_all_batches = Learner.all_batches
+
+@patch
+def _do_fit(self:Learner):
+    "fastai's, from the epoch on in which an earlier run has been"
+    resume = resume_of(self)
+    for epoch in range(0 if resume is None else resume.first_epoch(), self.n_epoch):
+        self.epoch = epoch
+        self._with_events(self._do_epoch, 'epoch', CancelEpochException)
+
+@patch
+def all_batches(self:Learner):
+    "fastai's, from the first batch on that an earlier run has not trained"
+    resume = resume_of(self) if self.training else None
+    if resume is None: return _all_batches(self)
+    self.n_iter = len(self.dl)
+    for o in resume.batches(self.dl): self.one_batch(*o)
 
 # %% ../../nbs/trainer/07_learner.ipynb #37c9ac8c
 _create_opt = Learner.create_opt

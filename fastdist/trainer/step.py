@@ -40,6 +40,7 @@ class TrainingStep:
         self.whole,self.weighed = False,[] # is the loss that of the global batch, or a sum? Has `weigh_loss` been called?
         self.uneven = getattr(last, 'uneven', None) # have the shares of some batch before not added up to the samples dealt out?
         self.before,self.late,self.stops = getattr(last, 'late', None),None,False # see `_agreed`; has Ctrl-C ended the fit of all?
+        self.wished = 0 # what callbacks that have a method `wish` have asked for, added up over all workers: the same in all of them
         self.check = LossCheck(learn) if last is None else last.check
         GlobalBatchLoss.expect(self)
 
@@ -115,7 +116,8 @@ def send_loss(self:TrainingStep, interrupted=False # Was Ctrl-C pressed in this 
     if not self.has_loss or self.loss is not None: return
     value = torch.zeros((), dtype=torch.float64, device=self.device)
     if self.n: value = self.learn.loss.detach().double().mean().as_subclass(Tensor)*self.n
-    self.loss = torch.stack([value, torch.full_like(value, self.n), torch.full_like(value, bool(interrupted))])
+    wish = sum(callback_results(self.learn, 'wish'))
+    self.loss = torch.stack([value, *(torch.full_like(value, o) for o in (self.n, bool(interrupted), wish))])
     self.sent = dist.all_reduce(self.loss, async_op=True)
 
 # %% ../../nbs/trainer/03_step.ipynb #b2ddba69
@@ -148,17 +150,17 @@ def _agreed(self:TrainingStep):
     on a GPU (`None`, was it in the batch before?)"""
     total = self.total if self.by_samples else None
     if self.loss.device.type=='cpu':
-        _,left,stops = self.loss.tolist()
+        _,left,stops,self.wished = self.loss.tolist()
         self._note_left(left, total)
         return left,stops > 0
-    copied,done = torch.empty(2, dtype=self.loss.dtype, pin_memory=True),torch.cuda.Event()
+    copied,done = torch.empty(3, dtype=self.loss.dtype, pin_memory=True),torch.cuda.Event()
     copied.copy_(self.loss[1:], non_blocking=True)
     done.record()
     self.late = copied,done,total
     if self.before is None: return None,False
     copied,done,total = self.before
     done.synchronize() # of a batch ago: it has ended, unless the host has run ahead by more than that
-    left,stops = copied.tolist()
+    left,stops,self.wished = copied.tolist()
     self._note_left(left, total)
     return None,stops > 0
 

@@ -1,0 +1,84 @@
+"Going on from each checkpoint of a run ends as the run itself: weights, optimizer, recorder, files, order of samples, random numbers"
+import random, shutil
+import pytest
+from fastai.callback.progress import CSVLogger
+from fastai.callback.tracker import EarlyStoppingCallback, ReduceLROnPlateau, SaveModelCallback
+from strategies import *
+
+
+class Noisy(Items):
+    "Samples with noise from all three generators"
+    def __getitem__(self, i): return self.x[i] + random.random()/9 + np.random.randn()/9 + torch.rand(4, dtype=self.x.dtype)/9, self.y[i]
+    def new_empty(self): return Noisy(0)
+
+
+class Seen(Callback):
+    "The first feature of each sample that was trained, by place; and a moving average of the weights, of a user's own"
+    def before_fit(self):
+        if not hasattr(self, 'mean'): self.mean, self.drawn = [p.detach().clone() for p in self.model.parameters()], []
+    def after_batch(self):
+        if not self.training: return
+        self.drawn.append((self.epoch, self.iter, self.xb[0][:, 0].tolist(), random.random()))  # draws from the shared stream
+        if self.learn.model.__class__.__name__ != 'FSDPSequential': self.mean = [a.lerp(p.detach(), .5) for a, p in zip(self.mean, self.model.parameters())]
+
+
+def made(path, n=22, opt=Adam, workers=0, cbs=None, dropout=.3, more=True, Data=Noisy, model=None, bs=4):
+    Path(path).mkdir(parents=True, exist_ok=True)
+    set_seed(7)
+    dls = DataLoaders(TfmdDL(Data(n), bs=bs, shuffle=True, num_workers=workers), TfmdDL(Items(9, seed=1), bs=bs, num_workers=0))
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(dropout), nn.Linear(8, 3)).double() if model is None else model()
+    learn = Learner(dls, model, loss_func=Double(), opt_func=opt, lr=.05, wd=.01, path=path, metrics=accuracy, cbs=cbs,
+                    splitter=lambda m: [list(m[0].parameters()), [p for o in m[1:] for p in o.parameters()]])
+    if more: learn.add_cbs([Seen(), CSVLogger('log.csv'), EarlyStoppingCallback(patience=9), ReduceLROnPlateau(patience=1)])
+    learn.recorder.train_metrics = True
+    return quiet(learn)
+
+
+FITS = dict(fit=lambda l, **kw: l.fit(2, **kw), one_cycle=lambda l, **kw: l.fit_one_cycle(2, 1e-2, **kw), flat_cos=lambda l, **kw: l.fit_flat_cos(2, 1e-2, **kw),
+            fine_tune=lambda l, **kw: l.fine_tune(1, 1e-2, freeze_epochs=1, **kw))
+
+
+def found(learn):
+    "All that a fit leaves, to be compared bit for bit"
+    rec, csv = learn.recorder, learn.path/'log.csv'
+    res = dict(weights={k: v.tolist() for k, v in weights(learn).items()}, opt={k: v.tolist() for k, v in state_of(learn.opt).items()},
+               hypers=[dict(o) for o in learn.opt.hypers], values=[list(o) for o in rec.values], losses=[float(o) for o in rec.losses], lrs=rec.lrs, iters=rec.iters,
+               hps=getattr(rec, 'hps', None), rng=(random.random(), np.random.rand(), torch.rand(1).item()), csv=[o.rpartition(',')[0] for o in csv.read_text().splitlines()] if csv.exists() else None)
+    for cb in learn.cbs:
+        if isinstance(cb, Seen): res.update(drawn=cb.drawn, mean=[o.tolist() for o in cb.mean])
+        if hasattr(cb, 'best'): res[cb.name] = cb.best, getattr(cb, 'wait', None)
+    return res
+
+
+def differ(a, b): return {k: (a[k], b.get(k)) for k in a if repr(a[k]) != repr(b.get(k))}
+
+
+def each_checkpoint(run, tmp_path, at=None):
+    "Results of `run(folder, cbs)`: without `Resume`, with it, and gone on with from each of its checkpoints"
+    import fastdist.all
+    from fastdist.checkpoint.resume import Resume
+    from fastdist.checkpoint.folder import checkpoints
+    from fastdist.world import get_rank, get_world_size
+    def put(c, folder):
+        if get_rank() == 0: shutil.copytree(c, folder/'ckpt'/c.name), (shutil.copy(tmp_path/'all'/'log.csv', folder) if (tmp_path/'all'/'log.csv').exists() else None)
+    every = []
+    for nm in ('plain', 'all'): every.append(run(tmp_path/nm, None if nm == 'plain' else [Resume(tmp_path/'all'/'ckpt', every=1, keep=99)]))
+    names = sorted((o.path for o in checkpoints(tmp_path/'all'/'ckpt')), key=lambda p: (p.name.partition('.')[0], len(p.name), p.name))
+    for i, c in enumerate(names):
+        if at is not None and i not in at: continue
+        folder = tmp_path/c.name
+        put(c, folder)
+        every.append(run(folder, [Resume(folder/'ckpt', every=100)]))
+    return every, [o.name for o in names]
+
+
+@pytest.mark.parametrize('kind', FITS)
+def test_one_process(kind, tmp_path):
+    def run(folder, cbs):
+        learn = made(folder)
+        FITS[kind](learn, cbs=cbs)
+        return found(learn)
+    (plain, *others), names = each_checkpoint(run, tmp_path)
+    assert len(names) >= 10
+    for nm, o in zip(['with Resume', *names], others): assert not differ(plain, o), (nm, differ(plain, o).keys())
