@@ -1,5 +1,5 @@
 "What ends a job from outside: signals of schedulers, launchers that start workers again, worlds of another size. The same command goes on, with the weights of one process"
-import os, re, signal, sys, textwrap
+import json, os, re, signal, sys, textwrap, time
 
 import pytest
 from harness import free_port, launched, processes, wait_for
@@ -29,9 +29,8 @@ SCRIPT = '''
     x = torch.randn(48, 4, dtype=torch.float64)
     ds = list(zip(x, x.sum(1, keepdim=True)))
     dls = DataLoaders.from_dsets(ds, ds, bs=8, num_workers=WORKERS)
-    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Dropout(0.1 if get_world_size() == 9 else 0.), nn.Linear(8, 1)).double()
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1)).double()
     learn = Learner(dls, model, loss_func=MSELossFlat(), cbs=At())
-    seen = []
     with learn.no_bar(), learn.distrib_ctx(split_batches=True, resume='ckpt'): learn.fit_one_cycle(4)
     if is_master(): print('found', json.dumps([get_world_size(), len(learn.recorder.losses), *[p.sum().item() for p in model.parameters()]]), flush=True)
     '''
@@ -43,9 +42,7 @@ def write(folder, faults='', workers=0):
     return folder/'s.py'
 
 
-def found(res):
-    import json
-    return json.loads(res.stdout.partition('found ')[2].splitlines()[0])
+def found(res): return json.loads(res.stdout.partition('found ')[2].splitlines()[0])
 
 
 @pytest.fixture(scope='module')
@@ -70,3 +67,18 @@ def test_killed_restarted_and_stopped(tmp_path, alone):
     assert second.returncode == 0, second.stderr
     assert int(re.search('step ([0-9]+)', second.stdout)[1]) == steps[-1]+1  # nothing is trained twice
     assert found(second)[1:] == pytest.approx(alone, abs=1e-12)
+
+
+def test_a_node_comes_and_is_lost(tmp_path, alone):
+    "1 worker, 2 when a second node comes, and 1 again when that is gone, with its launcher: torchrun's --nnodes 1:2"
+    file = write(tmp_path)
+    file.write_text(file.read_text().replace("print('step', step, flush=True)", """print('step', step, 'of', get_world_size(), flush=True)
+        wait = {3: (1, 'second.log'), 9: (2, 'gone')}.get(step)  # until there is a second node; until it is gone
+        while wait and get_world_size() == wait[0] and not Path(wait[1]).exists(): time.sleep(0.05)
+        if step in (4, 5) and get_world_size() == 1: time.sleep(1)  # the launcher looks for nodes that wait now and then"""))
+    conf = 'last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=2'
+    cmd = [sys.executable, '-m', 'torch.distributed.run', '--nnodes', '1:2', '--nproc-per-node', '1', '--rdzv-backend', 'c10d', '--rdzv-endpoint', f'127.0.0.1:{free_port()}',
+           '--rdzv-id', 'job', '--rdzv-conf', conf, '--max-restarts', '3', file]
+
+    def second_node(proc, mark):
+        wait_for(lambda: b'step 3 of 1' in os.pread(proc.stdout_fd, 1 << 16, 0), 'the first node trains')
