@@ -223,15 +223,17 @@ def not_saved(learn, but=()):
 _of_learner = 'train_iter pct_train smooth_loss final_record epoch'.split()
 _clocks = 'start_epoch', # the recorder's: an epoch's time is that of this process
 
-def _csv_file(cb): return None if not isinstance(cb, CSVLogger) else Path(cb.path)/cb.fname
+def _csv_file(cb): return Path(cb.path)/cb.fname
+
+def _text_of(cb):
+    "What a logger has written by now"
+    if not isinstance(cb, CSVLogger): return
+    file = vars(cb).get('file')
+    if file is not None and not file.closed: file.flush()
+    return _csv_file(cb).read_text() if _csv_file(cb).exists() else None
 
 def _take_callbacks(learn, but):
-    res = {}
-    for k,cb in saved_callbacks(learn, but).items():
-        file = _csv_file(cb)
-        text = file.read_text() if file is not None and file.exists() else None
-        res[k] = dict(attributes=attributes_of(cb, _clocks)[0], text=text)
-    return res
+    return {k:dict(attributes=attributes_of(cb, _clocks)[0], text=_text_of(cb)) for k,cb in saved_callbacks(learn, but).items()}
 
 def _put_text(cb, text):
     "What had been logged: lines that came after it are logged again"

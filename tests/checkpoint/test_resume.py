@@ -1,6 +1,6 @@
 "Going on from each checkpoint of a run ends as the run itself: weights, optimizer, recorder, files, order of samples, random numbers"
 import random, shutil
-import pytest
+import pytest, torch.distributed as dist
 from fastai.callback.progress import CSVLogger
 from fastai.callback.tracker import EarlyStoppingCallback, ReduceLROnPlateau, SaveModelCallback
 from strategies import *
@@ -35,6 +35,13 @@ def made(path, n=22, opt=Adam, workers=0, cbs=None, dropout=.3, more=True, Data=
     return quiet(learn)
 
 
+class Trained(Callback):
+    "Counts, in what no checkpoint has, the batches that this process trains"
+    steps = []
+    def after_batch(self):
+        if self.training: self.steps.append(1)
+
+
 FITS = dict(fit=lambda l, **kw: l.fit(2, **kw), one_cycle=lambda l, **kw: l.fit_one_cycle(2, 1e-2, **kw), flat_cos=lambda l, **kw: l.fit_flat_cos(2, 1e-2, **kw),
             fine_tune=lambda l, **kw: l.fine_tune(1, 1e-2, freeze_epochs=1, **kw))
 
@@ -54,7 +61,7 @@ def found(learn):
 def differ(a, b): return {k: (a[k], b.get(k)) for k in a if repr(a[k]) != repr(b.get(k))}
 
 
-def each_checkpoint(run, tmp_path, at=None):
+def each_checkpoint(run, tmp_path, at=None, plain=True):
     "Results of `run(folder, cbs)`: without `Resume`, with it, and gone on with from each of its checkpoints"
     import fastdist.all
     from fastdist.checkpoint.resume import Resume
@@ -63,14 +70,18 @@ def each_checkpoint(run, tmp_path, at=None):
     def put(c, folder):
         if get_rank() == 0: shutil.copytree(c, folder/'ckpt'/c.name), (shutil.copy(tmp_path/'all'/'log.csv', folder) if (tmp_path/'all'/'log.csv').exists() else None)
     every = []
-    for nm in ('plain', 'all'): every.append(run(tmp_path/nm, None if nm == 'plain' else [Resume(tmp_path/'all'/'ckpt', every=1, keep=99)]))
+    for nm in ('plain', 'all')[not plain:]: every.append(run(tmp_path/nm, None if nm == 'plain' else [Resume(tmp_path/'all'/'ckpt', every=1, keep=99)]))
     names = sorted((o.path for o in checkpoints(tmp_path/'all'/'ckpt')), key=lambda p: (p.name.partition('.')[0], len(p.name), p.name))
     for i, c in enumerate(names):
         if at is not None and i not in at: continue
         folder = tmp_path/c.name
         put(c, folder)
-        every.append(run(folder, [Resume(folder/'ckpt', every=100)]))
-    return every, [o.name for o in names]
+        if dist.is_initialized(): dist.barrier()
+        Trained.steps.clear()
+        every.append(run(folder, [Resume(folder/'ckpt', every=100), Trained()]))
+        total, done = checkpoints(folder/'ckpt')[0].summary['step'], int(c.name[5:13])
+        assert len(Trained.steps) == total-done and total == int(names[-1].name[5:13]), (c.name, len(Trained.steps), total)  # nothing again, and nothing left out
+    return every, [o.name for i, o in enumerate(names) if at is None or i in at]
 
 
 @pytest.mark.parametrize('kind', FITS)
@@ -82,3 +93,20 @@ def test_one_process(kind, tmp_path):
     (plain, *others), names = each_checkpoint(run, tmp_path)
     assert len(names) >= 10
     for nm, o in zip(['with Resume', *names], others): assert not differ(plain, o), (nm, differ(plain, o).keys())
+
+
+def many(tmp_path, strategy, kind, at, dropout=.3, workers=0, plain=False, **kwargs):
+    "The same in `distrib_ctx`, in each worker; the first differences by checkpoint, and what the first run has left"
+    import fastdist.all
+    def run(folder, cbs):
+        learn = made(folder, workers=workers, dropout=dropout, more=strategy != 'fsdp')
+        with learn.distrib_ctx(**ctx_of(strategy, **kwargs)): FITS[kind](learn, cbs=cbs)
+        return found(learn)
+    (first, *others), names = each_checkpoint(run, tmp_path, at, plain)
+    return [(nm, list(d)) for nm, o in zip((['with Resume'] if plain else [])+names, others) if (d := differ(first, o))], names
+
+
+@pytest.mark.parametrize('strategy', STRATEGIES)
+def test_two_workers(world2, strategy, tmp_path):
+    for bad, names in world2(many, tmp_path, strategy, 'fine_tune' if strategy == 'zero2' else 'one_cycle', [1, 5, 6, 8], plain=strategy == 'ddp'):
+        assert not bad and len(names) == 4, (bad, names)
