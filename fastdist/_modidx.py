@@ -402,6 +402,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                   'fastdist/checkpoint/state.py'),
                                            'fastdist.checkpoint.state._take_callbacks': ( 'checkpoint/state.html#_take_callbacks',
                                                                                           'fastdist/checkpoint/state.py'),
+                                           'fastdist.checkpoint.state._text_of': ( 'checkpoint/state.html#_text_of',
+                                                                                   'fastdist/checkpoint/state.py'),
                                            'fastdist.checkpoint.state._wanted_rows': ( 'checkpoint/state.html#_wanted_rows',
                                                                                        'fastdist/checkpoint/state.py'),
                                            'fastdist.checkpoint.state.named_tensors': ( 'checkpoint/state.html#named_tensors',

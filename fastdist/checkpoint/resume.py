@@ -209,6 +209,7 @@ def before_fit(self:Resume):
 def _load(self:Resume):
     "Put back all but the place in the loader. Returns what this worker remembers"
     s = self.place
+    getattr(self.learn.dls, 'n_inp', None) # to find out, fastai reads a sample at the first batch of a process, which may draw
     self.same = s['workers']==(get_world_size() if self.many else 1)
     rest = torch.load(self.chosen.path/f'rank-{get_rank() if self.same and self.many else 0}.pt', weights_only=True)
     put_tensors(self.learn, self.chosen, rest['opt'])
