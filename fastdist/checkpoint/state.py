@@ -18,6 +18,7 @@ from .tensors import TensorShard, read_shards, stored
 from ..data.dl import DistributedDL
 from ..data.rng import generator_states, generators_in, set_generator_states, set_stream_states, stream_states
 from ..model.batchnorm import GlobalBatchNorm
+from ..model.foreach import ForeachOptimizer
 from ..strategy.base import inner_opt, whole_model
 from ..strategy.sharded_opt import ShardedOptimizer
 from ..strategy.sharding import local
@@ -126,7 +127,8 @@ def signature(learn # `Learner` with an optimizer
     trains = [[names.get(id(p), list(p.shape)) for p in pg] for pg in learn.opt.param_lists]
     inner = inner_opt(learn.opt)
     steps = [getattr(getattr(o, 'func', o), '__name__', type(o).__name__) for o in inner.cbs] if isinstance(inner, Optimizer) else type(inner).__name__
-    return dict(model=_sum_of(tensors), opt=_sum_of([type(learn.opt).__name__, steps, trains]))
+    cls = Optimizer if isinstance(learn.opt, ForeachOptimizer) else type(learn.opt) # it is of that class in a context with other workers
+    return dict(model=_sum_of(tensors), opt=_sum_of([cls.__name__, steps, trains]))
 
 # %% ../../nbs/checkpoint/04_state.ipynb #abda79ba
 def take_tensors(learn # `Learner` with an optimizer, after a step
