@@ -41,7 +41,7 @@ def gpu_worlds():
 @pytest.fixture(autouse=True)
 def no_group_left(request, worlds):
     yield
-    for o in (worlds, request.node.funcargs.get('gpu_worlds')):
+    for o in (worlds, (request.node.funcargs or {}).get('gpu_worlds')):
         if o is not None: o.end_groups()
 
 

@@ -93,6 +93,12 @@ def test_what_it_starts():
     assert r.returncode == 10 and said['parent'] == said['sid'] == said['group'] != os.getpid() and r.left == {} and processes('-', said['sid']) == {}
 
 
+def test_what_a_worker_starts():
+    "It has no seed: Python that it starts is a process like any other, and cold"
+    code = 'import subprocess, sys; sys.exit(subprocess.run([sys.executable, "-c", "import sys; sys.exit(3 + (\\"torch\\" in sys.modules))"]).returncode)'
+    assert launched([sys.executable, '-c', code], 60, env={'LOCAL_RANK': '0'}).returncode == 3
+
+
 def test_what_a_fresh_process_has_of_its_own():
     "Random numbers, and the threads that the environment allows"
     code = "import random, torch, numpy as np; print(random.random(), np.random.rand(), torch.rand(1).item(), torch.get_num_threads())"
