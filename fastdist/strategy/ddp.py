@@ -36,7 +36,8 @@ def _without_empty(model):
     "Let a `DistributedDataParallel` that is made meanwhile leave out parameters without elements, which get no gradient"
     nm = '_ddp_params_and_buffers_to_ignore'
     before = vars(model).get(nm)
-    setattr(model, nm, [*(before or ()), *(k for k,p in model.named_parameters() if not p.numel())])
+    empty = [k for k,p in model.named_parameters() if not p.numel()]
+    setattr(model, nm, [*(before or ()), *empty, *(f'.{k}' for k in empty)]) # of the model's own, DDP puts a dot before the name
     try: yield
     finally:
         if before is None: delattr(model, nm)

@@ -117,7 +117,7 @@ def send_loss(self:TrainingStep, interrupted=False # Was Ctrl-C pressed in this 
     value = torch.zeros((), dtype=torch.float64, device=self.device)
     if self.n: value = self.learn.loss.detach().double().mean().as_subclass(Tensor)*self.n
     wish = sum(callback_results(self.learn, 'wish'))
-    self.loss = torch.stack([value, *(torch.full_like(value, o) for o in (self.n, bool(interrupted), wish))])
+    self.loss = torch.stack([value, *(torch.full_like(value, o) for o in (self.n, bool(interrupted), wish, self.samples))])
     self.sent = dist.all_reduce(self.loss, async_op=True)
 
 # %% ../../nbs/trainer/03_step.ipynb #b2ddba69
@@ -150,11 +150,11 @@ def _agreed(self:TrainingStep):
     on a GPU (`None`, was it in the batch before?)"""
     total = self.total if self.by_samples else None
     if self.loss.device.type=='cpu':
-        _,left,stops,self.wished = self.loss.tolist()
+        _,left,stops,self.wished,_ = self.loss.tolist()
         self._note_left(left, total)
         return left,stops > 0
     copied,done = torch.empty(3, dtype=self.loss.dtype, pin_memory=True),torch.cuda.Event()
-    copied.copy_(self.loss[1:], non_blocking=True)
+    copied.copy_(self.loss[1:4], non_blocking=True)
     done.record()
     self.late = copied,done,total
     if self.before is None: return None,False
@@ -173,7 +173,7 @@ def receive_loss(self:TrainingStep):
     left,self.stops = self._agreed()
     whole = self.loss[0]/(self.batch_weight() if self.summed else self.loss[1])
     if left is None: self.learn.loss = torch.where(self.loss[1] > 0, whole, self.learn.loss.detach().mean()).to(self.learn.loss.dtype)
-    elif left: self.learn.loss = whole.to(self.learn.loss.dtype)
+    elif left or self.loss[4]: self.learn.loss = whole.to(self.learn.loss.dtype)
     if self.stops: raise KeyboardInterrupt
 
 @patch(as_prop=True)
@@ -228,13 +228,13 @@ def _go_by_left(self:TrainingStep):
     left = self.loss[1].item()
     self._note_left(left, self.total) # from now on it is known
     if left==self.total: return
-    if not left: # in all workers: no batch
+    if not left and not self.loss[4]: # the data set has left out all: no batch
         self.learn.yb = ()
         raise CancelBatchException()
     if accs := self.learn._grab_cbs(AccumulateSteps):
         for cb in accs: cb.weight *= left/self.total
         return
-    for p in self.learn.model.parameters():
+    for p in self.learn.model.parameters() if left else (): # where no label counts the gradients are 0
         if p.grad is not None: p.grad.mul_(self.total/left)
 
 # %% ../../nbs/trainer/03_step.ipynb #6cc5cf86

@@ -21,16 +21,23 @@ def collab():
     return collab_learner(dls, use_nn=True, layers=[4], y_range=(0, 5.5))
 
 
+class Spare(nn.Linear):
+    "A parameter of the model itself, which no forward uses"
+    def __init__(self):
+        super().__init__(4, 3, dtype=torch.float64)
+        self.spare = nn.Parameter(torch.zeros(0, 3, dtype=torch.float64))
+
+
 def trained_on(what, strategy=None):
     warnings.simplefilter('ignore')
     set_seed(3)
-    learn = quiet(dict(tabular=tabular, collab=collab)[what]())
+    learn = quiet(dict(tabular=tabular, collab=collab, spare=lambda: learner(n=7, model=Spare))[what]())
     with contextlib.nullcontext() if strategy is None else learn.distrib_ctx(split_batches=True, strategy=strategy): learn.fit(2, 0.01)
     return weights(learn), list(learn.recorder.values[-1])
 
 
 # each model under two: what a strategy does about such a parameter does not depend on the model
-@pytest.mark.parametrize('what,strategy', [('tabular', 'ddp'), ('tabular', 'zero2'), ('collab', 'zero1'), ('collab', 'fsdp')])
+@pytest.mark.parametrize('what,strategy', [('tabular', 'ddp'), ('spare', 'ddp'), ('spare', 'fsdp'), ('tabular', 'zero2'), ('collab', 'zero1'), ('collab', 'fsdp')])
 def test_no_elements(world2, what, strategy):
     import fastdist.all
     want, values = trained_on(what)

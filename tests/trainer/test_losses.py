@@ -33,6 +33,12 @@ class Marks(Callback):
     def before_batch(self): self.learn.yb = (torch.where(self.x[:, 0] > .3, -100, self.y),)
 
 
+class MarksAll(Callback):
+    "No label of one batch counts"
+    def before_batch(self):
+        if self.iter == 1: self.learn.yb = (torch.full_like(self.y, -100),)
+
+
 class Drops(Callback):
     "Some samples are left out"
     def before_batch(self):
@@ -134,6 +140,13 @@ def compared(world, names, tol=2e-7, **ctx):
 
 
 def test_as_one_process(world): compared(world, list(CASES))
+
+
+def test_no_label_counts(world):
+    "in one batch: its loss is nan, and the average of the losses from there on; the optimizer makes a step by its momentum"
+    def make(): return learner(n=13, cbs=MarksAll(), opt=Adam)
+    one, losses, _ = run(make, distrib=False)
+    for every, losses1, _ in world(run, make): assert diff(one, every) < 2e-7 and [o != o for o in losses] == [o != o for o in losses1] == [False, True, True]
 
 
 def test_strategies(world2):
