@@ -35,9 +35,9 @@ def _value(store, key):
     if kind=='value': return Unpickler(io.BytesIO(data[32:]), is_signed(data, job_secret(), key, get_rank()), key, get_rank()).load()
 
 # %% ../../nbs/comm/05_rank0.ipynb #b4cb52ac
-def _ends():
-    "What is raised now may end this process; without a process group, nobody else would let the first failure be printed first"
-    if not dist.is_initialized(): hook_uncaught(shared_store('fault'))
+def _ends(e):
+    "`e` is raised now, and may end this process; without a process group, nobody else would let the first failure be printed first"
+    if not dist.is_initialized(): hook_uncaught(shared_store('fault'), e)
 
 # %% ../../nbs/comm/05_rank0.ipynb #130a3e52
 def _lead(func, args, kwargs, store, key, send):
@@ -45,7 +45,7 @@ def _lead(func, args, kwargs, store, key, send):
     try: res = func(*args, **kwargs)
     except BaseException as e:
         _put(store, key, 'failure', Failure.of(e).to_json().encode())
-        _ends()
+        _ends(e)
         raise
     try: _put_value(store, key, res) if send else _put(store, key, 'done')
     except Exception as e: # it cannot be pickled
@@ -63,8 +63,8 @@ def _follow(store, key, first=0, name='its call'):
         f = wait_until(lambda: store.check([key]) or ended(first), notice=say)
         if not store.check([key]): raise f.as_error() # otherwise it has written that just before its end
         return _value(store, key)
-    except RemoteError:
-        _ends()
+    except RemoteError as e:
+        _ends(e)
         raise
     except dist.DistError as e: raise RemoteError(
         f"rank {get_rank()} waited for the worker that is first, and it, or the launcher, has ended") from e

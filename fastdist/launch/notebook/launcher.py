@@ -6,9 +6,9 @@
 __all__ = ['launch_in_notebook']
 
 # %% ../../../nbs/launch/notebook/03_launcher.ipynb #ba45cc7d
-import linecache,os,re,shutil,signal,socket,sys,time
+import json,linecache,os,re,shutil,signal,socket,sys,time
 from contextlib import ExitStack,contextmanager,suppress
-from multiprocessing.connection import Connection,wait
+from multiprocessing.connection import AuthenticationError,Connection,answer_challenge,deliver_challenge,wait
 from types import ModuleType
 
 import psutil, torch.distributed as dist
@@ -90,6 +90,7 @@ class _Workers:
         self.n,self.envs,self.log_dir,self.setup,self.call = n,envs,log_dir,setup,call
         self.lines,self.tails,self.failures = {},{},[] # connection -> rank; open logs of rank 0; (rank, `Failure`) of what has failed
         self.value,self.since,self.ctx,self.result,self.quiet = None,None,None,None,0.
+        self.ended = {} # by rank: when its process was seen to have ended
         self.folder = new_folder() # the path of a socket has to be short
         self.listener = socket.socket(socket.AF_UNIX)
 
@@ -124,6 +125,9 @@ def run(self:_Workers):
 def is_done(self:_Workers):
     "Have all ended, or one of them in failure?"
     if self.failures: return time.monotonic() > self.since+self.grace or len({r for r,_ in self.failures})==self.n
+    for r,pid in self.ctx.pids().items():
+        with suppress(psutil.Error): # torch ends the others when one has failed, and does not say which was the first
+            if psutil.Process(pid).status()==psutil.STATUS_ZOMBIE: self.ended.setdefault(r, time.monotonic())
     self.result = self.ctx.wait(0)
     return self.result is not None
 
@@ -144,6 +148,11 @@ def handle(self:_Workers, rank, kind, *args):
 def accept(self:_Workers):
     "Give a worker that has connected what it has to know and to do"
     conn = Connection(self.listener.accept()[0].detach())
+    key = {**os.environ, **self.envs[0]}['FASTDIST_SECRET'].encode()
+    try: # before anything is unpickled
+        deliver_challenge(conn, key)
+        answer_challenge(conn, key)
+    except (AuthenticationError,EOFError,OSError): return conn.close() # somebody else
     self.lines[conn] = conn.recv()
     conn.send(self.setup)
     conn.send_bytes(self.call)
@@ -216,6 +225,13 @@ def _tail(file, n=8):
 
 # %% ../../../nbs/launch/notebook/03_launcher.ipynb #c28afd94
 @patch
+def record_of(self:_Workers, f):
+    "The same `Failure` from the error record of its rank, if that has more: where its loader process has crashed"
+    try: res = read_record(json.loads(Path(f'{self.log_dir}/rank{f.rank}.error.json').read_text()))
+    except (OSError,ValueError): return f
+    return res if res is not None and (res.pid,res.type)==(f.pid,f.type) else f
+
+@patch
 def recorded(self:_Workers):
     "The first `Failure` in the error records of the workers, `None` if there is none: of one that was stopped, another has written it"
     found = [read_record(o.error_file_data) for o in (self.result.failures.values() if self.result is not None else ())]
@@ -226,10 +242,12 @@ def recorded(self:_Workers):
 def error(self:_Workers):
     "What is raised in the notebook"
     own = [f for r,f in self.failures if f.rank==r]
-    f = first(own or [f for _,f in self.failures]) or self.recorded()
+    f = first(own or [f for _,f in self.failures])
+    f = self.record_of(f) if f is not None else self.recorded()
     logs = f"\n(What the workers have printed is in {self.log_dir})"
     if f is None:
-        r,p = min(self.result.failures.items(), key=lambda o: (o[1].exitcode==-signal.SIGTERM, o[0])) # the launcher has ended the others
+        when = lambda o: (self.ended.get(o[0], float('inf')), o[1].exitcode==-signal.SIGTERM, o[0])
+        r,p = min(self.result.failures.items(), key=when)
         how = f"was killed by signal {-p.exitcode}" if p.exitcode < 0 else f"ended with exit status {p.exitcode}"
         if p.exitcode==-signal.SIGKILL: how += " (out of memory?)"
         text = _tail(f'{self.log_dir}/rank{r}.err.log')
@@ -261,15 +279,16 @@ def _pack_call(func, args, kwargs, name):
 # %% ../../../nbs/launch/notebook/03_launcher.ipynb #92732eb9
 @contextmanager
 def _log_folder(log_dir):
-    "A folder for logs; a new one, where none was given, is deleted unless there is a `RemoteError`"
+    "A folder for logs; a new one, where none was given, goes unless there is a `RemoteError`, or this process is killed"
     folder = os.path.abspath(log_dir or new_folder())
     os.makedirs(folder, 0o700, exist_ok=True)
     with ExitStack() as undo:
-        if log_dir is None: undo.callback(shutil.rmtree, folder, ignore_errors=True)
+        if log_dir is None:
+            keep(folder)
+            undo.callback(shutil.rmtree, folder, ignore_errors=True)
         try: yield folder
         except RemoteError:
             undo.pop_all()
-            keep(folder)
             raise
 
 # %% ../../../nbs/launch/notebook/03_launcher.ipynb #8ac070ee

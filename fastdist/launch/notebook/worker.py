@@ -125,14 +125,15 @@ def _run(line, rank, setup, call):
             if shell is not None: shell.events.trigger('post_execute') # shows the plots that are left
         if rank==0: _send_value(line, value, known, setup['folder'], setup['name'])
     except BaseException as e:
-        line.send('failed', Failure.of(e))
+        from fastdist.fault.monitor import root_cause
+        line.send('failed', Failure.of(root_cause(e)))
         return False
     return True
 
 # %% ../../../nbs/launch/notebook/01_worker.ipynb #26233073
 def main():
     "Be a worker: the address of the notebook comes from the command line, the rank from the environment; ends the process"
-    conn,rank = Client(sys.argv[1], 'AF_UNIX'),int(os.environ['RANK'])
+    conn,rank = Client(sys.argv[1], 'AF_UNIX', os.environ['FASTDIST_SECRET'].encode()),int(os.environ['RANK'])
     signal.signal(signal.SIGINT, signal.default_int_handler)
     conn.send(rank)
     setup,call = conn.recv(),conn.recv_bytes()
