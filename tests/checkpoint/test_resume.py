@@ -138,3 +138,6 @@ def test_on_other_numbers_of_workers_and_strategies(worlds, opt, tmp_path):
             assert res.n == 10-at
             off = {k: diff(vars(want)[k], vars(res)[k]) for k in ('weights', 'opt', 'losses', 'values')}
             assert max(off.values()) < 1e-5 and off['weights'] < 1e-9, (n, strategy, off)
+
+
+__all__ = [o for o in dir() if not o.startswith(('_', 'test'))]  # other files of this folder train the same
