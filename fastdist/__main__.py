@@ -14,7 +14,9 @@ commands = dict(
     launch=('launch.cli', "start a script, or a module, on many workers"),
     check=('launch.check.cli', "show what a run would look like here, and what is wrong"),
     slurm=('launch.slurm', "write, or submit, a Slurm job that does so on many machines"),
-    train=('launch.train', "train by a config in TOML"))
+    train=('launch.train', "train by a config in TOML"),
+    inspect=('launch.inspect', "show what is in a checkpoint, and whether it is whole"),
+    export=('launch.export', "write the weights in a checkpoint to a plain file"))
 
 usage = ("usage: fastdist COMMAND [arguments]\n\n" + '\n'.join(f'  {k:10}{v}' for k,(_,v) in commands.items()) +
          "\n\n`fastdist COMMAND --help` has more of each.")

@@ -11,15 +11,16 @@ import json,os,sys
 # %% ../nbs/02_notices.ipynb #575b1e7b
 notices_variable = 'FASTDIST_NOTICES' # the path of the launcher's pipe
 
-def notice(text # What people should know, with the rank
+def notice(text='', # What people should know, with the rank
+           **data # What the launcher should know
           ):
     "Print a notice, and give it to the launcher, if there is one that takes it. It never waits, and never fails"
-    print(f'fastdist: {text}', file=sys.stderr, flush=True)
+    if text: print(f'fastdist: {text}', file=sys.stderr, flush=True)
     path = os.environ.get(notices_variable)
     if not path: return
     try:
         fd = os.open(path, os.O_WRONLY|os.O_NONBLOCK)
         # lines up to 4 KiB of several writers do not mix; a character is 6 bytes at most
-        try: os.write(fd, json.dumps(dict(rank=os.environ.get('RANK', '0'), text=text[:600])).encode()+b'\n')
+        try: os.write(fd, json.dumps(dict(data, rank=os.environ.get('RANK', '0'), text=text[:600])).encode()+b'\n')
         finally: os.close(fd)
     except OSError: pass # the launcher has gone, or runs elsewhere

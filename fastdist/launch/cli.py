@@ -192,8 +192,9 @@ def _show_failure(failures, folder, n):
 @contextmanager
 def _one_process():
     started = psutil.Process().children
+    def passed_on(sig, _): send_signal(started(), sig)
     try:
-        with handlers_kept(SIGTERM=lambda sig,_: send_signal(started(), sig)): yield
+        with handlers_kept(SIGTERM=passed_on, SIGUSR1=passed_on): yield
     finally: # an interrupt: a terminal has sent it to the worker as well
         if psutil.wait_procs(started(), 5)[1]: end_processes(started(), signal.SIGINT)
 
@@ -217,6 +218,8 @@ def _accelerate_args(command):
     from accelerate.commands.launch import launch_command_parser
     a = launch_command_parser().parse_args(command[2:])
     a.logs_specs = 'fastdist' # torch's launcher finds `RankLogs` by this name, in the metadata of the installed package
+    # it passes these on; USR1 is what Slurm sends before a time limit, where it was asked to
+    a.signals_to_handle = os.environ.get('PET_SIGNALS_TO_HANDLE', 'SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1')
     try: next(iter(entry_points(group='torchrun.logs_specs', name='fastdist'))).load()
     except (StopIteration,ImportError,AttributeError):
         sys.exit("fastdist launch: fastdist is not installed here, or its files have moved since: "
@@ -257,8 +260,15 @@ def _watched(a, startup):
     def hidden(rank): return (rank!='0' or bool(a.machine_rank)) and a.tee not in ('2','3')
     try:
         with _closed(a), torch_quiet(), _late_notice(a, startup), (_one_process() if alone else nullcontext()), copy, \
-             notices_shown(hidden), end_noticed(a.num_processes//a.num_machines, a.log_dir): yield
+             notices_shown(hidden) as found, end_noticed(a.num_processes//a.num_machines, a.log_dir): yield found
     finally: close_copies()
+
+# %% ../../nbs/launch/05_cli.ipynb #36ec53ce
+def _saved_status(found, failures=None):
+    "The exit status of workers that have saved what they have, and ended, as their notices say; `None` where the first of `failures` has another"
+    status = next((o['status'] for o in reversed(found) if 'status' in o), None)
+    if failures is None or status is None: return status
+    return status if min(failures.values(), key=lambda o: o.timestamp).exitcode==status else None
 
 # %% ../../nbs/launch/05_cli.ipynb #c40455bd
 def _run(command, startup):
@@ -267,14 +277,15 @@ def _run(command, startup):
     from accelerate.commands.launch import launch_command
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    a = _accelerate_args(command)
+    a,found = _accelerate_args(command),[]
     try:
-        with _watched(a, startup): launch_command(a)
-    except ChildFailedError as e: return _show_failure(e.failures, a.log_dir, a.num_processes//a.num_machines)
+        with _watched(a, startup) as found: launch_command(a)
+    except ChildFailedError as e:
+        return _saved_status(found, e.failures) or _show_failure(e.failures, a.log_dir, a.num_processes//a.num_machines)
     except SignalException as e:
         end_processes(psutil.Process().children(), e.sigval) # torch forgets those that it has started if the signal is before the last
         print(f"fastdist: stopped by {e.sigval.name}", file=sys.stderr)
-        return 128+e.sigval.value
+        return _saved_status(found) or 128+e.sigval.value
     except (torch.distributed.DistError,ValueError,ConnectionError) as e: # of the rendezvous of the nodes; Accelerate's, of an option
         print('fastdist launch:', str(e).partition('\n')[0], file=sys.stderr)
         return 1 if isinstance(e, torch.distributed.DistError) else 2

@@ -18,7 +18,7 @@ def handlers_kept(**new # Handler, a function of the signal and the frame, by th
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    sigs = [getattr(signal, o) for o in ('SIGTERM','SIGINT','SIGHUP','SIGQUIT') if hasattr(signal, o)]
+    sigs = [getattr(signal, o) for o in ('SIGTERM','SIGINT','SIGHUP','SIGQUIT','SIGUSR1') if hasattr(signal, o)]
     old = {o:signal.getsignal(o) for o in sigs}
     try:
         for k,h in new.items(): signal.signal(getattr(signal, k), h)

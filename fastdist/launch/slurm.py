@@ -47,7 +47,7 @@ def _file_options(add):
 # %% ../../nbs/launch/06_slurm.ipynb #d0918d09
 def _run_options(add):
     add('--requeue', type=int, default=0, metavar='K', help="when the time limit comes near, stop the workers by SIGTERM and put the job "
-        "back into the queue, at most K times: for a script that saves then, and goes on from there; by default 0")
+        "back into the queue, at most K times; what is trained in distrib_ctx saves then, and goes on from there (FASTDIST_RESUME). By default 0")
     add('--warn', type=int, metavar='SECONDS', help="how long before the time limit the workers get SIGTERM, for a script that saves then; "
         "by default 120, 0 leaves it out (Slurm may be up to a minute early)")
     add('--max-restarts', type=int, metavar='K', help="start all workers again after one has failed, at most K times, without a new job")
@@ -243,6 +243,13 @@ fi
 exit "$status"
 """
 
+# %% ../../nbs/launch/06_slurm.ipynb #6d9562b7
+def _resume_line(a):
+    "What lets the fits of a job that is put back into the queue go on where they were, unless the user has chosen a folder"
+    if not a.requeue: return []
+    folder = f'{shlex.quote(f"{a.logs}/{a.job_name}")}-"$SLURM_JOB_ID"-checkpoints'
+    return [f'[ -n "$FASTDIST_RESUME" ] || FASTDIST_RESUME={folder}  # where fits in distrib_ctx save, and go on from', 'export FASTDIST_RESUME']
+
 # %% ../../nbs/launch/06_slurm.ipynb #8b29373d
 _random = "od -An -v -N32 -tx1 /dev/urandom | tr -d ' \\n'"
 
@@ -255,6 +262,7 @@ def _batch_file(a):
     lines = ['#!/bin/bash', f"# Written by: {shlex.join(a.command)}".replace('\n', '\n# '), *_header(a), '',
              'echo "fastdist: job $SLURM_JOB_ID on $SLURM_JOB_NODELIST, run $((${SLURM_RESTART_COUNT:-0}+1))"', *map(_setup_line, setup),
              f'export OMP_NUM_THREADS="${{OMP_NUM_THREADS:-{n_threads(a.cpus, a.workers)}}}"  # for each worker',
+             *_resume_line(a),
              f'export FASTDIST_SECRET="${{FASTDIST_SECRET:-$({_random})}}"  # by which the workers of this job know each other', '']
     run = _launchers(a)
     body = _wait.replace('WARN', str(a.warn)).replace('TIMES', str(a.requeue)).replace('LAUNCH', run) if a.warn else run+'\n'

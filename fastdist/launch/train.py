@@ -73,6 +73,11 @@ keys = dict(
     epochs=_count("how many epochs to train", 1),
     learning_rate=_Key("the (highest) learning rate; by default the method's own, or the Learner's", kind=float,
                        need="a number above 0", ok=lambda v: 0<v<math.inf),
+    resume=_Key("folder of checkpoints: training saves there, and goes on from there when the same command is typed again; by default there is none",
+               need="the name of a folder", ok=lambda v: v.strip()!=''),
+    resume_every=_Key("how often it saves: so many steps, seconds, minutes, hours or epochs", '1 epoch', str,
+                      "a text such as '200 steps', '10m' or '1 epoch'",
+                      lambda v: re.fullmatch(r'(\d+(\.\d+)?\s*[smh]|\d+\s*(steps?|epochs?))', v.strip()) is not None and float(re.match(r'[\d.]+', v.strip())[0]) > 0),
     seed=_count("seed of all random numbers, the same in all workers", 0, first=0, end=2**32),
     save=_Key("file to export the trained learner to, for load_learner; by default it is not saved",
              need="the name of a file", ok=lambda v: v.strip()!=''))
@@ -133,6 +138,8 @@ def _check_files(s, c):
     u = urlparse(c.distributed_init_method)
     if c.distributed_world_size > 1 and u.scheme=='file' and not Path(u.path).parent.is_dir():
         s.fault(('distributed_init_method',), f"there is no folder {Path(u.path).parent}")
+    if c.resume is not None and Path(c.resume).exists() and not Path(c.resume).is_dir(): s.fault(('resume',), "it is no folder")
+    if 'resume_every' in s.values and c.resume is None: s.fault(('resume_every',), "there is no resume, the folder to save to")
     if c.save is None: return
     f = Path(c.save)
     if f.is_dir(): s.fault(('save',), "it is a folder")
@@ -255,12 +262,14 @@ def _learner(c):
 # %% ../../nbs/launch/08_train.ipynb #d2b75b11
 def _fit(c, learn):
     "Train; (metrics by name, samples per second of all workers)"
+    from fastdist.checkpoint.resume import Resume
     from fastdist.comm.objects import all_gather_list
     from fastdist.data.loaders import n_batches
     speed,lr = _speed(),() if c.learning_rate is None else (c.learning_rate,)
     evaluates = n_batches(learn.dls.valid)!=0 # in the context, a worker may have none of the batches
     strategy = {} if c.strategy=='ddp' else dict(strategy=c.strategy) # by default the launcher's
-    with learn.distrib_ctx(sync_bn=c.sync_bn, split_batches=c.split_batches, cpu=not c.use_cuda_if_available, **strategy):
+    resume = None if c.resume is None else Resume(c.resume, c.resume_every) # by default the launcher's
+    with learn.distrib_ctx(sync_bn=c.sync_bn, split_batches=c.split_batches, cpu=not c.use_cuda_if_available, resume=resume, **strategy):
         getattr(learn, c.fit)(c.epochs, *lr, cbs=speed)
         found = {'train_loss':learn.recorder.values[-1][0]}
         if evaluates:

@@ -14,11 +14,9 @@ from ..notices import notices_variable
 from .processes import send_signal
 
 # %% ../../nbs/launch/03_watch.ipynb #5926516c
-def _show(line, hidden, left):
+def _show(o, hidden, left):
     "Show a notice of a rank that is not on the screen itself; the number of those that may still be shown"
-    try: o = json.loads(line)
-    except ValueError: return left # not ours
-    if left < 1 or not hidden(o['rank']): return left
+    if left < 1 or not o['text'] or not hidden(o['rank']): return left
     print(f"fastdist: {o['text']}", file=sys.stderr, flush=True)
     if left==1: print("fastdist: further notices of workers are in their logs", file=sys.stderr, flush=True)
     return left-1
@@ -38,14 +36,17 @@ def _read_lines(fd, f):
 def notices_shown(hidden, # Function of a rank, as text: is what it prints in a file only?
                   most=20, # Notices
                  ):
-    "Show the notices of workers that are started in the block"
-    left,(read,write) = [most],os.pipe()
-    def show(line): left[0] = _show(line, hidden, left[0])
+    "Show the notices of workers that are started in the block; yields a list that all of them are added to"
+    found,left,(read,write) = [],[most],os.pipe()
+    def show(line):
+        try: found.append(json.loads(line))
+        except ValueError: return # not ours
+        left[0] = _show(found[-1], hidden, left[0])
     t = threading.Thread(target=_read_lines, args=(read,show), daemon=True, name='fastdist notices')
     t.start()
     old = os.environ.get(notices_variable)
     os.environ[notices_variable] = f'/proc/{os.getpid()}/fd/{write}'
-    try: yield
+    try: yield found
     finally:
         os.environ.pop(notices_variable)
         if old is not None: os.environ[notices_variable] = old # this launcher is a worker itself

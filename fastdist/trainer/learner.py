@@ -14,7 +14,7 @@ import torch.distributed as dist
 from fastai.basics import *
 from ..callbacks.data_parallel import ParallelTrainer, check_device_ids
 from ..callbacks.fastai_patches import trainer_of
-from ..checkpoint.resume import resume_of
+from ..checkpoint.resume import Resume, resume_of
 from ..fault.same_call import all_at
 from ..fault.supervisor import handler_kept, scope
 from ..data.dl import DistributedDL
@@ -79,6 +79,16 @@ def detach_distributed(self:Learner):
     "Undo `to_distributed`"
     return self.remove_cb(DistributedTrainer)
 
+# %% ../../nbs/trainer/07_learner.ipynb #d93460ca
+def _resumes(learn, resume):
+    "The `Resume` for the argument of that name; `None` where there is to be none"
+    default = resume is None
+    if default: resume = os.environ.get('FASTDIST_RESUME') or False
+    if resume is False: return
+    if isinstance(resume, Resume): return resume
+    if not isinstance(resume, (str,Path)) or not str(resume): refuse('resume', resume, "it is a folder, a Resume, or False for none")
+    return Resume(resume, default=default)
+
 # %% ../../nbs/trainer/07_learner.ipynb #336655a0
 @patch
 @contextmanager
@@ -86,12 +96,14 @@ def detach_distributed(self:Learner):
 def distrib_ctx(self:Learner,
     sync_bn=True, # Take batch norm's statistics from the global batch?
     in_notebook=False, # Leave the process group at the end as well? For functions that `notebook_launcher` runs
+    resume=None, # Folder of checkpoints, or a `Resume`: fits save there, and go on from there. By default what FASTDIST_RESUME says; False is none
     **kwargs
 ):
     "A context in which the learner trains and evaluates on all workers that the launcher started; in one process it simply trains"
     if not isinstance(in_notebook, bool): refuse('in_notebook', in_notebook, "it is True or False")
-    cb = DistributedTrainer(sync_bn, **kwargs)
+    cb,resumes = DistributedTrainer(sync_bn, **kwargs),_resumes(self, resume)
     if _joins(self, cb):
+        if resume: refuse('resume', resume, "this learner is in distrib_ctx already: give it to the outer one")
         yield self
         return
     leave,together = in_notebook and not dist.is_initialized(),None
@@ -101,6 +113,7 @@ def distrib_ctx(self:Learner,
             with scope(cb.watchdog) as together:
                 cb.in_scope = True
                 _add_trainer(self, cb)
+                if resumes is not None: cb.add(resumes)
                 yield self
     finally:
         self.detach_distributed()

@@ -24,7 +24,8 @@ from .private import clear_left, new_folder, own_sockets
 from .secret import agreed_secret, secret_env
 from .loopback import loopback_env
 from .store import KeyValueStore, seconds, wait_until
-from .rendezvous import MissingRanks, end_alone, infer_init_method, read_end, rendezvous, reachable, write_end
+from .arrival import MissingRanks, read_end, write_end
+from .rendezvous import end_alone, infer_init_method, rendezvous, reachable
 from .errors import Failure, write_record
 
 # %% ../../nbs/world/09_process_group.ipynb #f038ff97

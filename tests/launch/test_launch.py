@@ -80,19 +80,39 @@ def test_exit_status(tmp_path):
 
 
 def test_restarts(tmp_path):
-    "All workers start again, and meet again"
+    "All workers start again, and meet again; tools/restarts.py does so more often, and with all launchers"
     file = script(tmp_path, '''
         import os, sys
         from fastdist.world import *
         setup_distrib(timeout=60)
-        count = os.environ['TORCHELASTIC_RESTART_COUNT']
-        if count == '0' and get_rank() == 1: os.kill(os.getpid(), 9)
+        count = int(os.environ['TORCHELASTIC_RESTART_COUNT'])
+        if count < 3 and get_rank() == count: os.kill(os.getpid(), 9)
         print('in restart', count, all_gather_list(get_rank()), flush=True)
         ''')
-    res = launched([*LAUNCH, '-n', '3', '--max-restarts', '2', '--log-dir', 'logs', file], 120, cwd=tmp_path)
-    assert res.returncode == 0 and 'in restart 1 [0, 1, 2]' in res.stdout, res
-    assert 'all are started again (restart 1 of 2); logs in logs' in res.stderr
-    assert 'in restart 1' in (tmp_path/'logs'/'rank2.1.stdout.log').read_text()
+    res = launched([*LAUNCH, '-n', '3', '--max-restarts', '4', '--log-dir', 'logs', file], 120, cwd=tmp_path)
+    assert res.returncode == 0 and 'in restart 3 [0, 1, 2]' in res.stdout, res
+    assert 'all are started again (restart 1 of 4); logs in logs' in res.stderr
+    assert 'in restart 3' in (tmp_path/'logs'/'rank2.3.stdout.log').read_text()
+
+
+@pytest.mark.parametrize('n', [1, 2])
+def test_saved_and_stopped(tmp_path, n):
+    "USR1, as Slurm sends it, is passed on; the exit status is that of the workers, which have saved"
+    file = script(tmp_path, '''
+        import signal, sys, time
+        from fastdist.notices import notice
+        def save(*_):
+            notice(status=7)
+            sys.exit(7)
+        signal.signal(signal.SIGUSR1, save)
+        print('trains', flush=True)
+        time.sleep(1000)
+        ''')
+    p = subprocess.Popen([*LAUNCH, '-n', str(n), '--tee', '3', file], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
+    assert all('trains' in p.stdout.readline() for _ in range(n))
+    p.send_signal(signal.SIGUSR1)
+    _, err = p.communicate(timeout=60)
+    assert p.returncode == 7 and 'failed' not in err, err
 
 
 @pytest.mark.parametrize('n', [1, 2])

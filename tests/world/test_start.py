@@ -308,3 +308,14 @@ def test_rank0_first_without_a_group(tmp_path, per_node):
         first = r == 0, r % 2 == 0 if per_node else r == 0
         assert o[:4] == [r, r, 0, 4] and o[5:] == [False, err, err], o
         assert o[4][0] == (r > 0) and len(o[4]) == 2 + (r == 0) and (first[1] or o[4][1]), o
+
+
+def test_agents_that_count_differently():
+    "A node that comes later, or again, counts restarts from 0; what an earlier start of as many workers has written is still there"
+    from torch.distributed import TCPStore
+    agent = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
+    env = dict(MASTER_ADDR='127.0.0.1', MASTER_PORT=str(agent.port), TORCHELASTIC_USE_AGENT_STORE='True', TORCHELASTIC_RUN_ID='1', WORLD_SIZE='2', LOCAL_WORLD_SIZE='1',
+               LOCAL_RANK='0')
+    for counts in ('00', '00', '10'):
+        res = started(lambda: me(timeout=20)[0][-1], [dict(env, RANK=str(r), GROUP_RANK=str(r), TORCHELASTIC_RESTART_COUNT=n) for r, n in enumerate(counts)])
+        assert res == [[0, 1]]*2, (counts, res)

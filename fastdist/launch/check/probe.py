@@ -18,7 +18,8 @@ from .report import Silent
 from ..machine import plural
 from ...world.errors import RemoteError
 from ...world.process_group import init_group, teardown_distrib, world_store
-from ...world.rendezvous import MissingRanks, PortError
+from ...world.arrival import MissingRanks
+from ...world.rendezvous import PortError
 from ...world.ranks import env_int, get_backend, get_device, get_launcher, get_rank, get_world_size, host_name, is_master
 from ...world.store import wait_until
 
