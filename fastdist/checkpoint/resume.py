@@ -14,12 +14,11 @@ from ..callbacks.compression import GradientCompression, LocalSGD
 from ..callbacks.fastai_patches import trainer_of
 from .folder import Checkpoint, DamagedCheckpoint, FolderLock, checkpoints, clear_drafts, prepare_folder
 from .saving import Saver
-from .state import not_saved, put_rest, put_tensors, signature, take_rest, take_tensors
+from .state import joined_metrics, not_saved, put_rest, put_tensors, signature, take_rest, take_tensors
 from ..comm.call import same_text
 from ..comm.objects import all_gather_list, from_rank0
 from ..data.dl import DistributedDL
 from ..data.rng import rng_state, set_rng_state
-from ..fault.stop import StopSignals, stop_together
 from ..world.errors import refuse
 from ..world.ranks import get_rank, get_world_size
 from ..world.store import wait_until
@@ -50,13 +49,11 @@ class Resume(Callback):
         keep=3, # How many checkpoints to keep; the one with the best validation loss stays too
         on_error=True, # Save when an exception ends the fit between two batches, too? In one process
         status=143, # Exit status after SIGTERM or SIGUSR1, once that is saved
-        default=False, # Does it give way to another `Resume` that the fit has?
     ):
         super().__init__()
         if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1: refuse('keep', keep, "it is a number of checkpoints, 1 or more")
         if not isinstance(on_error, bool): refuse('on_error', on_error, "it is True or False")
-        self.folder,self.keep,self.on_error,self.default = Path(path).absolute(),keep,on_error,default
-        self.signals = StopSignals(partial(self.request, stop=True), status)
+        self.folder,self.keep,self.on_error,self.status = Path(path).absolute(),keep,on_error,status
         self.unit,self.every = every_of(every)
         self.active,self.asked,self.step,self.place,self.wrapped,self.warned = False,0,0,None,{},set()
 
@@ -160,7 +157,7 @@ def _begin(self:Resume):
 @patch
 def _check(self:Resume):
     "Raise an error for what cannot go on exactly"
-    if len([o for o in self.learn._grab_cbs(Resume) if not o.default]) > 1: raise ValueError(f"rank {get_rank()}: this fit has two Resume callbacks: leave one out")
+    if len(self.learn._grab_cbs(Resume)) > 1: raise ValueError(f"rank {get_rank()}: this fit has two Resume callbacks: leave one out")
     if self.many and self.learn._grab_cbs(LocalSGD): raise ValueError(
         f"rank {get_rank()}: Resume and LocalSGD do not go together: each worker has weights of its own between two averages. Leave one of them out")
     if self.many and any(o.hook=='powersgd' or not isinstance(o.hook, str) for o in self.learn._grab_cbs(GradientCompression)): self._warn_once(
@@ -191,7 +188,7 @@ def around_fit(self:Resume, run, # Function that makes the fit
 
 @patch
 def _close(self:Resume):
-    self.signals.give_back()
+    self.signals_off()
     self.active,self.place,self.chosen,self.saver = False,None,None,None
     self.wrapped.clear()
     if vars(self).get('lock') is not None: self.lock.give_back()
@@ -200,18 +197,31 @@ def _close(self:Resume):
 def before_fit(self:Resume):
     "Refuse a fit that was not begun by `around_fit`"
     if hasattr(self.learn, 'lr_finder'): return
-    if resume_of(self.learn) is not self: return
     if not self.active: raise RuntimeError("Resume needs fastdist's learner: `from fastdist.all import *`")
-    self.signals.take()
+    self.signals_on()
 
 # %% ../../nbs/checkpoint/06_resume.ipynb #856c702a
+@patch
+def _read_rest(self:Resume, rank): return torch.load(self.chosen.path/f'rank-{rank}.pt', weights_only=True)
+
+@patch
+def _share_metrics(self:Resume, rest):
+    "In the middle of an epoch, on another number of workers: rank 0 goes on with the training metrics of all that there were"
+    rest['metrics'] = [None]*len(rest['metrics'])
+    if get_rank() > 0 or not getattr(self.learn.recorder, 'train_metrics', False): return
+    rest['metrics'] = joined_metrics([self._read_rest(r)['metrics'] for r in range(self.place['workers'])])
+    if None in rest['metrics']: self._warn_once(
+        f"{self.chosen.path} is of {self.place['workers']} workers in the middle of an epoch, and a metric of train_metrics=True is no mean: for this epoch it "
+        "is that of the batches from here on")
+
 @patch
 def _load(self:Resume):
     "Put back all but the place in the loader. Returns what this worker remembers"
     s = self.place
     getattr(self.learn.dls, 'n_inp', None) # to find out, fastai reads a sample at the first batch of a process, which may draw
     self.same = s['workers']==(get_world_size() if self.many else 1)
-    rest = torch.load(self.chosen.path/f'rank-{get_rank() if self.same and self.many else 0}.pt', weights_only=True)
+    rest = self._read_rest(get_rank() if self.same and self.many else 0)
+    if not self.same and s['batch']: self._share_metrics(rest)
     put_tensors(self.learn, self.chosen, rest['opt'])
     left = put_rest(self.learn, rest, self.same, [self])
     if left and get_rank()==0: warnings.warn(f"{self.chosen.path} has the state of callbacks that this fit has not: {', '.join(left)}")
@@ -360,10 +370,10 @@ def _save(self:Resume, epoch, batch, validated=False, ended=False):
     if dl is None and batch: epoch,batch = epoch,learn.n_iter
     self.saver.start(self._summary(epoch, batch, validated, ended), take_tensors(learn), take_rest(learn, dl, [self]))
     self.due,self.next_time = False,time.monotonic()+self.every
-    saved = self.saver.finish() if wait else None
+    if wait: self.saver.finish()
     if self.stops:
         self.stops = False
-        self.stopped(saved)
+        self.stopped()
 
 # %% ../../nbs/checkpoint/06_resume.ipynb #ad41ca28
 @patch
@@ -381,14 +391,13 @@ def _save_after(self:Resume, e):
     finally: set_rng_state(now)
 
 @patch
-def stopped(self:Resume, saved # Is it committed?
-           ):
-    "Called in all workers after the checkpoint that `request(stop=True)` has asked for: end together"
-    what = f"saved to {self.folder}" if saved else f"NOT saved to {self.folder}, where an older checkpoint may be"
-    stop_together(self.signals.status, f"{self.signals.came or 'a signal to another worker'}: {what}, and the workers end with "
-                  f"exit status {self.signals.status}; the same command goes on from there")
+def signals_on(self:Resume): "Called when a fit begins"
+@patch
+def signals_off(self:Resume): "Called when a fit ends, or fails"
+@patch
+def stopped(self:Resume): "Called in all workers after the checkpoint that `request(stop=True)` has asked for is committed"
 
 def resume_of(learn # Any `Learner`
              ):
-    "Its `Resume`, or `None`; of two, the one that does not give way"
-    return min(learn._grab_cbs(Resume), key=lambda o: o.default, default=None)
+    "Its `Resume`, or `None`"
+    return next(iter(learn._grab_cbs(Resume)), None)

@@ -110,3 +110,34 @@ def many(tmp_path, strategy, kind, at, dropout=.3, workers=0, plain=False, **kwa
 def test_two_workers(world2, strategy, tmp_path):
     for bad, names in world2(many, tmp_path, strategy, 'fine_tune' if strategy == 'zero2' else 'one_cycle', [1, 5, 6, 8], plain=strategy == 'ddp'):
         assert not bad and len(names) == 4, (bad, names)
+
+
+def part(folder, strategy=None, opt=Adam):
+    "All of a run, or what is left of it, with a checkpoint at each step: what it leaves, and the order of samples of the batches that it trains"
+    import fastdist.all
+    from fastdist.checkpoint.resume import Resume
+    Trained.steps.clear()
+    learn = made(folder, n=26, dropout=0., more=False, Data=Items, opt=opt, bs=6)
+    learn.remove_cbs(learn._grab_cbs(ReduceLROnPlateau))
+    with contextlib.nullcontext() if strategy is None else learn.distrib_ctx(**ctx_of(strategy)): learn.fit_one_cycle(2, 1e-2, cbs=[Resume(folder/'ckpt', every=1, keep=99), Trained()])
+    return SimpleNamespace(weights=weights(learn), opt=state_of(learn.opt), losses=[float(o) for o in learn.recorder.losses], values=[list(o) for o in learn.recorder.values], n=len(Trained.steps))
+
+
+PLACES = dict(adam=[(2, 'ddp', 0), (1, None, 2), (3, 'fsdp', 4), (2, 'ddp', 8)], adamw=[(2, 'fsdp', 0), (3, 'zero1', 3)], lookahead=[(3, 'zero2', 0), (2, 'fsdp', 7)])
+
+
+@pytest.mark.parametrize('opt', PLACES)
+def test_on_other_numbers_of_workers_and_strategies(worlds, opt, tmp_path):
+    "(workers, strategy, the step from which they go on): as one process does all of it, up to rounding"
+    how = {**OPTS, **MORE_OPTS}[opt]
+    want = part(tmp_path/'one', opt=how)
+    for i, (n, strategy, at) in enumerate(PLACES[opt]):
+        folder = tmp_path/f'{i}'
+        if at: shutil.copytree(tmp_path/f'{i-1}'/'ckpt'/f'step-{at:08d}', folder/'ckpt'/f'step-{at:08d}')
+        for res in worlds(n)(part, folder, strategy, how) if n > 1 else [part(folder, strategy, how)]:
+            assert res.n == 10-at
+            off = {k: diff(vars(want)[k], vars(res)[k]) for k in ('weights', 'opt', 'losses', 'values')}
+            assert max(off.values()) < 1e-5 and off['weights'] < 1e-9, (n, strategy, off)
+
+
+__all__ = [o for o in dir() if not o.startswith(('_', 'test'))]  # other files of this folder train the same
