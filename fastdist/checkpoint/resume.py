@@ -19,6 +19,7 @@ from ..comm.call import same_text
 from ..comm.objects import all_gather_list, from_rank0
 from ..data.dl import DistributedDL
 from ..data.rng import rng_state, set_rng_state
+from ..fault.stop import StopSignals, stop_together
 from ..world.errors import refuse
 from ..world.ranks import get_rank, get_world_size
 from ..world.store import wait_until
@@ -49,11 +50,13 @@ class Resume(Callback):
         keep=3, # How many checkpoints to keep; the one with the best validation loss stays too
         on_error=True, # Save when an exception ends the fit between two batches, too? In one process
         status=143, # Exit status after SIGTERM or SIGUSR1, once that is saved
+        default=False, # Does it give way to another `Resume` that the fit has?
     ):
         super().__init__()
         if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1: refuse('keep', keep, "it is a number of checkpoints, 1 or more")
         if not isinstance(on_error, bool): refuse('on_error', on_error, "it is True or False")
-        self.folder,self.keep,self.on_error,self.status = Path(path).absolute(),keep,on_error,status
+        self.folder,self.keep,self.on_error,self.default = Path(path).absolute(),keep,on_error,default
+        self.signals = StopSignals(partial(self.request, stop=True), status)
         self.unit,self.every = every_of(every)
         self.active,self.asked,self.step,self.place,self.wrapped,self.warned = False,0,0,None,{},set()
 
@@ -142,7 +145,7 @@ def _begin(self:Resume):
     self.counts = _ended.setdefault(learn, {})
     self.fit = self.counts.setdefault(str(self.folder), 0)
     self.chosen,self.skips,self.place = self._choose(self.fit),False,None
-    self.due,self.stepped,self.between,self.stops,self.failed = False,False,None,False,False
+    self.due,self.stepped,self.between,self.stops,self.failed,self.depth,self.now = False,False,None,False,False,0,0
     self.saver = Saver(self.folder, self.run_id, get_rank() if self.many else 0, get_world_size() if self.many else 1, self.keep, self._agree)
     self.next_time = time.monotonic()+self.every
     if self.chosen is None: return
@@ -157,7 +160,7 @@ def _begin(self:Resume):
 @patch
 def _check(self:Resume):
     "Raise an error for what cannot go on exactly"
-    if len(self.learn._grab_cbs(Resume)) > 1: raise ValueError(f"rank {get_rank()}: this fit has two Resume callbacks: leave one out")
+    if len([o for o in self.learn._grab_cbs(Resume) if not o.default]) > 1: raise ValueError(f"rank {get_rank()}: this fit has two Resume callbacks: leave one out")
     if self.many and self.learn._grab_cbs(LocalSGD): raise ValueError(
         f"rank {get_rank()}: Resume and LocalSGD do not go together: each worker has weights of its own between two averages. Leave one of them out")
     if self.many and any(o.hook=='powersgd' or not isinstance(o.hook, str) for o in self.learn._grab_cbs(GradientCompression)): self._warn_once(
@@ -188,17 +191,24 @@ def around_fit(self:Resume, run, # Function that makes the fit
 
 @patch
 def _close(self:Resume):
-    self.signals_off()
+    self.signals.give_back()
     self.active,self.place,self.chosen,self.saver = False,None,None,None
     self.wrapped.clear()
     if vars(self).get('lock') is not None: self.lock.give_back()
 
 @patch
 def before_fit(self:Resume):
-    "Refuse a fit that was not begun by `around_fit`"
-    if hasattr(self.learn, 'lr_finder'): return
-    if not self.active: raise RuntimeError("Resume needs fastdist's learner: `from fastdist.all import *`")
-    self.signals_on()
+    "A fit begins, or an evaluation, for which fastai calls this too"
+    if Learner._do_fit.__module__.partition('.')[0]!='fastdist': raise RuntimeError(
+        "Resume needs fastdist's learner: `from fastdist.all import *`")
+    if not self.active: return
+    self.depth += 1
+    self.signals.take()
+
+@patch
+def before_epoch(self:Resume):
+    "Note its number: an evaluation that a callback makes lets fastai forget it"
+    if self.active and self.depth==1: self.now = self.learn.epoch
 
 # %% ../../nbs/checkpoint/06_resume.ipynb #856c702a
 @patch
@@ -318,7 +328,7 @@ def after_batch(self:Resume):
     if not self.stepped: return
     if self.unit=='steps' and self.step%self.every==0: self.due = self.due or True
     whole = isinstance(self.learn.dl, DistributedDL) and not self._keeps_batches()
-    if self.due and whole: self._save(self.learn.epoch, self.learn.iter+1)
+    if self.due and whole: self._save(self.now, self.learn.iter+1)
     if whole and self.on_error and not self.many: self.between = rng_state()
 
 @patch
@@ -338,9 +348,9 @@ def after_train(self:Resume):
 @patch
 def after_epoch(self:Resume):
     "Save, if it is time; the end of the last epoch is that of the fit"
-    if not self.active: return
+    if not self.active or self.depth > 1: return
     self._heed(self._agree(self.wish()))
-    done = self.learn.epoch+1
+    done = self.now+1
     if self.unit=='epochs' and done%self.every==0: self.due = self.due or True
     if self.due and (done < self.learn.n_epoch or self.stops): self._save(done, 0, validated=True)
 
@@ -348,8 +358,10 @@ def after_epoch(self:Resume):
 def after_fit(self:Resume):
     "Save the state after the fit, and wait for it"
     if not self.active: return
+    self.depth -= 1
+    if self.depth: return # of an evaluation that a callback has made
     self.due = 'now'
-    self._save(self.learn.epoch+1, 0, validated=True, ended=True)
+    self._save(self.now+1, 0, validated=True, ended=True)
 
 # %% ../../nbs/checkpoint/06_resume.ipynb #ed0f1d98
 @patch
@@ -370,10 +382,10 @@ def _save(self:Resume, epoch, batch, validated=False, ended=False):
     if dl is None and batch: epoch,batch = epoch,learn.n_iter
     self.saver.start(self._summary(epoch, batch, validated, ended), take_tensors(learn), take_rest(learn, dl, [self]))
     self.due,self.next_time = False,time.monotonic()+self.every
-    if wait: self.saver.finish()
+    saved = self.saver.finish() if wait else None
     if self.stops:
         self.stops = False
-        self.stopped()
+        self.stopped(saved)
 
 # %% ../../nbs/checkpoint/06_resume.ipynb #ad41ca28
 @patch
@@ -387,17 +399,18 @@ def _save_after(self:Resume, e):
     set_rng_state(self.between)
     try:
         self.due = 'now'
-        self._save(self.learn.epoch, self.learn.iter+1)
+        self._save(self.now, self.learn.iter+1)
     finally: set_rng_state(now)
 
 @patch
-def signals_on(self:Resume): "Called when a fit begins"
-@patch
-def signals_off(self:Resume): "Called when a fit ends, or fails"
-@patch
-def stopped(self:Resume): "Called in all workers after the checkpoint that `request(stop=True)` has asked for is committed"
+def stopped(self:Resume, saved # Is it committed?
+           ):
+    "Called in all workers after the checkpoint that `request(stop=True)` has asked for: end together"
+    what = f"saved to {self.folder}" if saved else f"NOT saved to {self.folder}, where an older checkpoint may be"
+    stop_together(self.signals.status, f"{self.signals.came or 'a signal to another worker'}: {what}, and the workers end with "
+                  f"exit status {self.signals.status}; the same command goes on from there")
 
 def resume_of(learn # Any `Learner`
              ):
-    "Its `Resume`, or `None`"
-    return next(iter(learn._grab_cbs(Resume)), None)
+    "Its `Resume`, or `None`; of two, the one that does not give way"
+    return min(learn._grab_cbs(Resume), key=lambda o: o.default, default=None)

@@ -104,3 +104,27 @@ def test_one_worker_is_asked_to_end(world2, tmp_path):
     assert [(s, n) for s, n, _ in rest] == [(None, 18-n0)]*2 and rest[0][2] == rest[1][2]
     whole = world2(signalled, tmp_path/'b', None, 0)
     assert rest[0][2] == whole[0][2]  # bit for bit
+
+
+def test_evaluations_are_no_fits(tmp_path):
+    "In the context, and in a callback of a fit, where fastai calls `before_fit` and `after_fit` for an evaluation too"
+    import torch
+    from fastai.basics import Callback
+    from fastai.test_utils import synth_learner
+    from fastdist.checkpoint.folder import checkpoints
+    from fastdist.checkpoint.resume import Resume
+    import fastdist.trainer.learner
+
+    class Evaluates(Callback):
+        def after_step(self): self.looks = True
+        def after_epoch(self):
+            if getattr(self, 'looks', False):
+                self.looks = False
+                self.learn.validate()
+    learn = synth_learner(cbs=Evaluates())
+    with learn.no_bar(), learn.no_logging(), learn.distrib_ctx(resume=Resume(tmp_path/'ckpt', keep=9)):
+        learn.validate()
+        learn.fit(2)
+        learn.validate()
+        learn.get_preds()
+    assert [[c.summary[k] for k in ('ended', 'epoch', 'batch', 'validated')] for c in checkpoints(tmp_path/'ckpt')] == [[True, 2, 0, True], [False, 1, 0, True]]
