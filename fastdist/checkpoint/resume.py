@@ -19,6 +19,7 @@ from ..comm.call import same_text
 from ..comm.objects import all_gather_list, from_rank0
 from ..data.dl import DistributedDL
 from ..data.rng import rng_state, set_rng_state
+from ..fault.stop import StopSignals, stop_together
 from ..world.errors import refuse
 from ..world.ranks import get_rank, get_world_size
 from ..world.store import wait_until
@@ -49,11 +50,13 @@ class Resume(Callback):
         keep=3, # How many checkpoints to keep; the one with the best validation loss stays too
         on_error=True, # Save when an exception ends the fit between two batches, too? In one process
         status=143, # Exit status after SIGTERM or SIGUSR1, once that is saved
+        default=False, # Does it give way to another `Resume` that the fit has?
     ):
         super().__init__()
         if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1: refuse('keep', keep, "it is a number of checkpoints, 1 or more")
         if not isinstance(on_error, bool): refuse('on_error', on_error, "it is True or False")
-        self.folder,self.keep,self.on_error,self.status = Path(path).absolute(),keep,on_error,status
+        self.folder,self.keep,self.on_error,self.default = Path(path).absolute(),keep,on_error,default
+        self.signals = StopSignals(partial(self.request, stop=True), status)
         self.unit,self.every = every_of(every)
         self.active,self.asked,self.step,self.place,self.wrapped,self.warned = False,0,0,None,{},set()
 
@@ -82,11 +85,11 @@ def _warn_once(self:Resume, text):
 def _open(self:Resume):
     "See that the folder is there for all workers; raises an `OSError` in all of them where it is not for one"
     self.run_id = from_rank0(uuid.uuid4().hex[:12]) if self.many else uuid.uuid4().hex[:12]
-    self.lock,mark,error = FolderLock(self.folder),self.folder/f'.run-{self.run_id}',None
+    self.folder_lock,mark,error = FolderLock(self.folder),self.folder/f'.run-{self.run_id}',None
     try:
         if get_rank()==0:
             prepare_folder(self.folder)
-            self.lock.take()
+            self.folder_lock.take()
             clear_drafts(self.folder)
             mark.touch()
     except (OSError,RuntimeError) as e: error = f'{e}'
@@ -100,7 +103,7 @@ def _open(self:Resume):
     errors = self._errors(error)
     if get_rank()==0: mark.unlink(missing_ok=True)
     if errors:
-        self.lock.give_back()
+        self.folder_lock.give_back()
         raise OSError(f"Resume({str(self.folder)!r}): rank {errors[0][0]} cannot write to it: {errors[0][1]}")
 
 # %% ../../nbs/checkpoint/06_resume.ipynb #c0c6a8b4
@@ -140,15 +143,15 @@ def _begin(self:Resume):
     self._check()
     self._open()
     self.counts = _ended.setdefault(learn, {})
-    self.fit = self.counts.setdefault(str(self.folder), 0)
-    self.chosen,self.skips,self.place = self._choose(self.fit),False,None
+    self.fit_no = self.counts.setdefault(str(self.folder), 0)
+    self.chosen,self.skips,self.place = self._choose(self.fit_no),False,None
     self.due,self.stepped,self.between,self.stops,self.failed = False,False,None,False,False
     self.saver = Saver(self.folder, self.run_id, get_rank() if self.many else 0, get_world_size() if self.many else 1, self.keep, self._agree)
     self.next_time = time.monotonic()+self.every
     if self.chosen is None: return
     s = self.chosen.summary
-    self.skips = (self.fit,False) < (s['fit'],s['ended'])
-    if self.fit==s['fit']:
+    self.skips = (self.fit_no,False) < (s['fit'],s['ended'])
+    if self.fit_no==s['fit']:
         if s['n_epoch']!=learn.n_epoch: raise ValueError(
             f"rank {get_rank()}: Resume({str(self.folder)!r}): the fit that was saved is one of {s['n_epoch']} epochs, and this one of {learn.n_epoch}: "
             "call it as before, or give it a folder of its own")
@@ -157,7 +160,7 @@ def _begin(self:Resume):
 @patch
 def _check(self:Resume):
     "Raise an error for what cannot go on exactly"
-    if len(self.learn._grab_cbs(Resume)) > 1: raise ValueError(f"rank {get_rank()}: this fit has two Resume callbacks: leave one out")
+    if len([o for o in self.learn._grab_cbs(Resume) if not o.default]) > 1: raise ValueError(f"rank {get_rank()}: this fit has two Resume callbacks: leave one out")
     if self.many and self.learn._grab_cbs(LocalSGD): raise ValueError(
         f"rank {get_rank()}: Resume and LocalSGD do not go together: each worker has weights of its own between two averages. Leave one of them out")
     if self.many and any(o.hook=='powersgd' or not isinstance(o.hook, str) for o in self.learn._grab_cbs(GradientCompression)): self._warn_once(
@@ -188,17 +191,18 @@ def around_fit(self:Resume, run, # Function that makes the fit
 
 @patch
 def _close(self:Resume):
-    self.signals_off()
+    self.signals.give_back()
     self.active,self.place,self.chosen,self.saver = False,None,None,None
     self.wrapped.clear()
-    if vars(self).get('lock') is not None: self.lock.give_back()
+    if vars(self).get('folder_lock') is not None: self.folder_lock.give_back()
 
 @patch
 def before_fit(self:Resume):
     "Refuse a fit that was not begun by `around_fit`"
     if hasattr(self.learn, 'lr_finder'): return
+    if resume_of(self.learn) is not self: return
     if not self.active: raise RuntimeError("Resume needs fastdist's learner: `from fastdist.all import *`")
-    self.signals_on()
+    self.signals.take()
 
 # %% ../../nbs/checkpoint/06_resume.ipynb #856c702a
 @patch
@@ -358,7 +362,7 @@ def _summary(self:Resume, epoch, batch, validated, ended):
     rec = getattr(learn, 'recorder', None)
     last = zip(rec.metric_names[1:], rec.values[-1]) if rec is not None and rec.values else ()
     strategy = getattr(getattr(trainer, 'strategy', None), 'name', None)
-    return dict(step=self.step, fit=self.fit, epoch=epoch, batch=batch, ended=ended, validated=validated, n_epoch=learn.n_epoch, n_iter=getattr(learn, 'n_iter', 0),
+    return dict(step=self.step, fit=self.fit_no, epoch=epoch, batch=batch, ended=ended, validated=validated, n_epoch=learn.n_epoch, n_iter=getattr(learn, 'n_iter', 0),
                 metrics={k:float(v) for k,v in last if isinstance(v, (int,float))}, workers=self.saver.n, strategy=strategy, **signature(learn))
 
 @patch
@@ -370,10 +374,10 @@ def _save(self:Resume, epoch, batch, validated=False, ended=False):
     if dl is None and batch: epoch,batch = epoch,learn.n_iter
     self.saver.start(self._summary(epoch, batch, validated, ended), take_tensors(learn), take_rest(learn, dl, [self]))
     self.due,self.next_time = False,time.monotonic()+self.every
-    if wait: self.saver.finish()
+    saved = self.saver.finish() if wait else None
     if self.stops:
         self.stops = False
-        self.stopped()
+        self.stopped(saved)
 
 # %% ../../nbs/checkpoint/06_resume.ipynb #ad41ca28
 @patch
@@ -391,13 +395,14 @@ def _save_after(self:Resume, e):
     finally: set_rng_state(now)
 
 @patch
-def signals_on(self:Resume): "Called when a fit begins"
-@patch
-def signals_off(self:Resume): "Called when a fit ends, or fails"
-@patch
-def stopped(self:Resume): "Called in all workers after the checkpoint that `request(stop=True)` has asked for is committed"
+def stopped(self:Resume, saved # Is it committed?
+           ):
+    "Called in all workers after the checkpoint that `request(stop=True)` has asked for: end together"
+    what = f"saved to {self.folder}" if saved else f"NOT saved to {self.folder}, where an older checkpoint may be"
+    stop_together(self.signals.status, f"{self.signals.came or 'a signal to another worker'}: {what}, and the workers end with "
+                  f"exit status {self.signals.status}; the same command goes on from there")
 
 def resume_of(learn # Any `Learner`
              ):
-    "Its `Resume`, or `None`"
-    return next(iter(learn._grab_cbs(Resume)), None)
+    "Its `Resume`, or `None`; of two, the one that does not give way"
+    return min(learn._grab_cbs(Resume), key=lambda o: o.default, default=None)
