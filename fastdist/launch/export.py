@@ -24,6 +24,7 @@ def choose(found, # `Checkpoint`s, the newest first
         return c.verify()
     except (DamagedCheckpoint,PermissionError) as e: sys.exit(f"fastdist export: {e}")
 
+# %% ../../nbs/launch/11_export.ipynb #0fda2df9
 def _write(c, file):
     "Write the model's tensors"
     import torch

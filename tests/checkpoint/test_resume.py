@@ -36,10 +36,9 @@ def made(path, n=22, opt=Adam, workers=0, cbs=None, dropout=.3, more=True, Data=
 
 
 class Trained(Callback):
-    "Counts, in what no checkpoint has, the batches that this process trains"
+    "Counts, in what no checkpoint has, the steps that this process makes"
     steps = []
-    def after_batch(self):
-        if self.training: self.steps.append(1)
+    def after_step(self): self.steps.append(1)
 
 
 FITS = dict(fit=lambda l, **kw: l.fit(2, **kw), one_cycle=lambda l, **kw: l.fit_one_cycle(2, 1e-2, **kw), flat_cos=lambda l, **kw: l.fit_flat_cos(2, 1e-2, **kw),
@@ -95,6 +94,59 @@ def test_one_process(kind, tmp_path):
     for nm, o in zip(['with Resume', *names], others): assert not differ(plain, o), (nm, differ(plain, o).keys())
 
 
+class Recurrent(nn.Module):
+    "Its hidden state goes on from batch to batch"
+    def __init__(self):
+        super().__init__()
+        self.rnn, self.out, self.h = nn.RNN(4, 6), nn.Linear(6, 3), None
+    def __iter__(self): return iter([self.rnn, self.out])
+    def __getitem__(self, i): return [self.rnn, self.out][i]
+    def forward(self, x):
+        y, h = self.rnn(x[:, None], self.h)
+        self.h = h.detach()
+        return self.out(y[:, 0])
+    def reset(self): self.h = None
+
+
+MORE = dict(processes=dict(workers=1), accumulate=dict(cbs=lambda: [GradientAccumulation(8)]), hidden=dict(model=lambda: Recurrent().double(), Data=Items),
+            adamw=dict(opt=MORE_OPTS['adamw']), ranger=dict(opt=MORE_OPTS['ranger']))
+
+
+@pytest.mark.parametrize('kind', MORE)
+def test_more_in_one_process(kind, tmp_path):
+    "Loader processes, a step of several batches, a hidden state, and each kind of optimizer's state"
+    def run(folder, cbs):
+        learn = made(folder, **{k: v() if k == 'cbs' else v for k, v in MORE[kind].items()}, more=False)
+        learn.fit(2, cbs=cbs)
+        return found(learn)
+    (first, *others), names = each_checkpoint(run, tmp_path, [1, 4], plain=kind != 'processes')  # there they draw for each batch anew
+    for nm, o in zip(['with Resume', *names][kind == 'processes':], others): assert not differ(first, o), (nm, differ(first, o).keys())
+
+
+def test_an_error_of_the_loader_saves_what_was_whole(tmp_path):
+    "And the same call again, in the same process, goes on"
+    import fastdist.all
+    from fastdist.checkpoint.folder import checkpoints
+    from fastdist.checkpoint.resume import Resume
+    class Fails(Noisy):
+        fails = True
+        def __getitem__(self, i):
+            if self.fails and len(Trained.steps) == 8: raise OSError('unplugged')
+            return super().__getitem__(i)
+    learns = [made(tmp_path/f'{i}', more=False, Data=d) for i, d in enumerate((Noisy, Fails))]
+    Trained.steps.clear()
+    set_seed(1)
+    learns[0].fit(2)
+    want, learn = found(learns[0]), learns[1]
+    set_seed(1)
+    learn.add_cbs([Trained(), Resume(tmp_path/'ckpt', every=100)])
+    with pytest.raises(OSError, match='unplugged'): learn.fit(2)
+    assert checkpoints(tmp_path/'ckpt')[0].summary['batch'] == 2
+    Fails.fails = False
+    learn.fit(2)
+    assert len(Trained.steps) == 12 and not differ(want, found(learn))
+
+
 def many(tmp_path, strategy, kind, at, dropout=.3, workers=0, plain=False, **kwargs):
     "The same in `distrib_ctx`, in each worker; the first differences by checkpoint, and what the first run has left"
     import fastdist.all
@@ -138,3 +190,6 @@ def test_on_other_numbers_of_workers_and_strategies(worlds, opt, tmp_path):
             assert res.n == 10-at
             off = {k: diff(vars(want)[k], vars(res)[k]) for k in ('weights', 'opt', 'losses', 'values')}
             assert max(off.values()) < 1e-5 and off['weights'] < 1e-9, (n, strategy, off)
+
+
+__all__ = [o for o in dir() if not o.startswith(('_', 'test'))]  # other files of this folder train the same
