@@ -317,6 +317,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                            'fastdist/checkpoint/resume.py'),
                                             'fastdist.checkpoint.resume.Resume.before_batch': ( 'checkpoint/resume.html#resume.before_batch',
                                                                                                 'fastdist/checkpoint/resume.py'),
+                                            'fastdist.checkpoint.resume.Resume.before_epoch': ( 'checkpoint/resume.html#resume.before_epoch',
+                                                                                                'fastdist/checkpoint/resume.py'),
                                             'fastdist.checkpoint.resume.Resume.before_fit': ( 'checkpoint/resume.html#resume.before_fit',
                                                                                               'fastdist/checkpoint/resume.py'),
                                             'fastdist.checkpoint.resume.Resume.before_train': ( 'checkpoint/resume.html#resume.before_train',

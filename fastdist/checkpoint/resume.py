@@ -145,7 +145,7 @@ def _begin(self:Resume):
     self.counts = _ended.setdefault(learn, {})
     self.fit_no = self.counts.setdefault(str(self.folder), 0)
     self.chosen,self.skips,self.place = self._choose(self.fit_no),False,None
-    self.due,self.stepped,self.between,self.stops,self.failed = False,False,None,False,False
+    self.due,self.stepped,self.between,self.stops,self.failed,self.depth,self.now = False,False,None,False,False,0,0
     self.saver = Saver(self.folder, self.run_id, get_rank() if self.many else 0, get_world_size() if self.many else 1, self.keep, self._agree)
     self.next_time = time.monotonic()+self.every
     if self.chosen is None: return
@@ -198,11 +198,17 @@ def _close(self:Resume):
 
 @patch
 def before_fit(self:Resume):
-    "Refuse a fit that was not begun by `around_fit`"
-    if hasattr(self.learn, 'lr_finder'): return
-    if resume_of(self.learn) is not self: return
-    if not self.active: raise RuntimeError("Resume needs fastdist's learner: `from fastdist.all import *`")
+    "A fit begins, or an evaluation, for which fastai calls this too"
+    if Learner._do_fit.__module__.partition('.')[0]!='fastdist': raise RuntimeError(
+        "Resume needs fastdist's learner: `from fastdist.all import *`")
+    if not self.active: return
+    self.depth += 1
     self.signals.take()
+
+@patch
+def before_epoch(self:Resume):
+    "Note its number: an evaluation that a callback makes lets fastai forget it"
+    if self.active and self.depth==1: self.now = self.learn.epoch
 
 # %% ../../nbs/checkpoint/06_resume.ipynb #856c702a
 @patch
@@ -322,7 +328,7 @@ def after_batch(self:Resume):
     if not self.stepped: return
     if self.unit=='steps' and self.step%self.every==0: self.due = self.due or True
     whole = isinstance(self.learn.dl, DistributedDL) and not self._keeps_batches()
-    if self.due and whole: self._save(self.learn.epoch, self.learn.iter+1)
+    if self.due and whole: self._save(self.now, self.learn.iter+1)
     if whole and self.on_error and not self.many: self.between = rng_state()
 
 @patch
@@ -342,9 +348,9 @@ def after_train(self:Resume):
 @patch
 def after_epoch(self:Resume):
     "Save, if it is time; the end of the last epoch is that of the fit"
-    if not self.active: return
+    if not self.active or self.depth > 1: return
     self._heed(self._agree(self.wish()))
-    done = self.learn.epoch+1
+    done = self.now+1
     if self.unit=='epochs' and done%self.every==0: self.due = self.due or True
     if self.due and (done < self.learn.n_epoch or self.stops): self._save(done, 0, validated=True)
 
@@ -352,8 +358,10 @@ def after_epoch(self:Resume):
 def after_fit(self:Resume):
     "Save the state after the fit, and wait for it"
     if not self.active: return
+    self.depth -= 1
+    if self.depth: return # of an evaluation that a callback has made
     self.due = 'now'
-    self._save(self.learn.epoch+1, 0, validated=True, ended=True)
+    self._save(self.now+1, 0, validated=True, ended=True)
 
 # %% ../../nbs/checkpoint/06_resume.ipynb #ed0f1d98
 @patch
@@ -391,7 +399,7 @@ def _save_after(self:Resume, e):
     set_rng_state(self.between)
     try:
         self.due = 'now'
-        self._save(self.learn.epoch, self.learn.iter+1)
+        self._save(self.now, self.learn.iter+1)
     finally: set_rng_state(now)
 
 @patch

@@ -67,3 +67,64 @@ def test_killed_restarted_and_stopped(tmp_path, alone):
     assert second.returncode == 0, second.stderr
     assert int(re.search('step ([0-9]+)', second.stdout)[1]) == steps[-1]+1  # nothing is trained twice
     assert found(second)[1:] == pytest.approx(alone, abs=1e-12)
+
+
+def signalled(folder, who, at, workers=0):
+    "What ended a fit in which rank `who` gets SIGTERM at step `at`, the steps that this rank has made, and the weights"
+    import os, signal
+    import torch
+    from fastai.basics import Callback, DataLoaders, Learner, MSELossFlat, nn, set_seed
+    from fastdist.all import get_rank
+    from fastdist.world.errors import Stopped
+    old, made = signal.getsignal(signal.SIGTERM), []  # what a callback has would be saved, and put back
+
+    class At(Callback):
+        def after_batch(self):
+            if not self.training: return
+            made.append(1)
+            if get_rank() == who and self.train_iter == at: os.kill(os.getpid(), signal.SIGTERM)
+
+    set_seed(3)
+    x = torch.randn(48, 4, dtype=torch.float64)
+    ds = list(zip(x, x.sum(1, keepdim=True)))
+    dls = DataLoaders.from_dsets(ds, ds, bs=8, num_workers=workers)
+    learn, status = Learner(dls, nn.Linear(4, 1).double(), loss_func=MSELossFlat(), cbs=At()), None
+    try:
+        with learn.no_bar(), learn.no_logging(), learn.distrib_ctx(split_batches=True, resume=folder): learn.fit(3)
+    except Stopped as e: status = e.code
+    assert signal.getsignal(signal.SIGTERM) == old and [type(o).__name__ for o in learn.cbs if type(o).__name__ in ('Resume', 'DistributedTrainer')] == []
+    return status, len(made), [p.tolist() for p in learn.model.parameters()]
+
+
+def test_one_worker_is_asked_to_end(world2, tmp_path):
+    "All end at the same step, and go on from there; what the context has done is undone"
+    (s0, n0, _), (s1, n1, _) = world2(signalled, tmp_path/'a', 1, 8)
+    assert (s0, s1) == (143, 143) and n0 == n1 in (8, 9)
+    rest = world2(signalled, tmp_path/'a', None, 0)
+    assert [(s, n) for s, n, _ in rest] == [(None, 18-n0)]*2 and rest[0][2] == rest[1][2]
+    whole = world2(signalled, tmp_path/'b', None, 0)
+    assert rest[0][2] == whole[0][2]  # bit for bit
+
+
+def test_evaluations_are_no_fits(tmp_path):
+    "In the context, and in a callback of a fit, where fastai calls `before_fit` and `after_fit` for an evaluation too"
+    import torch
+    from fastai.basics import Callback
+    from fastai.test_utils import synth_learner
+    from fastdist.checkpoint.folder import checkpoints
+    from fastdist.checkpoint.resume import Resume
+    import fastdist.trainer.learner
+
+    class Evaluates(Callback):
+        def after_step(self): self.looks = True
+        def after_epoch(self):
+            if getattr(self, 'looks', False):
+                self.looks = False
+                self.learn.validate()
+    learn = synth_learner(cbs=Evaluates())
+    with learn.no_bar(), learn.no_logging(), learn.distrib_ctx(resume=Resume(tmp_path/'ckpt', keep=9)):
+        learn.validate()
+        learn.fit(2)
+        learn.validate()
+        learn.get_preds()
+    assert [[c.summary[k] for k in ('ended', 'epoch', 'batch', 'validated')] for c in checkpoints(tmp_path/'ckpt')] == [[True, 2, 0, True], [False, 1, 0, True]]
