@@ -30,7 +30,7 @@ def made(path, n=22, opt=Adam, workers=0, cbs=None, dropout=.3, more=True, Data=
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(dropout), nn.Linear(8, 3)).double() if model is None else model()
     learn = Learner(dls, model, loss_func=Double(), opt_func=opt, lr=.05, wd=.01, path=path, metrics=accuracy, cbs=cbs,
                     splitter=lambda m: [list(m[0].parameters()), [p for o in m[1:] for p in o.parameters()]])
-    if more: learn.add_cbs([Seen(), CSVLogger('log.csv'), EarlyStoppingCallback(patience=9), ReduceLROnPlateau(patience=1)])
+    if more: learn.add_cbs([Seen(), CSVLogger('log.csv'), EarlyStoppingCallback(patience=99), ReduceLROnPlateau(patience=1)])
     learn.recorder.train_metrics = True
     return quiet(learn)
 

@@ -1,11 +1,10 @@
 "A fit of two workers that is killed with SIGKILL again and again, at random moments, and started again each time as the same command would be"
-import os, random, signal, time
+import os, pickle, random, signal, time
+from multiprocessing.connection import wait
 from pathlib import Path
 
 from forked import start
 from harness import free_port, wait_for
-from multiprocessing.connection import wait
-import pickle
 
 
 def envs(n=2):
@@ -17,13 +16,13 @@ def envs(n=2):
 def steps(file): return len(file.read_bytes()) if file.exists() else 0
 
 
-def killed(fit, folder, kills, seed):
-    "What `fit(folder)` returns in rank 0 in the end, and [(steps that were trained when it was killed, the newest checkpoint's step)]; it writes a byte to `folder/'steps'` with each step"
+def killed(fit, folder, kills, seed, *args):
+    "What `fit(folder, *args)` returns in rank 0 in the end, and [(steps that were trained when it was killed, the newest checkpoint's step)]; it writes a byte to `folder/'steps'` with each step"
     from fastdist.checkpoint.folder import checkpoints
     rng, told, file = random.Random(seed), [], Path(folder)/'steps'
     while True:
         before, more = steps(file), rng.randint(1, 8)
-        procs, lines = start(fit, envs(), folder)
+        procs, lines = start(fit, envs(), folder, *args)
         try:
             def over(): return all(not p.is_alive() for p in procs) or lines[0].poll()
             if len(told) < kills: wait_for(lambda: steps(file) >= before+more or over(), 'a fit that goes on', 180)
