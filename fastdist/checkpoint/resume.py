@@ -85,11 +85,11 @@ def _warn_once(self:Resume, text):
 def _open(self:Resume):
     "See that the folder is there for all workers; raises an `OSError` in all of them where it is not for one"
     self.run_id = from_rank0(uuid.uuid4().hex[:12]) if self.many else uuid.uuid4().hex[:12]
-    self.lock,mark,error = FolderLock(self.folder),self.folder/f'.run-{self.run_id}',None
+    self.folder_lock,mark,error = FolderLock(self.folder),self.folder/f'.run-{self.run_id}',None
     try:
         if get_rank()==0:
             prepare_folder(self.folder)
-            self.lock.take()
+            self.folder_lock.take()
             clear_drafts(self.folder)
             mark.touch()
     except (OSError,RuntimeError) as e: error = f'{e}'
@@ -103,7 +103,7 @@ def _open(self:Resume):
     errors = self._errors(error)
     if get_rank()==0: mark.unlink(missing_ok=True)
     if errors:
-        self.lock.give_back()
+        self.folder_lock.give_back()
         raise OSError(f"Resume({str(self.folder)!r}): rank {errors[0][0]} cannot write to it: {errors[0][1]}")
 
 # %% ../../nbs/checkpoint/06_resume.ipynb #c0c6a8b4
@@ -143,15 +143,15 @@ def _begin(self:Resume):
     self._check()
     self._open()
     self.counts = _ended.setdefault(learn, {})
-    self.fit = self.counts.setdefault(str(self.folder), 0)
-    self.chosen,self.skips,self.place = self._choose(self.fit),False,None
-    self.due,self.stepped,self.between,self.stops,self.failed = False,False,None,False,False
+    self.fit_no = self.counts.setdefault(str(self.folder), 0)
+    self.chosen,self.skips,self.place = self._choose(self.fit_no),False,None
+    self.due,self.stepped,self.between,self.stops,self.failed,self.depth,self.now = False,False,None,False,False,0,0
     self.saver = Saver(self.folder, self.run_id, get_rank() if self.many else 0, get_world_size() if self.many else 1, self.keep, self._agree)
     self.next_time = time.monotonic()+self.every
     if self.chosen is None: return
     s = self.chosen.summary
-    self.skips = (self.fit,False) < (s['fit'],s['ended'])
-    if self.fit==s['fit']:
+    self.skips = (self.fit_no,False) < (s['fit'],s['ended'])
+    if self.fit_no==s['fit']:
         if s['n_epoch']!=learn.n_epoch: raise ValueError(
             f"rank {get_rank()}: Resume({str(self.folder)!r}): the fit that was saved is one of {s['n_epoch']} epochs, and this one of {learn.n_epoch}: "
             "call it as before, or give it a folder of its own")
@@ -194,15 +194,21 @@ def _close(self:Resume):
     self.signals.give_back()
     self.active,self.place,self.chosen,self.saver = False,None,None,None
     self.wrapped.clear()
-    if vars(self).get('lock') is not None: self.lock.give_back()
+    if vars(self).get('folder_lock') is not None: self.folder_lock.give_back()
 
 @patch
 def before_fit(self:Resume):
-    "Refuse a fit that was not begun by `around_fit`"
-    if hasattr(self.learn, 'lr_finder'): return
-    if resume_of(self.learn) is not self: return
-    if not self.active: raise RuntimeError("Resume needs fastdist's learner: `from fastdist.all import *`")
+    "A fit begins, or an evaluation, for which fastai calls this too"
+    if Learner._do_fit.__module__.partition('.')[0]=='fastai': raise RuntimeError(
+        "Resume needs fastdist's learner: `from fastdist.all import *`")
+    if not self.active: return
+    self.depth += 1
     self.signals.take()
+
+@patch
+def before_epoch(self:Resume):
+    "Note its number: an evaluation that a callback makes lets fastai forget it"
+    if self.active and self.depth==1: self.now = self.learn.epoch
 
 # %% ../../nbs/checkpoint/06_resume.ipynb #856c702a
 @patch
@@ -322,7 +328,7 @@ def after_batch(self:Resume):
     if not self.stepped: return
     if self.unit=='steps' and self.step%self.every==0: self.due = self.due or True
     whole = isinstance(self.learn.dl, DistributedDL) and not self._keeps_batches()
-    if self.due and whole: self._save(self.learn.epoch, self.learn.iter+1)
+    if self.due and whole: self._save(self.now, self.learn.iter+1)
     if whole and self.on_error and not self.many: self.between = rng_state()
 
 @patch
@@ -342,9 +348,9 @@ def after_train(self:Resume):
 @patch
 def after_epoch(self:Resume):
     "Save, if it is time; the end of the last epoch is that of the fit"
-    if not self.active: return
+    if not self.active or self.depth > 1: return
     self._heed(self._agree(self.wish()))
-    done = self.learn.epoch+1
+    done = self.now+1
     if self.unit=='epochs' and done%self.every==0: self.due = self.due or True
     if self.due and (done < self.learn.n_epoch or self.stops): self._save(done, 0, validated=True)
 
@@ -352,8 +358,10 @@ def after_epoch(self:Resume):
 def after_fit(self:Resume):
     "Save the state after the fit, and wait for it"
     if not self.active: return
+    self.depth -= 1
+    if self.depth: return # of an evaluation that a callback has made
     self.due = 'now'
-    self._save(self.learn.epoch+1, 0, validated=True, ended=True)
+    self._save(self.now+1, 0, validated=True, ended=True)
 
 # %% ../../nbs/checkpoint/06_resume.ipynb #ed0f1d98
 @patch
@@ -362,7 +370,7 @@ def _summary(self:Resume, epoch, batch, validated, ended):
     rec = getattr(learn, 'recorder', None)
     last = zip(rec.metric_names[1:], rec.values[-1]) if rec is not None and rec.values else ()
     strategy = getattr(getattr(trainer, 'strategy', None), 'name', None)
-    return dict(step=self.step, fit=self.fit, epoch=epoch, batch=batch, ended=ended, validated=validated, n_epoch=learn.n_epoch, n_iter=getattr(learn, 'n_iter', 0),
+    return dict(step=self.step, fit=self.fit_no, epoch=epoch, batch=batch, ended=ended, validated=validated, n_epoch=learn.n_epoch, n_iter=getattr(learn, 'n_iter', 0),
                 metrics={k:float(v) for k,v in last if isinstance(v, (int,float))}, workers=self.saver.n, strategy=strategy, **signature(learn))
 
 @patch
@@ -391,7 +399,7 @@ def _save_after(self:Resume, e):
     set_rng_state(self.between)
     try:
         self.due = 'now'
-        self._save(self.learn.epoch, self.learn.iter+1)
+        self._save(self.now, self.learn.iter+1)
     finally: set_rng_state(now)
 
 @patch

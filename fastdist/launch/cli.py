@@ -321,20 +321,22 @@ def read_config(a):
 # %% ../../nbs/launch/05_cli.ipynb #4d5e5321
 def _log_to(o, a):
     "The folder of the logs, which is added to the command where it needs one and has none"
-    from fastdist.world.private import new_folder
+    from fastdist.world.private import keep, new_folder
     if 'PET_REDIRECTS' not in o.env or a.log_dir: return a.log_dir
     o.command[2:2] = '--log_dir',(folder := str(new_folder()))
+    keep(folder) # until the workers have ended well: those of a launcher that is killed say why
     return folder
 
-def _run_in(folder, o, startup):
-    "Run the plan `o`, with logs in `folder`, which stays where it was given, and else only if the workers do not end well; the exit status"
+def _run_in(folder, new, o, startup):
+    "Run the plan `o`, with logs in `folder`, which goes if it is `new` and the workers end well; the exit status"
+    import shutil
     from accelerate.utils import patch_environment
-    from fastdist.world.private import clear_left, keep
+    from fastdist.world.private import clear_left
     status = 1
     try:
         with guarded(), patch_environment(**o.env): status = _run(o.command, startup)
     finally:
-        if folder and status: keep(folder)
+        if folder and new and not status: shutil.rmtree(folder, ignore_errors=True)
         clear_left() # of workers that were killed
     return status
 
@@ -359,4 +361,4 @@ def main(args # Arguments after `fastdist launch`
         os.environ.update(secret_env()) # srun gives it to all launchers
         sys.stdout.flush()
         os.execvp('srun', o.command)
-    return _run_in(folder, o, startup)
+    return _run_in(folder, not a.log_dir, o, startup)

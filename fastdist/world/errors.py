@@ -7,7 +7,7 @@ __all__ = ['Failure', 'Stopped', 'RemoteError', 'shorten', 'write_record_of', 'w
            'has_ended', 'end_after_first', 'hook_uncaught', 'end_connections', 'refuse']
 
 # %% ../../nbs/world/08_errors.ipynb #0c2aa558
-import json,os,socket,sys,time,traceback
+import json,os,socket,sys,time,traceback,weakref
 from dataclasses import asdict,dataclass,field,replace
 from functools import reduce
 
@@ -250,19 +250,27 @@ def end_after_first(e, # The exception that ends this process
         wait_until(lambda: store.check([f'printed/{f.rank}']) or has_ended(f), patience)
     except Exception: pass # the store has gone, with the process that held it
 
-def hook_uncaught(store # torch's store of all ranks
+class _Lives:
+    "An attribute of an exception, which goes with it"
+
+def hook_uncaught(store, # torch's store of all ranks
+                  error, # Exception that is being raised
                  ):
-    "Write the error record of an exception that ends this process, where there is no process group whose `Monitor` would do it"
-    old = sys.excepthook
-    if getattr(old, 'store', None) is not None: return # by an earlier call, whose error was caught
+    """If `error` ends this process, write its error record, where there is no process group whose `Monitor` would do it.
+    If it is caught, `sys.excepthook` is as before as soon as nobody has it any more"""
+    old,lives = sys.excepthook,_Lives()
+    def undo():
+        if sys.excepthook is hook: sys.excepthook = old
     def hook(typ, e, tb):
-        sys.excepthook = old
+        undo()
+        if alive() is None: return old(typ, e, tb) # somebody else's hook calls this one
         if isinstance(e, RemoteError): print(f"fastdist: {in_short(e, get_rank())}", file=sys.stderr, flush=True)
         else: old(typ, _light(e), tb)
         write_record(e)
         end_after_first(e, store)
-    hook.store = store
-    sys.excepthook = hook
+    alive = weakref.ref(lives)
+    sys.excepthook,error._hooked = hook,lives
+    weakref.finalize(lives, undo).atexit = False
 
 # %% ../../nbs/world/08_errors.ipynb #c8b4339b
 def _address(a): # as all parts of Python and psutil write it
