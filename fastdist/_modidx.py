@@ -2426,6 +2426,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                      'fastdist/trainer/learner.py'),
                                           'fastdist.trainer.learner._around': ( 'trainer/learner.html#_around',
                                                                                 'fastdist/trainer/learner.py'),
+                                          'fastdist.trainer.learner._context': ( 'trainer/learner.html#_context',
+                                                                                 'fastdist/trainer/learner.py'),
                                           'fastdist.trainer.learner._decisions': ( 'trainer/learner.html#_decisions',
                                                                                    'fastdist/trainer/learner.py'),
                                           'fastdist.trainer.learner._for_others': ( 'trainer/learner.html#_for_others',

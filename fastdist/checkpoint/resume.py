@@ -199,7 +199,7 @@ def _close(self:Resume):
 @patch
 def before_fit(self:Resume):
     "A fit begins, or an evaluation, for which fastai calls this too"
-    if Learner._do_fit.__module__.partition('.')[0]=='fastai': raise RuntimeError(
+    if Learner._do_fit.__module__=='fastai.learner': raise RuntimeError(
         "Resume needs fastdist's learner: `from fastdist.all import *`")
     if not self.active: return
     self.depth += 1

@@ -89,6 +89,22 @@ def _resumes(learn, resume):
     if not isinstance(resume, (str,Path)) or not str(resume): refuse('resume', resume, "it is a folder, a Resume, or False for none")
     return Resume(resume, default=default)
 
+@contextmanager
+def _context(learn, cb, resumes, in_notebook):
+    "`learn` has the trainer `cb`, and the `Resume` `resumes`, meanwhile"
+    leave,together = in_notebook and not dist.is_initialized(),None
+    try:
+        with handler_kept():
+            cb.join_group()
+            with scope(cb.watchdog) as together:
+                cb.in_scope = True
+                _add_trainer(learn, cb)
+                if resumes is not None: cb.add(resumes)
+                yield
+    finally:
+        learn.detach_distributed()
+        if leave or together is not None and together.broken: teardown_distrib()
+
 # %% ../../nbs/trainer/07_learner.ipynb #336655a0
 @patch
 @contextmanager
@@ -106,18 +122,7 @@ def distrib_ctx(self:Learner,
         if resume: refuse('resume', resume, "this learner is in distrib_ctx already: give it to the outer one")
         yield self
         return
-    leave,together = in_notebook and not dist.is_initialized(),None
-    try:
-        with handler_kept():
-            cb.join_group()
-            with scope(cb.watchdog) as together:
-                cb.in_scope = True
-                _add_trainer(self, cb)
-                if resumes is not None: cb.add(resumes)
-                yield self
-    finally:
-        self.detach_distributed()
-        if leave or together is not None and together.broken: teardown_distrib()
+    with _context(self, cb, resumes, in_notebook): yield self
 
 # %% ../../nbs/trainer/07_learner.ipynb #2df83762
 @patch
