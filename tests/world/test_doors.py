@@ -69,8 +69,9 @@ def test_launch(run, tmp_path):
     def kill(proc, mark):
         wait_for((tmp_path/'ready').exists, 'the loader has sent a batch')
         for p in [psutil.Process(proc.pid), *psutil.Process(proc.pid).children(recursive=True)]: p.kill()
+        wait_for(lambda: len(made(tmp_path)) == 1, 'what was temporary has gone')
     assert run(LAUNCH, 'waits', during=kill).returncode == -signal.SIGKILL
-    left = wait_for(lambda: made(tmp_path) if len(made(tmp_path)) == 1 else None, 'what was temporary has gone')
+    left = made(tmp_path)
     assert (tmp_path/'tmp'/left[0]/'rank1.stderr.log').exists()
     assert set(found(run(LAUNCH, 'listens'))) == {(True, '127.0.0.1'), (False, '127.0.0.1')}
     assert made(tmp_path) == left
