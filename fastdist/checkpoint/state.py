@@ -58,11 +58,14 @@ def _my_part(name, t, i, turn=True):
     if isinstance(t, DTensor):
         start,writes = _shard_of(t)
         return TensorShard(name, t.shape, start, _copied(local(t))) if writes else None
-    if t.nbytes <= _small or not t.dim() or not turn: return TensorShard(name, t.shape, 0, _copied(t)) if rank==(i%n if turn else 0) else None
+    if t.nbytes <= _small or not t.dim() or not turn:
+        writer = i%n if turn else 0
+        return TensorShard(name, t.shape, 0, _copied(t)) if rank==writer else None
     k = _size_of_part(len(t), n)
     start = min(rank*k, len(t))
     return TensorShard(name, t.shape, start, _copied(t[start:start+k]))
 
+# %% ../../nbs/checkpoint/04_state.ipynb #dca09a80
 def _wanted_rows(t):
     "(First row, memory for the rows) that this worker wants of `t`"
     start = _shard_of(t)[0] if isinstance(t, DTensor) else 0
@@ -85,6 +88,7 @@ def _slow(opt):
     slow = vars(opt).get('slow_weights')
     return {} if slow is None else {f'{g}.{i}':o for g,pg in enumerate(slow) for i,o in enumerate(pg)}
 
+# %% ../../nbs/checkpoint/04_state.ipynb #846372d9
 def _remembered(opt):
     "All tensors that `opt` remembers: (name, parameter, key, tensor)"
     state = inner_opt(opt).state
@@ -126,7 +130,8 @@ def signature(learn # `Learner` with an optimizer
     tensors = [(k,list(t.shape),str(t.dtype)) for k,t in named_tensors(learn).items()]
     trains = [[names.get(id(p), list(p.shape)) for p in pg] for pg in learn.opt.param_lists]
     inner = inner_opt(learn.opt)
-    steps = [getattr(getattr(o, 'func', o), '__name__', type(o).__name__) for o in inner.cbs] if isinstance(inner, Optimizer) else type(inner).__name__
+    def step_name(o): return getattr(getattr(o, 'func', o), '__name__', type(o).__name__)
+    steps = [step_name(o) for o in inner.cbs] if isinstance(inner, Optimizer) else type(inner).__name__
     cls = Optimizer if isinstance(learn.opt, ForeachOptimizer) else type(learn.opt) # it is of that class in a context with other workers
     return dict(model=_sum_of(tensors), opt=_sum_of([cls.__name__, steps, trains]))
 
@@ -158,19 +163,6 @@ def _read_opt(learn, rest, kinds):
         res.update({o['stored']:wanted(o['stored'], names[nm]) for o in state.values() if isinstance(o, dict) and 'stored' in o})
     return res | {f'opt.{nm}.slow':wanted(f'opt.{nm}.slow', names[nm]) for nm in rest['slow']}
 
-def put_tensors(learn, # `Learner` with an optimizer, in any strategy
-                c, # `Checkpoint`
-                rest, # Of `opt`, from `take_rest`
-               ):
-    "Read this worker's part of the model and of the optimizer's state"
-    named,kinds = named_tensors(learn),stored(c)
-    ids = {id(t) for t in named.values()}
-    into = named | {f'opt.{nm}':p for nm,p in _params(learn.opt).items() if id(p) not in ids}
-    wanted,of_opt = {nm:_wanted_rows(t) for nm,t in into.items()},_read_opt(learn, rest, kinds)
-    read_shards(c, wanted | {nm:o[2] for nm,o in of_opt.items()})
-    for nm,t in into.items(): _put(t, wanted[nm][1])
-    _put_opt(learn.opt, rest, {nm:(p,rows,o[1]) for nm,(p,rows,o) in of_opt.items()})
-
 # %% ../../nbs/checkpoint/04_state.ipynb #290c6a87
 def _as_remembered(opt, p, rows, t, cpu):
     "Tensor `t`, as `opt` remembers it of `p`"
@@ -196,6 +188,20 @@ def _put_opt(opt, rest, read):
     for nm,p in names.items(): # fastai's optimizers step what has a gradient, be it zero
         p.grad = torch.zeros_like(p) if nm in rest['grads'] and not isinstance(p, DTensor) else None
 
+# %% ../../nbs/checkpoint/04_state.ipynb #98bbfecd
+def put_tensors(learn, # `Learner` with an optimizer, in any strategy
+                c, # `Checkpoint`
+                rest, # Of `opt`, from `take_rest`
+               ):
+    "Read this worker's part of the model and of the optimizer's state"
+    named,kinds = named_tensors(learn),stored(c)
+    ids = {id(t) for t in named.values()}
+    into = named | {f'opt.{nm}':p for nm,p in _params(learn.opt).items() if id(p) not in ids}
+    wanted,of_opt = {nm:_wanted_rows(t) for nm,t in into.items()},_read_opt(learn, rest, kinds)
+    read_shards(c, wanted | {nm:o[2] for nm,o in of_opt.items()})
+    for nm,t in into.items(): _put(t, wanted[nm][1])
+    _put_opt(learn.opt, rest, {nm:(p,rows,o[1]) for nm,(p,rows,o) in of_opt.items()})
+
 # %% ../../nbs/checkpoint/04_state.ipynb #56d89213
 def _key_of(learn):
     "Callbacks by a name that is the same in the next process: the class, and the number among those of it"
@@ -217,14 +223,11 @@ def saved_callbacks(learn, # `Learner`
 
 def not_saved(learn, but=()):
     "What users' callbacks have that is no data, as 'Callback.attribute'"
-    functions = type(noop),type,partial,type(print)
+    made_anew = type(noop),type,partial,type(print),Learner,Callback # by the script, when it is started again
     cbs = [cb for cb in saved_callbacks(learn, but).values() if not _is_ours(cb)]
-    return [f'{type(cb).__name__}.{nm}' for cb in cbs for nm in attributes_of(cb)[1] if not isinstance(vars(cb)[nm], (*functions,Learner,Callback))]
+    return [f'{type(cb).__name__}.{nm}' for cb in cbs for nm in attributes_of(cb)[1] if not isinstance(vars(cb)[nm], made_anew)]
 
 # %% ../../nbs/checkpoint/04_state.ipynb #523427de
-_of_learner = 'train_iter pct_train smooth_loss final_record epoch'.split()
-_clocks = 'start_epoch', # the recorder's: an epoch's time is that of this process
-
 def _csv_file(cb): return Path(cb.path)/cb.fname
 
 def _text_of(cb):
@@ -233,9 +236,6 @@ def _text_of(cb):
     file = vars(cb).get('file')
     if file is not None and not file.closed: file.flush()
     return _csv_file(cb).read_text() if _csv_file(cb).exists() else None
-
-def _take_callbacks(learn, but):
-    return {k:dict(attributes=attributes_of(cb, _clocks)[0], text=_text_of(cb)) for k,cb in saved_callbacks(learn, but).items()}
 
 def _put_text(cb, text):
     "What had been logged: lines that came after it are logged again"
@@ -246,6 +246,12 @@ def _put_text(cb, text):
     file.write(text)
     file.flush()
 
+# %% ../../nbs/checkpoint/04_state.ipynb #ec6dd6d3
+_clocks = 'start_epoch', # the recorder's: an epoch's time is that of this process
+
+def _take_callbacks(learn, but):
+    return {k:dict(attributes=attributes_of(cb, _clocks)[0], text=_text_of(cb)) for k,cb in saved_callbacks(learn, but).items()}
+
 def _put_callbacks(learn, saved, but, device):
     cbs = saved_callbacks(learn, but)
     for k in saved.keys() & cbs.keys():
@@ -254,30 +260,24 @@ def _put_callbacks(learn, saved, but, device):
     return sorted(saved.keys()-cbs.keys())
 
 # %% ../../nbs/checkpoint/04_state.ipynb #c51f5c2e
+_states = 'h','hidden' # names of hidden states, `None` before the first batch
+
 def _module_data(learn):
     "What modules remember in plain attributes, as the hidden state of a recurrent one"
     res = {}
     for nm,m in learn.model.named_modules():
         for k,v in vars(m).items():
-            if k.startswith('_') or k=='training' or isinstance(v, (nn.Parameter,bool,str,type(None))) and not (v is None and k in _states): continue
+            fresh = v is None and k in _states
+            if k.startswith('_') or k=='training' or not fresh and isinstance(v, (nn.Parameter,bool,str,type(None))): continue
             try: res[f'{nm}|{k}'] = to_plain(v)
             except NotPlain: pass
     return res
-
-_states = 'h','hidden' # of models that have none yet
 
 def _put_module_data(learn, saved, device):
     modules = dict(learn.model.named_modules())
     for k,v in saved.items():
         nm,_,attr = k.rpartition('|')
         if nm in modules: vars(modules[nm])[attr] = from_plain(v, device)
-
-def _own_buffers(learn):
-    "Buffers that are not the same in all workers, as the statistics of batch norm over local batches"
-    trainer = trainer_of(learn)
-    if trainer is None or trainer.accelerator is None or not trainer.dirty: return {}
-    shared = {id(b) for m in learn.model.modules() if isinstance(m, GlobalBatchNorm) for b in m.buffers()}
-    return {n:b for n,b in learn.model.named_buffers() if id(b) not in shared and not isinstance(b, DTensor)}
 
 # %% ../../nbs/checkpoint/04_state.ipynb #ccdc06d2
 def _plain_loaders(learn):
@@ -286,6 +286,21 @@ def _plain_loaders(learn):
 def _randoms(learn):
     random = getattr(trainer_of(learn), 'random', None)
     return [] if random is None else [random]
+
+def _own_buffers(learn):
+    "Buffers that are not the same in all workers, as the statistics of batch norm over local batches"
+    trainer = trainer_of(learn)
+    if trainer is None or trainer.accelerator is None or not trainer.dirty: return {}
+    shared = {id(b) for m in learn.model.modules() if isinstance(m, GlobalBatchNorm) for b in m.buffers()}
+    return {n:b for n,b in learn.model.named_buffers() if id(b) not in shared and not isinstance(b, DTensor)}
+
+def _state_keys(learn):
+    "The keys of `model.state_dict()`, and the names of the tensors that they stand for: two keys may stand for one"
+    names = {id(t):nm for nm,t in named_tensors(learn).items()}
+    return [(k,names[id(t)]) for k,t in learn.model.state_dict(keep_vars=True).items() if id(t) in names]
+
+# %% ../../nbs/checkpoint/04_state.ipynb #b95cd682
+_of_learner = 'train_iter pct_train smooth_loss final_record epoch'.split()
 
 def take_rest(learn, # `Learner` in a fit
               dl=None, # The `DistributedDL` that is trained on, in the middle of an epoch
@@ -303,11 +318,6 @@ def take_rest(learn, # `Learner` in a fit
         buffers={n:to_plain(b) for n,b in _own_buffers(learn).items()}, dirty=getattr(trainer, 'dirty', False),
         scaler=None if scaler is None else to_plain(scaler.state_dict()), uneven=getattr(step, 'uneven', None))
 
-def _state_keys(learn):
-    "The keys of `model.state_dict()`, and the names of the tensors that they stand for: two keys may stand for one"
-    names = {id(t):nm for nm,t in named_tensors(learn).items()}
-    return [(k,names[id(t)]) for k,t in learn.model.state_dict(keep_vars=True).items() if id(t) in names]
-
 # %% ../../nbs/checkpoint/04_state.ipynb #9b59d80a
 def joined_metrics(every # `metrics` of what each of the workers before remembers
                   ):
@@ -317,6 +327,7 @@ def joined_metrics(every # `metrics` of what each of the workers before remember
         return {k:to_plain(sum(from_plain(o[k]) for o in states)) for k in states[0]}
     return [summed(states) for states in zip(*every)]
 
+# %% ../../nbs/checkpoint/04_state.ipynb #ec2e9d75
 def put_rest(learn, # `Learner` in a fit
              rest, # What `take_rest` has returned, in the worker of this rank, or in rank 0 of another number of workers
              same=True, # Were there as many workers?

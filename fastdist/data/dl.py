@@ -165,6 +165,12 @@ def _order(self:DistributedDL, order, own):
     try: return list(self.get_idxs())
     finally: self._drawing = None
 
+@patch
+def _is_own_part(self:DistributedDL):
+    "Is this this process's part, by numbers that a script has given, of an order which is drawn, and in its first epoch?"
+    if self.grouped or self._alone or self._epoch >= 0 or self.world_size==1 or get_default_group() is None: return False
+    return (self.rank,self.world_size)==(get_rank(),get_world_size()) and not (self._adapter.sequential or self._adapter.stream)
+
 # %% ../../nbs/data/07_dl.ipynb #b8247b89
 def _drawn():
     "By loader: of epochs of which some workers have their part, (world size, state from which the order was drawn, those workers)"
@@ -186,13 +192,6 @@ def _like_others(self:DistributedDL):
     try: yield state
     finally:
         with shared_order(gens, sync=False, state=now): pass
-
-# %% ../../nbs/data/07_dl.ipynb #4e1da1d3
-@patch
-def _is_own_part(self:DistributedDL):
-    "Is this this process's part, by numbers that a script has given, of an order which is drawn, and in its first epoch?"
-    if self.grouped or self._alone or self._epoch >= 0 or self.world_size==1 or get_default_group() is None: return False
-    return (self.rank,self.world_size)==(get_rank(),get_world_size()) and not (self._adapter.sequential or self._adapter.stream)
 
 # %% ../../nbs/data/07_dl.ipynb #319974b7
 @patch
@@ -379,19 +378,6 @@ def load_state_dict(self:DistributedDL,
     self._pending,self._streams = dict(state),streams
 
 @patch
-def streams(self:DistributedDL):
-    "Where this worker's random numbers are, between two batches, as plain data; not what processes of the loader draw: see `exact_streams`"
-    return stream_states(self._random)
-
-@patch
-def exact_streams(self:DistributedDL):
-    "From here on, what is drawn for a batch does not depend on those before: why that cannot be, or `None`"
-    parts = self._adapter.parts
-    for a in [self._adapter] if parts is None else [o._adapter for o in parts]:
-        if a.num_workers and not isinstance(a, FastaiAdapter): return f"{a.nm} draws in processes of PyTorch's DataLoader, which begin anew"
-        a.by_batch = True
-
-@patch
 def _misfits(self:DistributedDL, state):
     a = self._adapter
     missing = {'epoch','offset','rng','shuffled','seeded','n','mode','world_size','global_bs'}-{*state}
@@ -406,3 +392,17 @@ def _misfits(self:DistributedDL, state):
     if state['offset'] and a.in_processes:
         res.append("it reads an iterable data set in several processes, each at its own position: use num_workers=0")
     return res
+
+# %% ../../nbs/data/07_dl.ipynb #f806ce0c
+@patch
+def streams(self:DistributedDL):
+    "Where this worker's random numbers are, between two batches, as plain data; not what processes of the loader draw: see `exact_streams`"
+    return stream_states(self._random)
+
+@patch
+def exact_streams(self:DistributedDL):
+    "From here on, what is drawn for a batch does not depend on those before: why that cannot be, or `None`"
+    parts = self._adapter.parts
+    for a in [self._adapter] if parts is None else [o._adapter for o in parts]:
+        if a.num_workers and not isinstance(a, FastaiAdapter): return f"{a.nm} draws in processes of PyTorch's DataLoader, which begin anew"
+        a.by_batch = True
