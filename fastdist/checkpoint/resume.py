@@ -156,6 +156,15 @@ def _begin(self:Resume):
             f"rank {get_rank()}: Resume({str(self.folder)!r}): the fit that was saved is one of {s['n_epoch']} epochs, and this one of {learn.n_epoch}: "
             "call it as before, or give it a folder of its own")
         self.place = s
+    self._tell()
+
+@patch
+def _tell(self:Resume):
+    "Say in rank 0 what becomes of this fit"
+    if get_rank() or not (self.skips or self.place): return
+    s = self.chosen.summary
+    print(f"{self.chosen.path.name}: fit {self.fit_no} of the script has ended before" if self.skips else
+          f"Going on from {self.chosen.path.name}: epoch {s['epoch']}, batch {s['batch']}", flush=True)
 
 @patch
 def _check(self:Resume):
@@ -246,7 +255,8 @@ def first_epoch(self:Resume):
     self.rest = self._load()
     epoch,batch = self.place['epoch'],self.place['batch']
     if batch==0: self.place = None
-    if get_rank()==0: self.learn.logger(f"Going on from {self.chosen.path.name}: epoch {epoch}, batch {batch}")
+    bar = getattr(getattr(self.learn, 'progress', None), 'mbar', None)
+    if epoch and bar: bar.update(0) # fastprogress begins to count there
     return epoch
 
 # %% ../../nbs/checkpoint/06_resume.ipynb #a55a146d

@@ -193,3 +193,27 @@ def test_on_other_numbers_of_workers_and_strategies(worlds, opt, tmp_path):
 
 
 __all__ = [o for o in dir() if not o.startswith(('_', 'test'))]  # other files of this folder train the same
+
+
+def test_with_a_bar(tmp_path, capsys):
+    "fastai's bar goes on too; a fit that has ended is told"
+    from fastdist.all import Resume
+    def fitted(stop):
+        Stops.at = stop  # of the class: what a callback itself has is saved
+        learn = made(tmp_path, cbs=Stops(), more=False)
+        learn.add_cb(ProgressCallback())
+        learn.logger = print
+        try: learn.fit(3, cbs=Resume(tmp_path/'ckpt', every=5, on_error=False))
+        except ZeroDivisionError: pass
+        return capsys.readouterr().out
+    assert 'Going on' not in fitted(7)
+    assert 'Going on from step-00000005: epoch 0, batch 5' in fitted(12)
+    out = fitted(None)
+    assert 'Going on from step-00000010: epoch 1, batch 4' in out and 'Epoch 2/3' in out and 'Epoch 1/3' not in out
+    assert 'fit 0 of the script has ended before' in fitted(None)
+
+
+class Stops(Callback):
+    at = None
+    def before_batch(self):
+        if self.training and self.learn.train_iter == self.at: 1/0
