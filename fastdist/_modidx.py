@@ -301,6 +301,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                   'fastdist/checkpoint/resume.py'),
                                             'fastdist.checkpoint.resume.Resume._summary': ( 'checkpoint/resume.html#resume._summary',
                                                                                             'fastdist/checkpoint/resume.py'),
+                                            'fastdist.checkpoint.resume.Resume._tell': ( 'checkpoint/resume.html#resume._tell',
+                                                                                         'fastdist/checkpoint/resume.py'),
                                             'fastdist.checkpoint.resume.Resume._warn_once': ( 'checkpoint/resume.html#resume._warn_once',
                                                                                               'fastdist/checkpoint/resume.py'),
                                             'fastdist.checkpoint.resume.Resume._why_not': ( 'checkpoint/resume.html#resume._why_not',
