@@ -180,6 +180,7 @@ def load_state_dict(self:WorkerRandom,
     self.left = None if left is None else tuple(map(_as_numpy, left))
     self.bits.state = {**bits, 'state':{**bits['state'], 'key':np.array(bits['state']['key'], dtype=np.uint32)}}
 
+# %% ../../nbs/data/00_rng.ipynb #bf6c8b13
 @contextmanager
 def _outside():
     "Within, no worker's own stream is entered"
@@ -200,6 +201,7 @@ def set_generator_states(gens, # From `generators_in`, as many as they were take
     "Put them back"
     _set_all(gens, states)
 
+# %% ../../nbs/data/00_rng.ipynb #3ffd991a
 def stream_states(*randoms # `WorkerRandom`s
                  ):
     "Where the shared stream and those of `randoms` are, as plain data; it may be called while one of them is entered"
@@ -214,6 +216,7 @@ def set_stream_states(states, # What `stream_states` returned
         for o,s in zip(randoms, states['own']): o.load_state_dict(s)
         for o in randoms[len(states['own']):]: o.own = o.left = None
 
+# %% ../../nbs/data/00_rng.ipynb #f1b6cc0a
 def begin_batch(seed # All that this loader process draws for a batch follows from it, and from the worker
                ):
     "In a loader process: begin the stream again, so that it does not matter which batches the process has made before"

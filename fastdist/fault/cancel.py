@@ -131,18 +131,6 @@ def _has_all(self:Decisions, cb):
     return id(cb) not in self.keys or self.keys[id(cb)] in self.everywhere
 
 @patch
-def _undecided(self:Decisions, cb, event, e):
-    "An exception of a callback after which the ranks do not agree"
-    if isinstance(e, KeyboardInterrupt) and _library(cb)!='fastdist' and self.interrupts.holds and not self.interrupted:
-        self.interrupts.held = time.monotonic() # the others learn of it soon
-    elif isinstance(e, KeyboardInterrupt) or self.inner or _library(cb) in _libraries: raise e
-    elif self._has_all(cb) and gone_on(f'{_name(cb)}.{event}') is None: self._raise_in_all(e)
-    else:
-        how = 'its class says `may_cancel = False`: leave that out' if self.keys.get(id(cb)) else 'it was added while they trained: add it before'
-        raise RuntimeError(f"rank {get_rank()}: {type(cb).__name__}.{event} raised {type(e).__name__}, other ranks did not, and do not ask, "
-                           f"as {how}, and all do what one decides") from e
-
-@patch
 def _run(self:Decisions, cb, event):
     "Call one callback"
     if self._has_all(cb): return cb(event)
@@ -151,6 +139,20 @@ def _run(self:Decisions, cb, event):
     with self.by_itself(), self.aside() if draws else nullcontext(): cb(event)
     for o in self.learn.cbs: # what it has added runs alone too
         if id(o) not in before: self.keys[id(o)] = None
+
+# %% ../../nbs/fault/06_cancel.ipynb #f7ceb964
+@patch
+def _undecided(self:Decisions, cb, event, e):
+    "An exception of a callback after which the ranks do not agree"
+    if isinstance(e, KeyboardInterrupt) and _library(cb)!='fastdist' and self.interrupts.holds and not self.interrupted:
+        self.interrupts.held = time.monotonic() # the others learn of it soon
+    elif isinstance(e, KeyboardInterrupt) or self.inner or _library(cb) in _libraries: raise e
+    elif self._has_all(cb) and gone_on(f'{_name(cb)}.{event}') is None: self._raise_in_all(e)
+    else:
+        said = 'its class says `may_cancel = False`: leave that out'
+        how = said if self.keys.get(id(cb)) else 'it was added while they trained: add it before'
+        raise RuntimeError(f"rank {get_rank()}: {type(cb).__name__}.{event} raised {type(e).__name__}, other ranks did not, "
+                           f"and do not ask, as {how}, and all do what one decides") from e
 
 # %% ../../nbs/fault/06_cancel.ipynb #9a6fcbf9
 @patch

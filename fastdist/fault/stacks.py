@@ -19,14 +19,17 @@ _name = 'fastdist_stacks'
 _ask,_ask_stopped = [getattr(signal, 'SIGRTMIN', 0)+i for i in (7,8)]
 
 def _can_be_asked():
-    return hasattr(signal, 'SIGRTMIN') and hasattr(os, 'memfd_create') and all(signal.getsignal(o)==signal.SIG_DFL for o in (_ask,_ask_stopped))
+    "Are there such signals and files here, and are the signals not a user's already?"
+    if not hasattr(signal, 'SIGRTMIN') or not hasattr(os, 'memfd_create'): return False
+    return all(signal.getsignal(o)==signal.SIG_DFL for o in (_ask,_ask_stopped))
 
+# %% ../../nbs/fault/02_stacks.ipynb #5d34c498
 class Stacks:
     "The file of this process, and of those that it forks, into which they write where they are"
     def __init__(self):
         self.fd,self.by_user = None,faulthandler.is_enabled()
         if not self.by_user: faulthandler.enable(file=2) # the standard error that the launcher reads, whatever `sys.stderr` is now
-        if not _can_be_asked(): return # a user has handlers of these signals
+        if not _can_be_asked(): return
         self.fd,self.pid = os.memfd_create(_name),os.getpid()
         faulthandler.register(_ask, file=self.fd, all_threads=True)
         libc = ctypes.CDLL(None)
@@ -57,9 +60,10 @@ def _answers(pid, fd):
         return all(caught >> (o-1) & 1 for o in (_ask,_ask_stopped))
     except (OSError,StopIteration): return False
 
+# %% ../../nbs/fault/02_stacks.ipynb #f9a06a95
 def _ask_in_its_sleep(p, file, seconds=1):
-    """What `psutil.Process` `p`, which is stopped, writes of where it is. It is woken up for a moment, in which its main thread does nothing else:
-    what others wait for does not come. It is stopped again, and good for nothing then: whoever asks is about to end it"""
+    """What `psutil.Process` `p`, which is stopped, writes of where it is. It is woken up for a moment, in which its main thread does
+    nothing else: what others wait for does not come. It is stopped again, and good for nothing then: whoever asks is about to end it"""
     if ctypes.CDLL(None).tgkill(p.pid, p.pid, _ask_stopped): return '' # to its main thread, which handles it before anything else
     p.resume()
     wait_until(lambda: os.fstat(file.fileno()).st_size > file.tell() and p.status()==psutil.STATUS_SLEEPING, seconds)

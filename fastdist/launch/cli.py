@@ -265,7 +265,7 @@ def _watched(a, startup):
 
 # %% ../../nbs/launch/05_cli.ipynb #36ec53ce
 def _saved_status(found, failures=None):
-    "The exit status of workers that have saved what they have, and ended, as their notices say; `None` where the first of `failures` has another"
+    "The exit status of workers that have saved and ended, as their notices say; `None` where the first of `failures` has another"
     status = next((o['status'] for o in reversed(found) if 'status' in o), None)
     if failures is None or status is None: return status
     return status if min(failures.values(), key=lambda o: o.timestamp).exitcode==status else None

@@ -36,7 +36,9 @@ def human_size(n # Bytes
 
 def _place(s):
     "Where in the training a checkpoint is"
-    at = 'at its end' if s['ended'] else f"epoch {s['epoch']}" if not s['batch'] else f"epoch {s['epoch']}, batch {s['batch']} of {s['n_iter']}"
+    at = f"epoch {s['epoch']}"
+    if s['ended']: at = 'at its end'
+    elif s['batch']: at += f", batch {s['batch']} of {s['n_iter']}"
     return f"step {s['step']}, fit {s['fit']} of the script, {at}, of {s['n_epoch']} epochs"
 
 def describe(c # `Checkpoint`

@@ -47,7 +47,8 @@ def _file_options(add):
 # %% ../../nbs/launch/06_slurm.ipynb #d0918d09
 def _run_options(add):
     add('--requeue', type=int, default=0, metavar='K', help="when the time limit comes near, stop the workers by SIGTERM and put the job "
-        "back into the queue, at most K times; what is trained in distrib_ctx saves then, and goes on from there (FASTDIST_RESUME). By default 0")
+        "back into the queue, at most K times; what is trained in distrib_ctx saves then, and goes on from there (FASTDIST_RESUME). "
+        "By default 0")
     add('--warn', type=int, metavar='SECONDS', help="how long before the time limit the workers get SIGTERM, for a script that saves then; "
         "by default 120, 0 leaves it out (Slurm may be up to a minute early)")
     add('--max-restarts', type=int, metavar='K', help="start all workers again after one has failed, at most K times, without a new job")
@@ -248,7 +249,8 @@ def _resume_line(a):
     "What lets the fits of a job that is put back into the queue go on where they were, unless the user has chosen a folder"
     if not a.requeue: return []
     folder = f'{shlex.quote(f"{a.logs}/{a.job_name}")}-"$SLURM_JOB_ID"-checkpoints'
-    return [f'[ -n "$FASTDIST_RESUME" ] || FASTDIST_RESUME={folder}  # where fits in distrib_ctx save, and go on from', 'export FASTDIST_RESUME']
+    line = f'[ -n "$FASTDIST_RESUME" ] || FASTDIST_RESUME={folder}  # where fits in distrib_ctx save, and go on from'
+    return [line, 'export FASTDIST_RESUME']
 
 # %% ../../nbs/launch/06_slurm.ipynb #8b29373d
 _random = "od -An -v -N32 -tx1 /dev/urandom | tr -d ' \\n'"

@@ -50,6 +50,11 @@ def _is_url(v):
         return v=='env://' or tcp or u.scheme=='file' and not u.netloc and len(u.path) > 1
     except ValueError: return False # a port that is no number, a bracket that is not closed
 
+# %% ../../nbs/launch/08_train.ipynb #4b08784e
+def _is_period(v):
+    m = re.fullmatch(r'(\d+(\.\d+)?)\s*[smh]|(\d+)\s*(steps?|epochs?)', v.strip())
+    return m is not None and float(m[1] or m[3]) > 0
+
 # %% ../../nbs/launch/08_train.ipynb #1908e610
 keys = dict(
     learner=_Key("the function that returns the Learner; its module is looked for beside the config, and then where Python looks",
@@ -73,11 +78,11 @@ keys = dict(
     epochs=_count("how many epochs to train", 1),
     learning_rate=_Key("the (highest) learning rate; by default the method's own, or the Learner's", kind=float,
                        need="a number above 0", ok=lambda v: 0<v<math.inf),
-    resume=_Key("folder of checkpoints: training saves there, and goes on from there when the same command is typed again; by default there is none",
-               need="the name of a folder", ok=lambda v: v.strip()!=''),
+    resume=_Key("folder of checkpoints: training saves there, and goes on from there when the same command is typed again; "
+                "by default there is none", need="the name of a folder", ok=lambda v: v.strip()!=''),
     resume_every=_Key("how often it saves: so many steps, seconds, minutes, hours or epochs", '1 epoch', str,
                       "a text such as '200 steps', '10m' or '1 epoch'",
-                      lambda v: re.fullmatch(r'(\d+(\.\d+)?\s*[smh]|\d+\s*(steps?|epochs?))', v.strip()) is not None and float(re.match(r'[\d.]+', v.strip())[0]) > 0),
+                      _is_period),
     seed=_count("seed of all random numbers, the same in all workers", 0, first=0, end=2**32),
     save=_Key("file to export the trained learner to, for load_learner; by default it is not saved",
              need="the name of a file", ok=lambda v: v.strip()!=''))

@@ -85,7 +85,8 @@ def _qhadam_step(o, lr, mom, sqr_mom, nu_1, nu_2, step, eps, **_):
     torch._foreach_addcdiv_(o.ps, num, _root(squares, eps), value=-lr)
 
 # %% ../../nbs/model/06_foreach.ipynb #ae7b644c
-_foreach = {weight_decay:_weight_decay, l2_reg:_l2_reg, average_grad:_average_grad, average_sqr_grad:_average_sqr_grad, step_stat:_step_stat,
+_foreach = {weight_decay:_weight_decay, l2_reg:_l2_reg, average_grad:_average_grad,
+            average_sqr_grad:_average_sqr_grad, step_stat:_step_stat,
             sgd_step:_sgd_step, momentum_step:_momentum_step, rms_prop_step:_rms_prop_step, adam_step:_adam_step, radam_step:_radam_step,
             qhadam_step:_qhadam_step}
 _cpu_bytes,_gpu_bytes = 2**20,2**26 # of the parameters of one call: what stays in a CPU's cache; so much more memory a step takes on a GPU

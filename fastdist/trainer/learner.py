@@ -112,7 +112,7 @@ def _context(learn, cb, resumes, in_notebook):
 def distrib_ctx(self:Learner,
     sync_bn=True, # Take batch norm's statistics from the global batch?
     in_notebook=False, # Leave the process group at the end as well? For functions that `notebook_launcher` runs
-    resume=None, # Folder of checkpoints, or a `Resume`: fits save there, and go on from there. By default what FASTDIST_RESUME says; False is none
+    resume=None, # Folder of checkpoints, or a `Resume`: fits save there, and go on from there; by default FASTDIST_RESUME's, False is none
     **kwargs
 ):
     "A context in which the learner trains and evaluates on all workers that the launcher started; in one process it simply trains"

@@ -78,7 +78,7 @@ def _wait_until_come(s, missing, stores, limit):
 
 # %% ../../nbs/world/06_arrival.ipynb #69ab41af
 def _greet(hall, s, name, seen):
-    "Rank 0: reply to those that have come with the name of this start. What workers of an earlier one have left gets a reply that nobody reads"
+    "Rank 0: reply to those that have come with the name of this start. A worker of an earlier one has ended, and reads no reply"
     for r in range(1, s.world_size):
         for o in hall.get(f'came/{r}').decode().split() if hall.check([f'came/{r}']) else ():
             if o not in seen: hall.set(f'start/{o}', name)

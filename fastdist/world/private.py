@@ -39,7 +39,8 @@ def _is_left(folder):
 
 # %% ../../nbs/world/00_private.ipynb #5300aa0c
 # the end of what it reads is the end of the process that has started it, and of its copies, which may use the same folders
-_remove_all = """exec 3<&0; (while IFS= read -r f; do set -- "$@" "$f"; done; for f; do [ ! -e "$f/.owner" ] || rm -rf -- "$f"; done) <&3 3<&- &"""
+_remove_all = ('exec 3<&0; (while IFS= read -r f; do set -- "$@" "$f"; done; '
+               'for f; do [ ! -e "$f/.owner" ] || rm -rf -- "$f"; done) <&3 3<&- &')
 _removers = {} # by process: a copy that is forked has one of its own
 job_variable = 'FASTDIST_JOB' # the mark of what ends with its launcher
 

@@ -206,8 +206,9 @@ def _check_same(s, kwargs, gpu=None):
 # %% ../../nbs/world/09_process_group.ipynb #5bf2814e
 def _tell_of(kind):
     "Workers that train on the CPU beside an accelerator say so"
-    if kind: notice(f"rank 0: torch sees an accelerator of type {kind!r}, and several workers train on GPUs of CUDA or ROCm, or on the CPU: these "
-                    "train on the CPU. ACCELERATE_USE_CPU=true says that this is wanted; one process, without a launcher, trains where fastai does")
+    if kind: notice(f"rank 0: torch sees an accelerator of type {kind!r}, and several workers train on GPUs of CUDA or ROCm, "
+                    "or on the CPU: these train on the CPU. ACCELERATE_USE_CPU=true says that this is wanted; "
+                    "one process, without a launcher, trains where fastai does")
 
 # %% ../../nbs/world/09_process_group.ipynb #1ee89d63
 def init_group(cpu=False, # Train on the CPU although there are GPUs
