@@ -245,6 +245,7 @@ def end_after_first(e, # The exception that ends this process
         wait_until(lambda: store.check([f'printed/{f.rank}']) or has_ended(f), patience)
     except Exception: pass # the store has gone, with the process that held it
 
+# %% ../../nbs/world/08_errors.ipynb #47189b18
 class _Lives:
     "An attribute of an exception, which goes with it"
 

@@ -121,6 +121,7 @@ def run(self:_Workers):
     if self.value is None: raise _error(f"rank 0 of {self.n} ended before the function returned (os._exit?)", 0)
     return self.value
 
+# %% ../../../nbs/launch/notebook/03_launcher.ipynb #69fef839
 @patch
 def is_done(self:_Workers):
     "Have all ended, or one of them in failure?"
