@@ -19,17 +19,15 @@ _name = 'fastdist_stacks'
 _ask,_ask_stopped = [getattr(signal, 'SIGRTMIN', 0)+i for i in (7,8)]
 
 def _can_be_asked():
-    "Are there such signals and files here, and are the signals not a user's already?"
-    if not hasattr(signal, 'SIGRTMIN') or not hasattr(os, 'memfd_create'): return False
-    return all(signal.getsignal(o)==signal.SIG_DFL for o in (_ask,_ask_stopped))
+    return hasattr(signal, 'SIGRTMIN') and hasattr(os, 'memfd_create') and all(signal.getsignal(o)==signal.SIG_DFL for o in (_ask,_ask_stopped))
 
-# %% ../../nbs/fault/02_stacks.ipynb #5d34c498
+# %% ../../nbs/fault/02_stacks.ipynb #f86bbfd6
 class Stacks:
     "The file of this process, and of those that it forks, into which they write where they are"
     def __init__(self):
         self.fd,self.by_user = None,faulthandler.is_enabled()
         if not self.by_user: faulthandler.enable(file=2) # the standard error that the launcher reads, whatever `sys.stderr` is now
-        if not _can_be_asked(): return
+        if not _can_be_asked(): return # a user has handlers of these signals
         self.fd,self.pid = os.memfd_create(_name),os.getpid()
         faulthandler.register(_ask, file=self.fd, all_threads=True)
         libc = ctypes.CDLL(None)
@@ -60,17 +58,6 @@ def _answers(pid, fd):
         return all(caught >> (o-1) & 1 for o in (_ask,_ask_stopped))
     except (OSError,StopIteration): return False
 
-# %% ../../nbs/fault/02_stacks.ipynb #f9a06a95
-def _ask_in_its_sleep(p, file, seconds=1):
-    """What `psutil.Process` `p`, which is stopped, writes of where it is. It is woken up for a moment, in which its main thread does
-    nothing else: what others wait for does not come. It is stopped again, and good for nothing then: whoever asks is about to end it"""
-    if ctypes.CDLL(None).tgkill(p.pid, p.pid, _ask_stopped): return '' # to its main thread, which handles it before anything else
-    p.resume()
-    wait_until(lambda: os.fstat(file.fileno()).st_size > file.tell() and p.status()==psutil.STATUS_SLEEPING, seconds)
-    p.suspend()
-    wait_until(lambda: p.status()==psutil.STATUS_STOPPED, seconds)
-    return file.read().decode(errors='replace')
-
 def _written(file, seconds=1):
     "What is being written to a file now, until nothing comes any more"
     found = []
@@ -80,6 +67,17 @@ def _written(file, seconds=1):
     end = time.monotonic()+seconds
     while not more() and time.monotonic() < end: time.sleep(0.02)
     return b''.join(found).decode(errors='replace')
+
+# %% ../../nbs/fault/02_stacks.ipynb #817ec6a8
+def _ask_in_its_sleep(p, file, seconds=1):
+    """What `psutil.Process` `p`, which is stopped, writes of where it is. It is woken up for a moment, in which its main thread does nothing else:
+    what others wait for does not come. It is stopped again, and good for nothing then: whoever asks is about to end it"""
+    if ctypes.CDLL(None).tgkill(p.pid, p.pid, _ask_stopped): return '' # to its main thread, which handles it before anything else
+    p.resume()
+    wait_until(lambda: os.fstat(file.fileno()).st_size > file.tell() and p.status()==psutil.STATUS_SLEEPING, seconds)
+    p.suspend()
+    wait_until(lambda: p.status()==psutil.STATUS_STOPPED, seconds)
+    return file.read().decode(errors='replace')
 
 # %% ../../nbs/fault/02_stacks.ipynb #a1de2ce5
 def ask_stack(pid, # Process of this user's on this machine

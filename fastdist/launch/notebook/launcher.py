@@ -105,6 +105,24 @@ class _Workers:
 
 # %% ../../../nbs/launch/notebook/03_launcher.ipynb #310b5359
 @patch
+def run(self:_Workers):
+    "The value of rank 0, as bytes; or the first failure is raised"
+    with torch_quiet():
+        try:
+            self.start()
+            while not self.is_done(): self.receive(0.1)
+            while self.lines and wait(self.lines, 0): self.receive(0)
+            self.show_rest()
+        except KeyboardInterrupt:
+            self.interrupt()
+            raise
+        finally: self.close()
+    if self.failures or self.result.is_failed(): raise self.error()
+    if self.value is None: raise _error(f"rank 0 of {self.n} ended before the function returned (os._exit?)", 0)
+    return self.value
+
+# %% ../../../nbs/launch/notebook/03_launcher.ipynb #69fef839
+@patch
 def is_done(self:_Workers):
     "Have all ended, or one of them in failure?"
     if self.failures: return time.monotonic() > self.since+self.grace or len({r for r,_ in self.failures})==self.n
@@ -181,24 +199,6 @@ def close(self:_Workers):
             with suppress(ProcessLookupError,PermissionError): os.killpg(pid, signal.SIGKILL) # loader processes that a worker has left
     for o in (*self.tails.values(), *self.lines, self.listener): o.close()
     shutil.rmtree(self.folder, ignore_errors=True)
-
-# %% ../../../nbs/launch/notebook/03_launcher.ipynb #8baec636
-@patch
-def run(self:_Workers):
-    "The value of rank 0, as bytes; or the first failure is raised"
-    with torch_quiet():
-        try:
-            self.start()
-            while not self.is_done(): self.receive(0.1)
-            while self.lines and wait(self.lines, 0): self.receive(0)
-            self.show_rest()
-        except KeyboardInterrupt:
-            self.interrupt()
-            raise
-        finally: self.close()
-    if self.failures or self.result.is_failed(): raise self.error()
-    if self.value is None: raise _error(f"rank 0 of {self.n} ended before the function returned (os._exit?)", 0)
-    return self.value
 
 # %% ../../../nbs/launch/notebook/03_launcher.ipynb #bcc53764
 _installed = f'{os.sep}site-packages{os.sep}',f'{os.sep}dist-packages{os.sep}',f'{os.sep}fastdist{os.sep}',os.path.dirname(os.__file__)
