@@ -2740,6 +2740,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                          'fastdist/world/errors.py'),
                                        'fastdist.world.errors.RemoteError.__str__': ( 'world/errors.html#remoteerror.__str__',
                                                                                       'fastdist/world/errors.py'),
+                                       'fastdist.world.errors.Stopped': ('world/errors.html#stopped', 'fastdist/world/errors.py'),
                                        'fastdist.world.errors._Lives': ('world/errors.html#_lives', 'fastdist/world/errors.py'),
                                        'fastdist.world.errors._address': ('world/errors.html#_address', 'fastdist/world/errors.py'),
                                        'fastdist.world.errors._base': ('world/errors.html#_base', 'fastdist/world/errors.py'),
