@@ -134,6 +134,7 @@ def test_group_left_by_a_failed_call_is_not_used_again(world2):
     def fail():
         dist.init_process_group('gloo')
         raise ValueError('in a group')
+    world2(int)
     starts = world2.starts
     with pytest.raises(WorkerError, match='in a group'): world2(fail)
     assert [t.item() for t in world2(reduce_once, 1)] == [3, 3] and world2.starts == starts + 1

@@ -114,7 +114,8 @@ def under_attack(folder, before):
     setup_distrib()
     bomb, r = pickle.dumps(Bomb(folder)), get_rank()
     intruder = dist.TCPStore(os.environ['MASTER_ADDR'], int(os.environ['MASTER_PORT']), is_master=False, wait_for_workers=False)
-    job = 'fastdist//0/2'
+    came, = intruder.get('fastdist//came/2/came/1').decode().split()[-1:]
+    job = f"fastdist//{intruder.get(f'fastdist//came/2/start/{came}').decode()}"
     def write(**keys):
         for k, v in keys.items(): intruder.set(f'{job}/{k}', v)
     def here(): dist.barrier()
