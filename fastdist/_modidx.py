@@ -2381,6 +2381,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                   'fastdist/trainer/evaluation.py'),
                                              'fastdist.trainer.evaluation.Evaluation._catch_up': ( 'trainer/evaluation.html#evaluation._catch_up',
                                                                                                    'fastdist/trainer/evaluation.py'),
+                                             'fastdist.trainer.evaluation.Evaluation._gathers': ( 'trainer/evaluation.html#evaluation._gathers',
+                                                                                                  'fastdist/trainer/evaluation.py'),
                                              'fastdist.trainer.evaluation.Evaluation._loop': ( 'trainer/evaluation.html#evaluation._loop',
                                                                                                'fastdist/trainer/evaluation.py'),
                                              'fastdist.trainer.evaluation.Evaluation._what': ( 'trainer/evaluation.html#evaluation._what',

@@ -208,9 +208,10 @@ def by_itself(self:Decisions):
 @contextmanager
 def own_loop(self:Decisions, index, # Function from the number of a batch of this rank's to its number in the data set
              catch_up=noop, # Called at the end: sends what is still expected of a rank that had fewer batches
+             forwards_alone=True, # Can a rank leave a forward? Not where others need it to gather theirs
             ):
     "A loop over batches of which each rank has others; one in another (`FetchPredsCallback`) is the other's business no more"
-    outer,self.loop = self.loop,SimpleNamespace(index=index, catch_up=catch_up, code=0, done=0)
+    outer,self.loop = self.loop,SimpleNamespace(index=index, catch_up=catch_up, forwards_alone=forwards_alone, code=0, done=0)
     self.cut = None # where a callback has ended it: (rank, batches that it had finished, batches before it in the data set)
     try: yield
     finally: self.loop = outer
@@ -257,9 +258,11 @@ def outside(self:Decisions):
     try: yield
     except cancels as e:
         if not self.active or self.alone or self.inner or isinstance(e, KeyboardInterrupt) or getattr(e, 'agreed', False): raise
-        if self.loop is not None: self._end_own_loop(e)
+        if self.loop is not None and self.loop.forwards_alone: self._end_own_loop(e)
         nm = type(e).__name__
-        if gone_on(f'{nm} outside of callbacks') is None: self._raise_in_all(e)
+        if gone_on(f'{nm} outside of callbacks') is None:
+            e.agreed = True
+            raise
         raise RuntimeError(f"rank {get_rank()}: {nm} was raised, and not by a callback: by the model, the loss function, the loader or "
                            "the optimizer. Other ranks have gone on: raise it in a callback, and all do what one decides") from e
 

@@ -270,7 +270,7 @@ def test_one_raises_what_it_is_not_asked_for(world3, event, exc):
     assert f'Hides.{event} raised {exc}, other ranks did not' in e.value.problems[1] and '`may_cancel = False`: leave that out' in e.value.problems[1]
 
 
-def outside(distrib, cases):
+def outside(distrib, cases, **kwargs):
     "A model or a loss that raises a Cancel exception, in the second batch of an epoch's training in some workers, or in validation, of the batch that has row 9"
     import contextlib, fastai.callback.core as core
     from fastdist.world import get_rank
@@ -286,7 +286,7 @@ def outside(distrib, cases):
         else:
             loss = learn.loss_func
             learn.loss_func = lambda *args, **kwargs: cancel() or loss(*args, **kwargs)
-        with distrib_or_not(learn, distrib): learn.fit(2)
+        with distrib_or_not(learn, distrib, **kwargs): learn.fit(2)
         res.append((weights(learn), learn.seen.n, learn.epoch))
     return res
 
@@ -297,11 +297,12 @@ def test_no_callback_raises_it(world3):
     as_one(world3(outside, True, cases), outside(False, cases))
 
 
-@pytest.mark.parametrize('what,exc', [('forward', 'CancelFitException'), ('loss', 'CancelBatchException')])
-def test_no_callback_raises_it_in_one(world3, what, exc):
+@pytest.mark.parametrize('what,exc,strategy,rank', [('forward', 'CancelFitException', 'ddp', 1), ('loss', 'CancelBatchException', 'ddp', 1), ('valid', 'CancelFitException', 'fsdp', 2)])
+def test_no_callback_raises_it_in_one(world3, what, exc, strategy, rank):
     from harness import WorkerError
-    with pytest.raises(WorkerError) as e: world3(outside, True, [(what, exc, [1])], grace=2)
-    assert f'{exc} was raised, and not by a callback' in e.value.problems[1]
+    with pytest.raises(WorkerError) as e: world3(outside, True, [(what, exc, [rank])], strategy=strategy, grace=2)
+    assert f'{exc} was raised, and not by a callback' in e.value.problems[rank]
+
 
 def interrupted(when):
     "Ctrl-C in one worker, of which the script makes the best"
