@@ -156,9 +156,7 @@ def _undecided(self:Decisions, cb, event, e):
 
 # %% ../../nbs/fault/06_cancel.ipynb #9a6fcbf9
 @patch
-def call(self:Decisions, event # Name of an event
-        ):
-    "Call the callbacks for `event`"
+def _call_each(self:Decisions, event):
     if self.loop is not None:
         if event in _batch_events: return self._in_own_loop(event)
         if event in ('after_cancel_validate','after_validate'): self._close_loop(event)
@@ -177,6 +175,16 @@ def call(self:Decisions, event # Name of an event
             exc = e
         if decides: self._raise_in_all(exc)
     for _ in points: self._raise_in_all(None)
+
+# %% ../../nbs/fault/06_cancel.ipynb #a0f5e416
+@patch
+def call(self:Decisions, event # Name of an event
+        ):
+    "Call the callbacks for `event`"
+    try: self._call_each(event)
+    except cancels as e:
+        e.agreed = True # for `outside`
+        raise
 
 # %% ../../nbs/fault/06_cancel.ipynb #cf9842c7
 @patch
@@ -200,25 +208,29 @@ def by_itself(self:Decisions):
 @contextmanager
 def own_loop(self:Decisions, index, # Function from the number of a batch of this rank's to its number in the data set
              catch_up=noop, # Called at the end: sends what is still expected of a rank that had fewer batches
+             forwards_alone=True, # Can a rank leave a forward? Not where others need it to gather theirs
             ):
     "A loop over batches of which each rank has others; one in another (`FetchPredsCallback`) is the other's business no more"
-    outer,self.loop = self.loop,SimpleNamespace(index=index, catch_up=catch_up, code=0, done=0)
+    outer,self.loop = self.loop,SimpleNamespace(index=index, catch_up=catch_up, forwards_alone=forwards_alone, code=0, done=0)
     self.cut = None # where a callback has ended it: (rank, batches that it had finished, batches before it in the data set)
     try: yield
     finally: self.loop = outer
 
 # %% ../../nbs/fault/06_cancel.ipynb #2436be29
 @patch
+def _end_own_loop(self:Decisions, e):
+    if isinstance(e, CancelBatchException): raise e # a batch that other ranks do not have
+    self.loop.code,end = _code(e),CancelValidException()
+    end.agreed = True # in this rank; the others learn of it at the end of theirs
+    raise end from e
+
+@patch
 def _in_own_loop(self:Decisions, event):
-    loop = self.loop
     try:
         if event=='before_batch' and self.interrupted: raise KeyboardInterrupt
         for cb in self.learn.cbs.sorted('order'): self._run(cb, event)
-        if event=='after_batch': loop.done += 1
-    except CancelBatchException: raise # a batch that other ranks do not have
-    except cancels as e:
-        loop.code = _code(e)
-        raise CancelValidException from e
+        if event=='after_batch': self.loop.done += 1
+    except cancels as e: self._end_own_loop(e)
 
 # %% ../../nbs/fault/06_cancel.ipynb #026d942e
 @patch
@@ -237,6 +249,22 @@ def _close_loop(self:Decisions, event):
     if error is not CancelValidException: raise error("agreed with another rank")
     self.cut = rank,done,index
     if event=='after_validate': self.learn('after_cancel_validate')
+
+# %% ../../nbs/fault/06_cancel.ipynb #9127a4d6
+@patch
+@contextmanager
+def outside(self:Decisions):
+    "Around what is no callback's, such as a forward; a `RuntimeError` where some ranks alone raise a Cancel exception there"
+    try: yield
+    except cancels as e:
+        if not self.active or self.alone or self.inner or isinstance(e, KeyboardInterrupt) or getattr(e, 'agreed', False): raise
+        if self.loop is not None and self.loop.forwards_alone: self._end_own_loop(e)
+        nm = type(e).__name__
+        if gone_on(f'{nm} outside of callbacks') is None:
+            e.agreed = True
+            raise
+        raise RuntimeError(f"rank {get_rank()}: {nm} was raised, and not by a callback: by the model, the loss function, the loader or "
+                           "the optimizer. Other ranks have gone on: raise it in a callback, and all do what one decides") from e
 
 # %% ../../nbs/fault/06_cancel.ipynb #7d3e3932
 @patch

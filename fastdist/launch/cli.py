@@ -279,11 +279,14 @@ def _run(command, startup):
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     a,found = _accelerate_args(command),[]
     try:
-        with _watched(a, startup) as found: launch_command(a)
+        with _watched(a, startup) as found:
+            try: launch_command(a)
+            except SignalException as e: # torch forgets workers that it has started if the signal comes before the last: they end in here,
+                end_processes(psutil.Process().children(), e.sigval) # where their notices are read
+                raise
     except ChildFailedError as e:
         return _saved_status(found, e.failures) or _show_failure(e.failures, a.log_dir, a.num_processes//a.num_machines)
     except SignalException as e:
-        end_processes(psutil.Process().children(), e.sigval) # torch forgets those that it has started if the signal is before the last
         print(f"fastdist: stopped by {e.sigval.name}", file=sys.stderr)
         return _saved_status(found) or 128+e.sigval.value
     except (torch.distributed.DistError,ValueError,ConnectionError) as e: # of the rendezvous of the nodes; Accelerate's, of an option

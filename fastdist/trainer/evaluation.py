@@ -75,10 +75,13 @@ def finish(self:Evaluation):
     self.totals.combine(self.by_rows)
 
 @patch
+def _gathers(self:Evaluation): return self.gathers or is_sharded(self.learn.model) # the strategy's doing, or its user's
+
+@patch
 def _catch_up(self:Evaluation):
     "Do what others do in batches for which this worker has none: send predictions and, where parameters are sharded, make the forward"
-    learn,dl = self.learn,self.learn.dl
-    most,gathers = dl.rounds,self.gathers or is_sharded(learn.model) # the strategy's doing, or its user's
+    learn,dl,gathers = self.learn,self.learn.dl,self._gathers()
+    most = dl.rounds
     if gathers and (learn.xb is None or learn.xb==(None,)): learn._split(learn._set_device(dl.dl.one_batch()))
     for i in range(self.forwards, most):
         for o in self.preds: o.send(i)
@@ -131,7 +134,7 @@ def together(self:Evaluation):
 def _loop(self:Evaluation):
     dl = self.learn.dl
     if not self.shared: return _files_apart(self.learn)
-    if not self.by_rows: return self.decisions.own_loop(lambda i: i*dl.world_size+dl.rank, self._catch_up)
+    if not self.by_rows: return self.decisions.own_loop(lambda i: i*dl.world_size+dl.rank, self._catch_up, not self._gathers())
     self.decisions.cut = None
     return nullcontext()
 

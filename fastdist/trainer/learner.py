@@ -182,7 +182,10 @@ def _decisions(learn):
 # %% ../../nbs/trainer/07_learner.ipynb #59d55f52
 @patch
 def _with_events(self:Learner, f, event_type, ex, final=noop):
-    def run(): _with_events(self, f, event_type, ex, final)
+    def part():
+        decisions = _decisions(self)
+        with nullcontext() if decisions is None else decisions.outside(): f()
+    def run(): _with_events(self, part, event_type, ex, final)
     with _around(self, event_type):
         resume = resume_of(self) if event_type=='fit' else None
         if resume is None: run()

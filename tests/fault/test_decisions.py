@@ -270,6 +270,40 @@ def test_one_raises_what_it_is_not_asked_for(world3, event, exc):
     assert f'Hides.{event} raised {exc}, other ranks did not' in e.value.problems[1] and '`may_cancel = False`: leave that out' in e.value.problems[1]
 
 
+def outside(distrib, cases, **kwargs):
+    "A model or a loss that raises a Cancel exception, in the second batch of an epoch's training in some workers, or in validation, of the batch that has row 9"
+    import contextlib, fastai.callback.core as core
+    from fastdist.world import get_rank
+    res = []
+    for what, exc, ranks in cases:
+        learn = quiet(learner(n=14, n_val=23, bs=4, cbs=Seen()))
+        row = learn.dls.valid_ds[9][0]
+        def cancel(*_):
+            x, = learn.xb
+            now = (x == row.to(x)).all(1).any() if what == 'valid' else learn.training and learn.iter == 1 and (not distrib or get_rank() in ranks)
+            if now: raise getattr(core, exc)()
+        if what != 'loss': learn.model.register_forward_pre_hook(cancel)
+        else:
+            loss = learn.loss_func
+            learn.loss_func = lambda *args, **kwargs: cancel() or loss(*args, **kwargs)
+        with distrib_or_not(learn, distrib, **kwargs): learn.fit(2)
+        res.append((weights(learn), learn.seen.n, learn.epoch))
+    return res
+
+
+def test_no_callback_raises_it(world3):
+    cases = [*(('forward', f'Cancel{o}Exception', range(3)) for o in ('Fit', 'Batch', 'Epoch')), ('loss', 'CancelTrainException', range(3)),
+             *(('valid', f'Cancel{o}Exception', ()) for o in ('Valid', 'Fit', 'Epoch'))]
+    as_one(world3(outside, True, cases), outside(False, cases))
+
+
+@pytest.mark.parametrize('what,exc,strategy,rank', [('forward', 'CancelFitException', 'ddp', 1), ('loss', 'CancelBatchException', 'ddp', 1), ('valid', 'CancelFitException', 'fsdp', 2)])
+def test_no_callback_raises_it_in_one(world3, what, exc, strategy, rank):
+    from harness import WorkerError
+    with pytest.raises(WorkerError) as e: world3(outside, True, [(what, exc, [rank])], strategy=strategy, grace=2)
+    assert f'{exc} was raised, and not by a callback' in e.value.problems[rank]
+
+
 def interrupted(when):
     "Ctrl-C in one worker, of which the script makes the best"
     import fastdist.all, os, signal

@@ -104,10 +104,11 @@ def test_saved_and_stopped(tmp_path, n):
             notice(status=7)
             sys.exit(7)
         signal.signal(signal.SIGUSR1, save)
+        if int(sys.argv[1]) > 1: signal.signal(signal.SIGTERM, save)  # by which torch ends workers of which it has not started the last, as it thinks
         print('trains', flush=True)
         time.sleep(1000)
         ''')
-    p = subprocess.Popen([*LAUNCH, '-n', str(n), '--tee', '3', file], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
+    p = subprocess.Popen([*LAUNCH, '-n', str(n), '--tee', '3', file, str(n)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
     assert all('trains' in p.stdout.readline() for _ in range(n))
     p.send_signal(signal.SIGUSR1)
     _, err = p.communicate(timeout=60)
