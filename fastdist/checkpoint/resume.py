@@ -12,10 +12,10 @@ from weakref import WeakKeyDictionary
 from fastai.basics import *
 from ..callbacks.compression import GradientCompression, LocalSGD
 from ..callbacks.fastai_patches import trainer_of
-from .folder import Checkpoint, DamagedCheckpoint, FolderLock, checkpoints, clear_drafts, prepare_folder
+from .folder import Checkpoint, DamagedCheckpoint, FolderLock, ForeignCheckpoint, checkpoints, clear_drafts, prepare_folder
 from .plain import attributes_of
 from .saving import Saver, every_of
-from .state import joined_metrics, not_saved, put_rest, put_tensors, random_of, signature, take_rest, take_tensors, users_callbacks
+from .state import hidden_states, joined_metrics, not_saved, put_rest, put_tensors, random_of, signature, take_rest, take_tensors, users_callbacks
 from ..comm.call import same_text
 from ..comm.objects import all_gather_list, from_rank0
 from ..data.dl import DistributedDL
@@ -106,7 +106,7 @@ def _why_not(self:Resume, c, fit):
         s = c.summary
         if fit > s['fit']: return None,False # nothing of it will be loaded
         c.verify(get_rank(), get_world_size() if self.many else 1)
-    except DamagedCheckpoint as e: return f'{e}',True
+    except DamagedCheckpoint as e: return f'{e}',not isinstance(e, ForeignCheckpoint)
     except OSError as e: return f'{e}',False
     mine = signature(self.learn)
     for nm,what in (('model','a model of other tensors'),('opt','another optimizer, or other groups of parameters')):
@@ -255,6 +255,8 @@ def _load(self:Resume):
     if left and get_rank()==0: warnings.warn(f"{self.chosen.path} has the state of callbacks that this fit has not: {', '.join(left)}")
     if rest['buffers'] and not self.same: self._warn_once(
         f"{self.chosen.path}: each of {s['workers']} workers had its own statistics of batch norm; rank 0's are taken")
+    if s['batch'] and not self.same and (left := hidden_states(rest)): self._warn_once(
+        f"{self.chosen.path} is of {s['workers']} workers in the middle of an epoch: the hidden state of {', '.join(left)} begins anew here")
     self.step = s['step']
     return rest
 

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['named_tensors', 'signature', 'take_tensors', 'put_tensors', 'saved_callbacks', 'users_callbacks', 'not_saved',
-           'random_of', 'take_rest', 'joined_metrics', 'put_rest', 'read_state']
+           'hidden_states', 'random_of', 'take_rest', 'joined_metrics', 'put_rest', 'read_state']
 
 # %% ../../nbs/checkpoint/04_state.ipynb #ba263d98
 import hashlib,json
@@ -283,6 +283,12 @@ def _put_module_data(learn, saved, device):
     for k,v in saved.items():
         nm,_,attr = k.rpartition('|')
         if nm in modules: vars(modules[nm])[attr] = from_plain(v, device)
+
+def hidden_states(rest # From `take_rest`
+                 ):
+    "Names of the modules that go on from batch to batch with a hidden state, each worker with that of its own rows"
+    found = [k.rpartition('|') for k,v in rest['modules'].items() if v is not None]
+    return sorted(nm or 'the model' for nm,_,attr in found if attr in _states)
 
 # %% ../../nbs/checkpoint/04_state.ipynb #ccdc06d2
 def _plain_loaders(learn):
