@@ -361,7 +361,8 @@ def _after_step(self:Resume):
     if self.unit=='steps' and self.step%self.every==0: self.due = self.due or True
     if not isinstance(self.learn.dl, DistributedDL) or self._keeps_batches(): return
     if self.due: self._save(self.now, self.learn.iter+1)
-    if self.on_error: self.between,self.in_batch = (stream_states(*random_of(self.learn), plain=False),self.learn.dl.streams(plain=False)),False
+    if not self.on_error: return
+    self.between,self.in_batch = (stream_states(*random_of(self.learn), plain=False),self.learn.dl.streams(plain=False)),False
 
 @patch
 def ends_after_batch(self:Resume):

@@ -221,6 +221,7 @@ def saved_callbacks(learn, # `Learner`
     skip = {id(o) for o in but}
     return {k:cb for k,cb in _key_of(learn).items() if id(cb) not in skip and type(cb).__name__ not in by_event}
 
+# %% ../../nbs/checkpoint/04_state.ipynb #aab41311
 def users_callbacks(learn, # `Learner`
                     but=(), # Callbacks to leave out
                    ):
