@@ -35,7 +35,11 @@ _dicts = {dict:'dict', collections.OrderedDict:'OrderedDict'}
 
 def to_plain(o # Data: numbers, texts, tensors, arrays, and lists, tuples, sets and dicts of them
             ):
-    "A copy of `o` as plain data; `NotPlain` where there is something in it that is none"
+    "A copy of `o` as plain data; `NotPlain` where there is something in it that is none, or it contains itself"
+    try: return _plain(o)
+    except RecursionError: raise NotPlain(f'{type(o).__module__}.{type(o).__qualname__} that contains itself, or is nested too deep') from None
+
+def _plain(o):
     kind = type(o)
     if kind in _atoms: return o
     if isinstance(o, Tensor): return _tensor(o)
@@ -44,8 +48,8 @@ def to_plain(o # Data: numbers, texts, tensors, arrays, and lists, tuples, sets 
     if kind in _lists:
         nums = _numbers(o) if kind in (list,L) else None
         if nums is not None: return _mark(_lists[kind], nums)
-        return _mark(_lists[kind], [to_plain(x) for x in o])
-    if kind in _dicts: return _mark(_dicts[kind], [(to_plain(k),to_plain(v)) for k,v in o.items()])
+        return _mark(_lists[kind], [_plain(x) for x in o])
+    if kind in _dicts: return _mark(_dicts[kind], [(_plain(k),_plain(v)) for k,v in o.items()])
     if isinstance(o, torch.dtype): return _mark('dtype', str(o).removeprefix('torch.'))
     if isinstance(o, slice): return _mark('slice', [o.start,o.stop,o.step])
     raise NotPlain(f'{kind.__module__}.{kind.__qualname__}')

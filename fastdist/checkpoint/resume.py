@@ -12,15 +12,17 @@ from weakref import WeakKeyDictionary
 from fastai.basics import *
 from ..callbacks.compression import GradientCompression, LocalSGD
 from ..callbacks.fastai_patches import trainer_of
-from .folder import Checkpoint, DamagedCheckpoint, FolderLock, checkpoints, clear_drafts, prepare_folder
+from .folder import Checkpoint, DamagedCheckpoint, FolderLock, ForeignCheckpoint, checkpoints, clear_drafts, prepare_folder
+from .plain import attributes_of
 from .saving import Saver, every_of
-from .state import joined_metrics, not_saved, put_rest, put_tensors, signature, take_rest, take_tensors
+from .state import hidden_states, joined_metrics, not_saved, put_rest, put_tensors, random_of, signature, take_rest, take_tensors, users_callbacks
 from ..comm.call import same_text
 from ..comm.objects import all_gather_list, from_rank0
 from ..data.dl import DistributedDL
-from ..data.rng import rng_state, set_rng_state
+from ..data.rng import set_stream_states, stream_states
+from ..fault.same_call import gone_on
 from ..fault.stop import StopSignals, stop_together
-from ..world.errors import refuse
+from ..world.errors import RemoteError, refuse
 from ..world.ranks import get_rank, get_world_size
 from ..world.store import wait_until
 
@@ -32,7 +34,7 @@ class Resume(Callback):
         path, # Folder of the checkpoints
         every=None, # Save every so many steps (200), seconds ('30s', '10m', '2h') or epochs ('1 epoch'); by default each epoch
         keep=3, # How many checkpoints to keep; the one with the best validation loss stays too
-        on_error=True, # Save when an exception ends the fit between two batches, too? In one process
+        on_error=True, # Save when an exception ends the fit between two steps, too? With several workers: when it ends all of them there
         status=143, # Exit status after SIGTERM or SIGUSR1, once that is saved
         default=False, # Does it give way to another `Resume` that the fit has?
     ):
@@ -42,7 +44,7 @@ class Resume(Callback):
         self.folder,self.keep,self.on_error,self.default = Path(path).absolute(),keep,on_error,default
         self.signals = StopSignals(partial(self.request, stop=True), status)
         self.unit,self.every = every_of(every)
-        self.active,self.asked,self.step,self.place,self.wrapped,self.warned = False,0,0,None,{},set()
+        self.active,self.asked,self.step,self.place,self.wrapped,self.warned,self.in_batch = False,0,0,None,{},set(),False
 
     def request(self, stop=False # Ask all workers to end after it?
                ):
@@ -104,7 +106,7 @@ def _why_not(self:Resume, c, fit):
         s = c.summary
         if fit > s['fit']: return None,False # nothing of it will be loaded
         c.verify(get_rank(), get_world_size() if self.many else 1)
-    except DamagedCheckpoint as e: return f'{e}',True
+    except DamagedCheckpoint as e: return f'{e}',not isinstance(e, ForeignCheckpoint)
     except OSError as e: return f'{e}',False
     mine = signature(self.learn)
     for nm,what in (('model','a model of other tensors'),('opt','another optimizer, or other groups of parameters')):
@@ -177,7 +179,7 @@ def _begin(self:Resume):
     self.counts = _ended.setdefault(learn, {})
     self.fit_no = self.counts.setdefault(str(self.folder), 0)
     self.chosen,self.skips,self.place = self._choose(self.fit_no),False,None
-    self.due,self.stepped,self.between,self.stops,self.failed,self.depth,self.now = False,False,None,False,False,0,0
+    self.due,self.stepped,self.between,self.stops,self.in_batch,self.depth,self.now = False,False,None,False,False,0,0
     rank,workers = (get_rank(),get_world_size()) if self.many else (0,1)
     self.saver = Saver(self.folder, self.run_id, rank, workers, self.keep, self._agree)
     self.next_time = time.monotonic()+self.every
@@ -253,6 +255,8 @@ def _load(self:Resume):
     if left and get_rank()==0: warnings.warn(f"{self.chosen.path} has the state of callbacks that this fit has not: {', '.join(left)}")
     if rest['buffers'] and not self.same: self._warn_once(
         f"{self.chosen.path}: each of {s['workers']} workers had its own statistics of batch norm; rank 0's are taken")
+    if s['batch'] and not self.same and (left := hidden_states(rest)): self._warn_once(
+        f"{self.chosen.path} is of {s['workers']} workers in the middle of an epoch: the hidden state of {', '.join(left)} begins anew here")
     self.step = s['step']
     return rest
 
@@ -284,12 +288,20 @@ def before_train(self:Resume):
 
 # %% ../../nbs/checkpoint/06_resume.ipynb #ae95b17f
 @patch
+def _handed(self:Resume, batches):
+    "Note whether the training has the batch, or the loader is at work"
+    for o in batches:
+        self.in_batch = True
+        yield o
+        self.in_batch = False
+
+@patch
 def batches(self:Resume, dl # The training loader
            ):
     "The numbered batches of an epoch, from the first that was not trained"
     place,self.place = self.place,None
     if not self.active or place is None:
-        yield from enumerate(dl)
+        yield from self._handed(enumerate(dl))
         return
     put_rest(self.learn, self.rest, self.same, [self]) # once more: callbacks have begun an epoch
     loader,n = self.rest['loader'],len(dl)
@@ -297,7 +309,7 @@ def batches(self:Resume, dl # The training loader
     dl.load_state_dict(loader['state'], loader['streams'] if self.same else {**loader['streams'], 'own':[]})
     first = n-len(dl)
     if (first,n)!=(place['batch'],place['n_iter']): self.learn.pct_train = (self.learn.epoch+first/n)/self.learn.n_epoch
-    yield from enumerate(dl, first)
+    yield from self._handed(enumerate(dl, first))
 
 # %% ../../nbs/checkpoint/06_resume.ipynb #4ffcd81e
 @patch
@@ -334,17 +346,30 @@ def after_step(self:Resume):
     "Count it"
     self.stepped,self.step = True,self.step+1
 
+# %% ../../nbs/checkpoint/06_resume.ipynb #dd78dbff
 @patch
 def after_batch(self:Resume):
     "Save, if it is time"
     if not self.training or not self.active: return
     self._heed(trainer_of(self.learn).step.wished if self.many else self.wish())
-    if not self.stepped: return
-    if self.unit=='steps' and self.step%self.every==0: self.due = self.due or True
-    whole = isinstance(self.learn.dl, DistributedDL) and not self._keeps_batches()
-    if self.due and whole: self._save(self.now, self.learn.iter+1)
-    if whole and self.on_error and not self.many: self.between = rng_state()
+    if self.stepped: self._after_step()
+    if self.many and self.ends_after_batch() and trainer_of(self.learn).step.stops: raise KeyboardInterrupt
 
+@patch
+def _after_step(self:Resume):
+    "The batch was the last of a step"
+    if self.unit=='steps' and self.step%self.every==0: self.due = self.due or True
+    if not isinstance(self.learn.dl, DistributedDL) or self._keeps_batches(): return
+    if self.due: self._save(self.now, self.learn.iter+1)
+    if not self.on_error: return
+    self.between,self.in_batch = (stream_states(*random_of(self.learn), plain=False),self.learn.dl.streams(plain=False)),False
+
+@patch
+def ends_after_batch(self:Resume):
+    "Does Ctrl-C wait for the end of the batch, to be saved?"
+    return self.active and self.on_error
+
+# %% ../../nbs/checkpoint/06_resume.ipynb #f00611a0
 @patch
 def _keeps_batches(self:Resume):
     "Does a training metric need the predictions of the whole epoch? They are not saved"
@@ -391,13 +416,13 @@ def _summary(self:Resume, epoch, batch, validated, ended):
                 workers=self.saver.n, strategy=strategy, **signature(learn))
 
 @patch
-def _save(self:Resume, epoch, batch, validated=False, ended=False):
-    "All workers: copy, and begin to write; wait for the end where that is wanted"
+def _save(self:Resume, epoch, batch, validated=False, ended=False, **place):
+    "All workers: copy, and begin to write; wait for the end where that is wanted. `place` in the loader, if it is not that of now"
     learn,wait = self.learn,self.due=='now'
     self.saver.finish()
     dl = learn.dl if batch and batch < learn.n_iter else None
     if dl is None and batch: epoch,batch = epoch,learn.n_iter
-    self.saver.start(self._summary(epoch, batch, validated, ended), take_tensors(learn), take_rest(learn, dl, [self]))
+    self.saver.start(self._summary(epoch, batch, validated, ended), take_tensors(learn), take_rest(learn, dl, [self], **place))
     self.due,self.next_time = False,time.monotonic()+self.every
     saved = self.saver.finish() if wait else None
     if self.stops:
@@ -406,19 +431,35 @@ def _save(self:Resume, epoch, batch, validated=False, ended=False):
 
 # %% ../../nbs/checkpoint/06_resume.ipynb #ad41ca28
 @patch
+def _counted(self:Resume):
+    "May a callback, or a loader of several, remember of the batch that has failed before its step?"
+    return self.learn.dl.state_dict(back=1) is None or any(
+        attributes_of(cb)[0] for cb in users_callbacks(self.learn) if hasattr(cb, 'before_batch'))
+
+@patch
+def _is_whole(self:Resume, e):
+    "Is what there is at exception `e` what a whole step has left, in all workers?"
+    if self.between is None or not isinstance(e, (Exception,KeyboardInterrupt)) or isinstance(e, RemoteError): return False
+    if self.in_batch and self._counted(): return False
+    return not self.many or gone_on(f'an exception after step {self.step} of fit {self.fit_no}') is None
+
+# %% ../../nbs/checkpoint/06_resume.ipynb #8ce08c0b
+@patch
 def _save_after(self:Resume, e):
-    "Save what a whole step has left before exception `e`, in one process"
+    "Save what a whole step has left before exception `e`"
     if vars(self).get('saver') is None: return
-    if self.between is None or not isinstance(e, (Exception,KeyboardInterrupt)):
+    if not self._is_whole(e):
         if not self.many: self.saver.finish() # it may be the last one
         return
-    now = rng_state()
-    set_rng_state(self.between)
+    randoms = random_of(self.learn)
+    now = stream_states(*randoms, plain=False)
+    set_stream_states(self.between[0], *randoms)
     try:
         self.due = 'now'
-        self._save(self.now, self.learn.iter+1)
-    finally: set_rng_state(now)
+        self._save(self.now, self.learn.iter+(not self.in_batch), back=int(self.in_batch), streams=self.between[1])
+    finally: set_stream_states(now, *randoms)
 
+# %% ../../nbs/checkpoint/06_resume.ipynb #b68659b9
 @patch
 def stopped(self:Resume, saved # Is it committed?
            ):

@@ -354,15 +354,16 @@ for _nm in ('get_idxs','new','one_batch','show_batch'): setattr(DistributedDL, _
 
 # %% ../../nbs/data/07_dl.ipynb #789aedd7
 @patch
-def state_dict(self:DistributedDL):
+def state_dict(self:DistributedDL, back=0 # Of the batches that it has handed over, how many are to come again
+              ):
     "Epoch, offset in it (samples of all workers, or batches of a batch sampler), and the state from which its order was drawn"
-    a = self._adapter
-    if a.parts is not None: return a.state_dict()
+    a,steps = self._adapter,self._steps-back
+    if a.parts is not None: return None if back else a.state_dict() # which of them has handed it over is not known
     if self._pending: return self._pending
     state = dict(n=a.drawn_n, mode=a.mode, world_size=self.world_size, global_bs=self.global_bs)
-    if self._epoch >= 0 and not self._ended and (a.unsized or self._steps < len(a.plan)):
+    if self._epoch >= 0 and not self._ended and (a.unsized or steps < len(a.plan)):
         rng,shuffled,seeded = self._at
-        return dict(epoch=self._epoch, offset=a.plan.done(self._steps), rng=plain_state(rng), shuffled=shuffled, seeded=seeded, **state)
+        return dict(epoch=self._epoch, offset=a.plan.done(steps), rng=plain_state(rng), shuffled=shuffled, seeded=seeded, **state)
     with shared_order(a.generators(), sync=False) as now: pass
     return dict(epoch=self._epoch+1, offset=0, rng=plain_state(now), shuffled=a.shuffled(), seeded=a.seeds, **state)
 
@@ -395,9 +396,10 @@ def _misfits(self:DistributedDL, state):
 
 # %% ../../nbs/data/07_dl.ipynb #f806ce0c
 @patch
-def streams(self:DistributedDL):
-    "Where this worker's random numbers are, between two batches, as plain data; not what processes of the loader draw: see `exact_streams`"
-    return stream_states(self._random)
+def streams(self:DistributedDL, plain=True # As plain data? Otherwise as they are, which takes no time
+           ):
+    "Where this worker's random numbers are, between two batches; not what processes of the loader draw: see `exact_streams`"
+    return stream_states(self._random, plain=plain)
 
 @patch
 def exact_streams(self:DistributedDL):

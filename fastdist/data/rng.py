@@ -166,9 +166,11 @@ def plain_state(o):
 
 # %% ../../nbs/data/00_rng.ipynb #067b48e7
 @patch
-def state_dict(self:WorkerRandom):
-    "Where the stream is, as plain data; not while it is entered"
-    return plain_state(dict(own=self.own, bits=self.bits.state, left=self.left))
+def state_dict(self:WorkerRandom, plain=True # As plain data? Otherwise as it is, which takes no time
+              ):
+    "Where the stream is; not while it is entered"
+    res = dict(own=self.own, bits=self.bits.state, left=self.left)
+    return plain_state(res) if plain else res
 
 @patch
 def load_state_dict(self:WorkerRandom,
@@ -202,10 +204,11 @@ def set_generator_states(gens, # From `generators_in`, as many as they were take
     _set_all(gens, states)
 
 # %% ../../nbs/data/00_rng.ipynb #3ffd991a
-def stream_states(*randoms # `WorkerRandom`s
+def stream_states(*randoms, # `WorkerRandom`s
+                  plain=True, # As plain data? Otherwise as they are, which takes no time
                  ):
-    "Where the shared stream and those of `randoms` are, as plain data; it may be called while one of them is entered"
-    with _outside(): return dict(shared=plain_state(rng_state()), own=[o.state_dict() for o in randoms])
+    "Where the shared stream and those of `randoms` are; it may be called while one of them is entered"
+    with _outside(): return dict(shared=plain_state(rng_state()) if plain else rng_state(), own=[o.state_dict(plain) for o in randoms])
 
 def set_stream_states(states, # What `stream_states` returned
                       *randoms, # As many as they were taken from; those that are missing in `states` begin anew

@@ -174,7 +174,7 @@ def receive_loss(self:TrainingStep):
     whole = self.loss[0]/(self.batch_weight() if self.summed else self.loss[1])
     if left is None: self.learn.loss = torch.where(self.loss[1] > 0, whole, self.learn.loss.detach().mean()).to(self.learn.loss.dtype)
     elif left or self.loss[4]: self.learn.loss = whole.to(self.learn.loss.dtype)
-    if self.stops: raise KeyboardInterrupt
+    if self.stops and not any(callback_results(self.learn, 'ends_after_batch')): raise KeyboardInterrupt
 
 @patch(as_prop=True)
 def interrupted(self:TrainingStep):

@@ -1,7 +1,8 @@
 "A checkpoint that is damaged, half, of another run or of another model is never loaded as if whole: it is named, and the one before it is taken"
-import random, shutil, warnings
+import json, random, shutil, warnings
 import pytest
 from test_resume import *
+from fastdist.checkpoint.folder import _summary_sum, write_json
 
 
 def two_workers(folder, seed=0):
@@ -80,12 +81,19 @@ def test_a_fit_goes_on_from_the_one_before(tmp_path):
     (newest/'__0_0.distcp').unlink()
     with pytest.warns(UserWarning, match='step-00000012.1 is damaged: rank-0.pt has other contents'): res, n = fitted(tmp_path/'b')
     assert n == 2 and not differ(want, res) and (folder/'damaged-step-00000012.1').exists() and (folder/'damaged-step-00000012').exists()
+    newest = sorted(folder.glob('step-*'), key=lambda o: o.stat().st_mtime)[-1]
+    says = json.loads((newest/'summary.json').read_text())
+    says['format'] = 2
+    write_json(newest/'summary.json', dict(says, checksum=_summary_sum(says)))
+    with pytest.warns(UserWarning, match='is of another version: summary.json has format 2'): res, n = fitted(tmp_path/'b')
+    assert not differ(want, res) and newest.exists()  # not put aside: it is whole
+    shutil.rmtree(newest)
     other = lambda: nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)).double()
     with pytest.raises(ValueError, match='is of a model of other tensors'): fitted(tmp_path/'b', model=other)
     with pytest.raises(ValueError, match='is of another optimizer'): fitted(tmp_path/'b', opt=SGD)
     with pytest.raises(ValueError, match='one of 2 epochs, and this one of 3'): fitted(tmp_path/'b', epochs=3)
-    (folder/'step-00000012.3'/'summary.json').chmod(0o666)
-    with pytest.warns(UserWarning, match='step-00000012.3/summary.json can be written by other users'): res, n = fitted(tmp_path/'b')
+    (folder/'step-00000012.4'/'summary.json').chmod(0o666)
+    with pytest.warns(UserWarning, match='step-00000012.4/summary.json can be written by other users'): res, n = fitted(tmp_path/'b')
     assert n == 0 and not differ(want, res)
 
 

@@ -147,6 +147,55 @@ def test_an_error_of_the_loader_saves_what_was_whole(tmp_path):
     assert len(Trained.steps) == 12 and not differ(want, found(learn))
 
 
+class Fault(Callback):
+    "At step `at`, an exception of a callback before the batch; of one rank, or of all"
+    at, rank = None, None
+    def before_batch(self):
+        from fastdist.world import get_rank
+        if self.training and self.learn.train_iter == Fault.at and Fault.rank in (None, get_rank()):
+            random.random(), torch.rand(1)  # it has drawn by then
+            1/0
+
+
+class Presses(Callback):
+    "Ctrl-C, in one rank"
+    at = None
+    def before_batch(self):
+        from fastdist.world import get_rank
+        import os, signal
+        if self.training and self.learn.train_iter == Presses.at and get_rank() == 1: os.kill(os.getpid(), signal.SIGINT)
+
+
+def stopped_by(folder, at=None, rank=None, press=None):
+    "(The class of the exception, the steps that were made, what is left)"
+    import fastdist.all
+    from fastdist.checkpoint.resume import Resume
+    Trained.steps.clear()
+    Fault.at, Fault.rank, Presses.at, res = at, rank, press, None
+    learn = made(folder, more=False, cbs=[Trained(), Fault(), Presses()])
+    try:
+        with learn.distrib_ctx(split_batches=True): learn.fit(2, cbs=Resume(folder/'ckpt', every='1 epoch'))
+    except BaseException as e: res = type(e).__name__
+    return res, len(Trained.steps), found(learn) if res is None else None
+
+
+def test_a_callback_fails_before_a_batch(tmp_path):
+    "What the step before has left is saved, and the batch that has failed is trained after the restart: it was left out"
+    want = stopped_by(tmp_path/'whole')[2]
+    assert stopped_by(tmp_path/'a', at=8)[:2] == ('ZeroDivisionError', 8)
+    res, n, now = stopped_by(tmp_path/'a')
+    assert (res, n) == (None, 4) and not differ(want, now)
+
+
+def test_all_workers_fail_or_one(world2, tmp_path):
+    "All at the same batch, or by Ctrl-C: what is whole is saved. One alone: the last regular checkpoint counts, and nobody waits"
+    want = [o[2] for o in world2(stopped_by, tmp_path/'whole')]
+    for i, (kw, who, n) in enumerate([(dict(at=8), ['ZeroDivisionError']*2, 8), (dict(press=9), ['KeyboardInterrupt']*2, 10), (dict(at=8, rank=0), ['ZeroDivisionError', 'RemoteError'], 6)]):
+        first = world2(stopped_by, tmp_path/f'{i}', **kw)
+        assert [o[0] for o in first] == who, (kw, first)
+        for w, (res, made, now) in zip(want, world2(stopped_by, tmp_path/f'{i}')): assert (res, made) == (None, 12-n) and not differ(w, now), (kw, made)
+
+
 def many(tmp_path, strategy, kind, at, dropout=.3, workers=0, plain=False, **kwargs):
     "The same in `distrib_ctx`, in each worker; the first differences by checkpoint, and what the first run has left"
     import fastdist.all
