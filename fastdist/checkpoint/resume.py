@@ -108,7 +108,7 @@ def _begin(self:Resume):
     "Before a fit: what is there of it?"
     learn = self.learn
     self._check()
-    self.shared = SharedFolder(self.folder, self.many, self._agree)
+    self.shared = SharedFolder(self.folder, self.many, self._agree).take()
     self.counts = _ended.setdefault(learn, {})
     self.fit_no = self.counts.setdefault(str(self.folder), 0)
     self.chosen,self.skips,self.place = self.shared.newest(self.fit_no, signature(learn)),False,None
@@ -117,133 +117,6 @@ def _begin(self:Resume):
     self.saver = Saver(self.folder, self.shared.run_id, rank, workers, self.keep, self._agree)
     self.next_time = time.monotonic()+self.every
     if self.chosen is not None: self._find_place()
-
-# %% ../../nbs/checkpoint/07_resume.ipynb #ac7414d6
-@patch
-def around_fit(self:Resume, run, # Function that makes the fit
-               final, # What fastai does at the end of one
-              ):
-    "Make the fit, go on with it, or pass over it"
-    if self.active or hasattr(self.learn, 'lr_finder'): return run()
-    self.active = True
-    try:
-        self._begin()
-        if not self.skips: run()
-        else:
-            if self.place is not None: self._load()
-            final()
-        self.counts[str(self.folder)] += 1
-    except BaseException as e:
-        self._save_after(e)
-        raise
-    finally: self._close()
-
-@patch
-def _close(self:Resume):
-    self.signals.give_back()
-    self.active,self.place,self.chosen,self.saver = False,None,None,None
-    self.wrapped.clear()
-    if self.shared is not None: self.shared.close()
-    self.shared = None
-
-# %% ../../nbs/checkpoint/07_resume.ipynb #92fa05c1
-@patch
-def before_fit(self:Resume):
-    "A fit begins, or an evaluation, for which fastai calls this too"
-    if Learner._do_fit.__module__=='fastai.learner': raise RuntimeError(
-        "Resume needs fastdist's learner: `from fastdist.all import *`")
-    if not self.active: return
-    self.depth += 1
-    self.signals.take()
-
-@patch
-def before_epoch(self:Resume):
-    "Note its number: an evaluation that a callback makes lets fastai forget it"
-    if self.active and self.depth==1: self.now = self.learn.epoch
-
-# %% ../../nbs/checkpoint/07_resume.ipynb #856c702a
-@patch
-def _read_rest(self:Resume, rank): return torch.load(self.chosen.path/f'rank-{rank}.pt', weights_only=True)
-
-@patch
-def _share_metrics(self:Resume, rest):
-    "In the middle of an epoch, on another number of workers: rank 0 goes on with the training metrics of all that there were"
-    rest['metrics'] = [None]*len(rest['metrics'])
-    if get_rank() > 0 or not getattr(self.learn.recorder, 'train_metrics', False): return
-    rest['metrics'] = joined_metrics([self._read_rest(r)['metrics'] for r in range(self.place['workers'])])
-    if None in rest['metrics']: self._warn_once(
-        f"{self.chosen.path} is of {self.place['workers']} workers in the middle of an epoch, and a metric of train_metrics=True "
-        "is no mean: for this epoch it is that of the batches from here on")
-
-# %% ../../nbs/checkpoint/07_resume.ipynb #beba70cc
-@patch
-def _load(self:Resume):
-    "Put back all but the place in the loader. Returns what this worker remembers"
-    s = self.place
-    getattr(self.learn.dls, 'n_inp', None) # to find out, fastai reads a sample at the first batch of a process, which may draw
-    self.same = s['workers']==(get_world_size() if self.many else 1)
-    rest = self._read_rest(get_rank() if self.same and self.many else 0)
-    if not self.same and s['batch']: self._share_metrics(rest)
-    put_tensors(self.learn, self.chosen, rest['opt'])
-    left = put_rest(self.learn, rest, self.same, [self])
-    if left and get_rank()==0: warnings.warn(f"{self.chosen.path} has the state of callbacks that this fit has not: {', '.join(left)}")
-    if rest['buffers'] and not self.same: self._warn_once(
-        f"{self.chosen.path}: each of {s['workers']} workers had its own statistics of batch norm; rank 0's are taken")
-    if s['batch'] and not self.same and (left := hidden_states(rest)): self._warn_once(
-        f"{self.chosen.path} is of {s['workers']} workers in the middle of an epoch: the hidden state of {', '.join(left)} begins anew here")
-    self.step = s['step']
-    return rest
-
-@patch
-def first_epoch(self:Resume):
-    "The epoch with which the fit begins; at its beginning, or in the middle, all is put back"
-    if not self.active or self.place is None: return 0
-    self.rest = self._load()
-    epoch,batch = self.place['epoch'],self.place['batch']
-    if batch==0: self.place = None
-    bar = getattr(getattr(self.learn, 'progress', None), 'mbar', None)
-    if epoch and bar: bar.update(0) # fastprogress begins to count there
-    return epoch
-
-# %% ../../nbs/checkpoint/07_resume.ipynb #a55a146d
-@patch
-def before_train(self:Resume):
-    "In one process, let the loader be one that can begin in the middle of an epoch"
-    if not self.active: return
-    self.between,dl = None,self.learn.dl
-    if not isinstance(dl, DistributedDL):
-        try:
-            if id(dl) not in self.wrapped: self.wrapped[id(dl)] = DistributedDL(dl, 0, 1, split_batches=True)
-        except TypeError as e:
-            if self.unit!='epochs': raise TypeError(f"{e}. With such a loader, save at the end of epochs: Resume(every='1 epoch')") from e
-        else: self.learn.dl = self.wrapped[id(dl)]
-    why = self.learn.dl.exact_streams() if isinstance(self.learn.dl, DistributedDL) else None
-    if why: self._warn_once(f"Resume: {why} after a restart in the middle of an epoch: augmentations of that epoch are other ones")
-
-# %% ../../nbs/checkpoint/07_resume.ipynb #ae95b17f
-@patch
-def _handed(self:Resume, batches):
-    "Note whether the training has the batch, or the loader is at work"
-    for o in batches:
-        self.in_batch = True
-        yield o
-        self.in_batch = False
-
-@patch
-def batches(self:Resume, dl # The training loader
-           ):
-    "The numbered batches of an epoch, from the first that was not trained"
-    place,self.place = self.place,None
-    if not self.active or place is None:
-        yield from self._handed(enumerate(dl))
-        return
-    put_rest(self.learn, self.rest, self.same, [self]) # once more: callbacks have begun an epoch
-    loader,n = self.rest['loader'],len(dl)
-    if loader is None: return # all were
-    dl.load_state_dict(loader['state'], loader['streams'] if self.same else {**loader['streams'], 'own':[]})
-    first = n-len(dl)
-    if (first,n)!=(place['batch'],place['n_iter']): self.learn.pct_train = (self.learn.epoch+first/n)/self.learn.n_epoch
-    yield from self._handed(enumerate(dl, first))
 
 # %% ../../nbs/checkpoint/07_resume.ipynb #4ffcd81e
 @patch
@@ -401,6 +274,135 @@ def stopped(self:Resume, saved # Is it committed?
     what = f"saved to {self.folder}" if saved else f"NOT saved to {self.folder}, where an older checkpoint may be"
     stop_together(self.signals.status, f"{self.signals.came or 'a signal to another worker'}: {what}, and the workers end with "
                   f"exit status {self.signals.status}; the same command goes on from there")
+
+# %% ../../nbs/checkpoint/07_resume.ipynb #ac7414d6
+@patch
+def _close(self:Resume):
+    self.signals.give_back()
+    self.active,self.place,self.chosen,self.saver = False,None,None,None
+    self.wrapped.clear()
+    if self.shared is not None: self.shared.give_back()
+    self.shared = None
+
+# %% ../../nbs/checkpoint/07_resume.ipynb #9457f922
+@patch
+def around_fit(self:Resume, run, # Function that makes the fit
+               final, # What fastai does at the end of one
+              ):
+    "Make the fit, go on with it, or pass over it"
+    if self.active or hasattr(self.learn, 'lr_finder'): return run()
+    self.active = True
+    try:
+        self._begin()
+        if not self.skips: run()
+        else:
+            if self.place is not None: self._load()
+            final()
+        self.counts[str(self.folder)] += 1
+    except BaseException as e:
+        self._save_after(e)
+        raise
+    finally: self._close()
+
+# %% ../../nbs/checkpoint/07_resume.ipynb #92fa05c1
+@patch
+def before_fit(self:Resume):
+    "A fit begins, or an evaluation, for which fastai calls this too"
+    if Learner._do_fit.__module__=='fastai.learner': raise RuntimeError(
+        "Resume needs fastdist's learner: `from fastdist.all import *`")
+    if not self.active: return
+    self.depth += 1
+    self.signals.take()
+
+@patch
+def before_epoch(self:Resume):
+    "Note its number: an evaluation that a callback makes lets fastai forget it"
+    if self.active and self.depth==1: self.now = self.learn.epoch
+
+# %% ../../nbs/checkpoint/07_resume.ipynb #856c702a
+@patch
+def _read_rest(self:Resume, rank): return torch.load(self.chosen.path/f'rank-{rank}.pt', weights_only=True)
+
+@patch
+def _share_metrics(self:Resume, rest):
+    "In the middle of an epoch, on another number of workers: rank 0 goes on with the training metrics of all that there were"
+    rest['metrics'] = [None]*len(rest['metrics'])
+    if get_rank() > 0 or not getattr(self.learn.recorder, 'train_metrics', False): return
+    rest['metrics'] = joined_metrics([self._read_rest(r)['metrics'] for r in range(self.place['workers'])])
+    if None in rest['metrics']: self._warn_once(
+        f"{self.chosen.path} is of {self.place['workers']} workers in the middle of an epoch, and a metric of train_metrics=True "
+        "is no mean: for this epoch it is that of the batches from here on")
+
+# %% ../../nbs/checkpoint/07_resume.ipynb #beba70cc
+@patch
+def _load(self:Resume):
+    "Put back all but the place in the loader. Returns what this worker remembers"
+    s = self.place
+    getattr(self.learn.dls, 'n_inp', None) # to find out, fastai reads a sample at the first batch of a process, which may draw
+    self.same = s['workers']==(get_world_size() if self.many else 1)
+    rest = self._read_rest(get_rank() if self.same and self.many else 0)
+    if not self.same and s['batch']: self._share_metrics(rest)
+    put_tensors(self.learn, self.chosen, rest['opt'])
+    left = put_rest(self.learn, rest, self.same, [self])
+    if left and get_rank()==0: warnings.warn(f"{self.chosen.path} has the state of callbacks that this fit has not: {', '.join(left)}")
+    if rest['buffers'] and not self.same: self._warn_once(
+        f"{self.chosen.path}: each of {s['workers']} workers had its own statistics of batch norm; rank 0's are taken")
+    if s['batch'] and not self.same and (left := hidden_states(rest)): self._warn_once(
+        f"{self.chosen.path} is of {s['workers']} workers in the middle of an epoch: the hidden state of {', '.join(left)} begins anew here")
+    self.step = s['step']
+    return rest
+
+# %% ../../nbs/checkpoint/07_resume.ipynb #d6c6133c
+@patch
+def first_epoch(self:Resume):
+    "The epoch with which the fit begins; at its beginning, or in the middle, all is put back"
+    if not self.active or self.place is None: return 0
+    self.rest = self._load()
+    epoch,batch = self.place['epoch'],self.place['batch']
+    if batch==0: self.place = None
+    bar = getattr(getattr(self.learn, 'progress', None), 'mbar', None)
+    if epoch and bar: bar.update(0) # fastprogress begins to count there
+    return epoch
+
+# %% ../../nbs/checkpoint/07_resume.ipynb #a55a146d
+@patch
+def before_train(self:Resume):
+    "In one process, let the loader be one that can begin in the middle of an epoch"
+    if not self.active: return
+    self.between,dl = None,self.learn.dl
+    if not isinstance(dl, DistributedDL):
+        try:
+            if id(dl) not in self.wrapped: self.wrapped[id(dl)] = DistributedDL(dl, 0, 1, split_batches=True)
+        except TypeError as e:
+            if self.unit!='epochs': raise TypeError(f"{e}. With such a loader, save at the end of epochs: Resume(every='1 epoch')") from e
+        else: self.learn.dl = self.wrapped[id(dl)]
+    why = self.learn.dl.exact_streams() if isinstance(self.learn.dl, DistributedDL) else None
+    if why: self._warn_once(f"Resume: {why} after a restart in the middle of an epoch: augmentations of that epoch are other ones")
+
+# %% ../../nbs/checkpoint/07_resume.ipynb #ae95b17f
+@patch
+def _handed(self:Resume, batches):
+    "Note whether the training has the batch, or the loader is at work"
+    for o in batches:
+        self.in_batch = True
+        yield o
+        self.in_batch = False
+
+@patch
+def batches(self:Resume, dl # The training loader
+           ):
+    "The numbered batches of an epoch, from the first that was not trained"
+    place,self.place = self.place,None
+    if not self.active or place is None:
+        yield from self._handed(enumerate(dl))
+        return
+    put_rest(self.learn, self.rest, self.same, [self]) # once more: callbacks have begun an epoch
+    loader,n = self.rest['loader'],len(dl)
+    if loader is None: return # all were
+    dl.load_state_dict(loader['state'], loader['streams'] if self.same else {**loader['streams'], 'own':[]})
+    first = n-len(dl)
+    if (first,n)!=(place['batch'],place['n_iter']): self.learn.pct_train = (self.learn.epoch+first/n)/self.learn.n_epoch
+    yield from self._handed(enumerate(dl, first))
 
 # %% ../../nbs/checkpoint/07_resume.ipynb #fb7db857
 def resume_of(learn # Any `Learner`

@@ -18,7 +18,7 @@ from ..world.store import wait_until
 
 # %% ../../nbs/checkpoint/06_shared_folder.ipynb #0a8c5035
 class SharedFolder:
-    "A folder of checkpoints, for the workers of a fit; an `OSError` in all of them where it is not there for one"
+    "A folder of checkpoints, for the workers of a fit"
     def __init__(self, path, # Of the folder
                  many=False, # Are there other workers?
                  agree=int, # Function that returns the largest of all workers' numbers
@@ -26,10 +26,7 @@ class SharedFolder:
         self.path,self.many,self.agree = Path(path),many,agree
         self.run_id = from_rank0(uuid.uuid4().hex[:12]) if many else uuid.uuid4().hex[:12]
         self.lock = FolderLock(self.path)
-        self._open()
-        self._see()
-
-    def close(self):
+    def give_back(self):
         "Another run may have it"
         self.lock.give_back()
 
@@ -41,7 +38,7 @@ class SharedFolder:
 
 # %% ../../nbs/checkpoint/06_shared_folder.ipynb #7bff972c
 @patch
-def _open(self:SharedFolder):
+def _make(self:SharedFolder):
     "Rank 0 makes the folder, and takes it"
     error = None
     try:
@@ -52,6 +49,7 @@ def _open(self:SharedFolder):
     except (OSError,RuntimeError) as e: error = f'{e}'
     if (errors := self.errors(error)): raise OSError(f"Resume({str(self.path)!r}): {errors[0][1]}")
 
+# %% ../../nbs/checkpoint/06_shared_folder.ipynb #81e7ef5c
 @patch
 def _see(self:SharedFolder):
     "The other workers see what rank 0 writes, and can write there too"
@@ -69,8 +67,16 @@ def _see(self:SharedFolder):
     errors = self.errors(error)
     if get_rank()==0: mark.unlink(missing_ok=True)
     if errors:
-        self.close()
+        self.give_back()
         raise OSError(f"Resume({str(self.path)!r}): rank {errors[0][0]} cannot write to it: {errors[0][1]}")
+
+# %% ../../nbs/checkpoint/06_shared_folder.ipynb #6eee65d0
+@patch
+def take(self:SharedFolder):
+    "No other run has it from now on; an `OSError` in all workers where it is not there for one"
+    self._make()
+    self._see()
+    return self
 
 # %% ../../nbs/checkpoint/06_shared_folder.ipynb #c8a427d2
 @patch
