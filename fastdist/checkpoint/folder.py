@@ -109,7 +109,8 @@ def _read_summary(self:Checkpoint):
     except FileNotFoundError: raise self._damaged('summary.json', 'is not there') from None
     except ValueError as e: raise self._damaged('summary.json', f'cannot be read ({e})') from None
     if not isinstance(res, dict) or res.get('checksum')!=_summary_sum(res): raise self._damaged('summary.json', 'is not as it was written')
-    if res['format']!=1: raise ForeignCheckpoint(self.path, 'summary.json', f"has format {res['format']}, and this version of fastdist reads format 1: "
+    if res['format']!=1: raise ForeignCheckpoint(self.path, 'summary.json',
+        f"has format {res['format']}, and this version of fastdist reads format 1: "
                                                  "take the version that has written it, or a folder of its own for this script")
     return res
 

@@ -37,7 +37,8 @@ def to_plain(o # Data: numbers, texts, tensors, arrays, and lists, tuples, sets 
             ):
     "A copy of `o` as plain data; `NotPlain` where there is something in it that is none, or it contains itself"
     try: return _plain(o)
-    except RecursionError: raise NotPlain(f'{type(o).__module__}.{type(o).__qualname__} that contains itself, or is nested too deep') from None
+    except RecursionError:
+        raise NotPlain(f'{type(o).__module__}.{type(o).__qualname__} that contains itself, or is nested too deep') from None
 
 def _plain(o):
     kind = type(o)

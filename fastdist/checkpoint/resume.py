@@ -348,7 +348,8 @@ def _load(self:Resume):
     if rest['buffers'] and not self.same: self._warn_once(
         f"{self.chosen.path}: each of {s['workers']} workers had its own statistics of batch norm; rank 0's are taken")
     if s['batch'] and not self.same and (left := hidden_states(rest)): self._warn_once(
-        f"{self.chosen.path} is of {s['workers']} workers in the middle of an epoch: the hidden state of {', '.join(left)} begins anew here")
+        f"{self.chosen.path} is of {s['workers']} workers in the middle of an epoch: "
+        f"the hidden state of {', '.join(left)} begins anew here")
     self.step = s['step']
     return rest
 

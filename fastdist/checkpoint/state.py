@@ -231,7 +231,8 @@ def users_callbacks(learn, # `Learner`
 def not_saved(learn, but=()):
     "What users' callbacks have that is no data, as 'Callback.attribute'"
     made_anew = type(noop),type,partial,type(print),Learner,Callback # by the script, when it is started again
-    return [f'{type(cb).__name__}.{nm}' for cb in users_callbacks(learn, but) for nm in attributes_of(cb)[1] if not isinstance(vars(cb)[nm], made_anew)]
+    return [f'{type(cb).__name__}.{nm}' for cb in users_callbacks(learn, but) for nm in attributes_of(cb)[1]
+            if not isinstance(vars(cb)[nm], made_anew)]
 
 # %% ../../nbs/checkpoint/04_state.ipynb #523427de
 def _csv_file(cb): return Path(cb.path)/cb.fname

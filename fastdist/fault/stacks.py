@@ -71,8 +71,8 @@ def _written(file, seconds=1):
 
 # %% ../../nbs/fault/02_stacks.ipynb #817ec6a8
 def _ask_in_its_sleep(p, file, seconds=1):
-    """What `psutil.Process` `p`, which is stopped, writes of where it is. It is woken up for a moment, in which its main thread does nothing
-    else: what others wait for does not come. It is stopped again, and good for nothing then: whoever asks is about to end it"""
+    """What `psutil.Process` `p`, which is stopped, writes of where it is. It is woken up for a moment, in which its main thread does
+    nothing else: what others wait for does not come. It is stopped again, and good for nothing then: whoever asks is about to end it"""
     if ctypes.CDLL(None).tgkill(p.pid, p.pid, _ask_stopped): return '' # to its main thread, which handles it before anything else
     p.resume()
     wait_until(lambda: os.fstat(file.fileno()).st_size > file.tell() and p.status()==psutil.STATUS_SLEEPING, seconds)
