@@ -75,6 +75,7 @@ def _is_a(o, cls):
     types = {f.name:f.type for f in fields(cls)}
     return isinstance(o, dict) and all(k in types and (v is None or isinstance(v, types[k])) for k,v in o.items())
 
+# %% ../../nbs/fault/03_monitor.ipynb #5bb74691
 @patch
 def _set(self:Monitor, key, o): self.store.set(key, signed_json(o, self.secret, key))
 
@@ -92,6 +93,7 @@ def _get(self:Monitor, key, cls=None):
     if not self.refused: notice(f"{why}. It is ignored, and so is what else is like that")
     self.refused = True
 
+# %% ../../nbs/fault/03_monitor.ipynb #34a20bd9
 @patch
 def _try(self:Monitor, f):
     "What `f` returns; `None` where the store has gone, with the process that held it"
