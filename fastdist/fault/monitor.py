@@ -7,7 +7,7 @@ __all__ = ['Scope', 'Monitor', 'running_monitor', 'loader_begins', 'root_cause']
 
 # %% ../../nbs/fault/03_monitor.ipynb #cc018a47
 import dis,json,os,signal,sys,threading,time,traceback
-from dataclasses import asdict,dataclass
+from dataclasses import asdict,dataclass,fields
 
 import psutil, torch.distributed as dist
 from fastcore.basics import patch
@@ -17,9 +17,10 @@ from .watchdog import Beat, Watch, failure_at, frame_text, own_beat, stack_of, u
 from ..notices import notice
 from ..world.errors import (Failure, RemoteError, _base, _connections, _light, end_after_first, end_connections, has_ended, in_short,
                                    write_record, write_record_of)
-from ..world.process_group import abort_gpu_collectives, shared_store
+from ..world.process_group import abort_gpu_collectives, job_secret, shared_store
+from ..world.secret import SignatureError, given_secret, open_json, signed_json
 from ..world.state import current_world
-from ..world.ranks import get_rank, get_world_size, host_name
+from ..world.ranks import get_local_world_size, get_rank, get_world_size, host_name
 from ..world.store import wait_until
 
 # %% ../../nbs/fault/03_monitor.ipynb #4457f8dc
@@ -46,7 +47,9 @@ class Monitor:
         self.tick = max(0.4 if isinstance(_base(store), dist.FileStore) else 0.1, self.size/1000)
         try: self.store = store.clone() # a connection of its own: one that waits keeps others from using it
         except RuntimeError: self.store = store
-        self.job,self.count = Scope('job'),0
+        # workers of another host that were given none may not have it, and their heartbeats are needed
+        self.secret,self.all_sign = job_secret(),given_secret(self.size) is not None or get_local_world_size()==self.size
+        self.job,self.count,self.refused = Scope('job'),0,False
         self.scopes,self.stop_now,self.n,self.ok = [self.job],threading.Event(),0,time.monotonic()
         self.watch,self.groups,self.deadline,self.noticed,self.broken = Watch(self.size, self.ok),None,{},False,False
         self.aborted = False # have kernels that waited for other ranks been ended, so that what they were to write is garbage?
@@ -67,16 +70,30 @@ def loader_begins():
     begin_loader_process(getattr(running_monitor(), 'stacks', None))
 
 # %% ../../nbs/fault/03_monitor.ipynb #f30ba1a1
+def _is_a(o, cls):
+    "Can `o`, of JSON, be the fields of the dataclass `cls`?"
+    types = {f.name:f.type for f in fields(cls)}
+    return isinstance(o, dict) and all(k in types and (v is None or isinstance(v, types[k])) for k,v in o.items())
+
+# %% ../../nbs/fault/03_monitor.ipynb #5bb74691
 @patch
-def _set(self:Monitor, key, o): self.store.set(key, json.dumps(o))
+def _set(self:Monitor, key, o): self.store.set(key, signed_json(o, self.secret, key))
 
 @patch
 def _get(self:Monitor, key, cls=None):
-    "What a rank has written, as a `cls` if that is given; `None` if there is nothing"
+    "What a rank has written, as a `cls` if that is given; `None` if there is nothing, or nothing that a rank has written"
     if not self.store.check([key]): return
-    o = json.loads(self.store.get(key))
-    return o if cls is None else cls(**o)
+    try:
+        o = open_json(self.store.get(key), self.secret, key, self.rank, self.all_sign)
+        if cls is None: return o
+        if _is_a(o, cls): return cls(**o)
+        why = f"rank {self.rank}: {key} is no {cls.__name__}"
+    except SignatureError as e: why = e
+    except TypeError: why = f"rank {self.rank}: {key} lacks a part of a {cls.__name__}"
+    if not self.refused: notice(f"{why}. It is ignored, and so is what else is like that")
+    self.refused = True
 
+# %% ../../nbs/fault/03_monitor.ipynb #34a20bd9
 @patch
 def _try(self:Monitor, f):
     "What `f` returns; `None` where the store has gone, with the process that held it"
@@ -86,7 +103,11 @@ def _try(self:Monitor, f):
 @patch
 def _publish_failure(self:Monitor, s, f):
     "Let the others read the first failure in a scope"
-    self._try(lambda: self.store.compare_set(f'fail/{s.key}', '', f.to_json()))
+    key = f'fail/{s.key}'
+    def publish():
+        mine = signed_json(asdict(f), self.secret, key)
+        if self.store.compare_set(key, '', mine)!=mine.encode() and self._get(key, Failure) is None: self.store.set(key, mine)
+    self._try(publish) # somebody else may have been there, and kept it from being told
 
 # %% ../../nbs/fault/03_monitor.ipynb #32ef5336
 def _leaves(stack):

@@ -104,13 +104,15 @@ def caught(f):
     except SignatureError as e: return e.key, e.rank, 'FASTDIST_SECRET' in str(e)
 
 
-def under_attack(folder, before):
-    """Rank 1 is another user's process, too, that has only the address of the store: it writes a bomb under each key that is read. `before`: or
-    where the file of the secret is, before there is one"""
+def under_attack(folder, no_secret):
+    """Rank 1 is another user's process, too, that has only the address of the store: it writes a bomb under each key that is read. `no_secret`:
+    workers who have found no way to agree on one"""
     import torch.distributed as dist
     from datetime import timedelta
     from fastdist.world import all_gather_list, get_rank, rank0_first, rank0_read, setup_distrib, world_store
     from fastdist.comm.objects import from_rank0
+    from fastdist.fault.supervisor import monitor
+    from fastdist.world.state import current_world
     setup_distrib()
     bomb, r = pickle.dumps(Bomb(folder)), get_rank()
     intruder = dist.TCPStore(os.environ['MASTER_ADDR'], int(os.environ['MASTER_PORT']), is_master=False, wait_for_workers=False)
@@ -119,7 +121,7 @@ def under_attack(folder, before):
     def write(**keys):
         for k, v in keys.items(): intruder.set(f'{job}/{k}', v)
     def here(): dist.barrier()
-    if before and r: write(**{'secret/secret': json.dumps([str(folder)])})
+    if no_secret: current_world().cache['secret'] = monitor().secret = None
     here()
     world_store().set('x', [1, Path('a')])
     here()
@@ -135,24 +137,35 @@ def under_attack(folder, before):
     res.append(caught(lambda: all_gather_list([r, 'text'])))
     res.append(caught(lambda: from_rank0({'x': (1, 2.)})))
     res.append([o if isinstance(o, tuple) else len(o) for o in [caught(lambda: all_gather_list(Path('a')))]][0])
-    if r:
-        write(**{f'fault/{k}': bomb for k in ('fail/job', 'beat/0', 'links/0', 'ack/job/0')})
-    intruder.wait([f'{job}/fault/fail/job'], timedelta(seconds=60))
-    import time
-    from fastdist.fault.supervisor import monitor
-    m, n = monitor(), monitor().n
-    wait_for(lambda: m.n > n+20 or not m.threads[0].is_alive(), 'the monitors have looked at it')
+    from fastdist.fault.monitor import Scope
+    from fastdist.world.errors import Failure
+    m = monitor()
+    def looked(n): wait_for(lambda: m.n > n+2 or not m.threads[0].is_alive(), 'the monitors have looked at it')
+    forged, places = Failure(1, 'n1', text='forged', by=7).to_json().encode(), ('fail/job', 'beat/0', 'links/0', 'ack/job/0')
+    wrong = [bomb, b'{', b'[1]', b'0'*64+b'[1]', b'0'*64+b'{"rank": "x"}'] + ([] if no_secret else [forged, b'0'*64+forged, b'1'*64+forged])
+    for o in wrong:  # without a secret anybody's JSON is a worker's
+        if r: write(**{f'fault/{k}': o for k in places})
+        here()
+        looked(m.n)
+        m.others()  # reads heartbeats
+    res.append([m.threads[0].is_alive(), m.job.failure is None, m.refused])
+    if r: m.store.set('fail/9/9', wrong[-1])
+    here()
+    if not r: m._publish_failure(Scope('9/9'), Failure(0, 'n1', text='true'))
+    here()
+    res.append(m._get('fail/9/9', Failure).text)
     return res
 
 
-@pytest.mark.parametrize('before', [False, True], ids=['late', 'from the start'])
-def test_intruder(world2, tmp_path, before):
+@pytest.mark.parametrize('no_secret', [False, True], ids=['secret', 'no secret'])
+def test_intruder(world2, tmp_path, no_secret):
     "A bomb under each key that workers read, with and without the form of a signature: none is opened, and the error says which key it was"
     here = tmp_path.resolve()
-    res = world2(under_attack, here, before, timeout=100)
+    res = world2(under_attack, here, no_secret, timeout=100)
     assert os.listdir(here) == []
-    for r, (value, by0, *rank0, every, first, objects) in enumerate(res):
+    for r, (value, by0, *rank0, every, first, objects, monitors, told) in enumerate(res):
         assert value == ('value/x', r, True) and by0 == ('by/0/x', r, True)
         assert rank0 == ([('first/1', 1, True), ('read/2', 1, True)] if r else [])
         assert every == [[0, 'text'], [1, 'text']] and first == {'x': (1, 2.)}  # plain data needs no secret
-        assert objects == (('message', r, True) if before else 2)
+        assert objects == (('message', r, True) if no_secret else 2)
+        assert monitors == [True, True, True] and told == 'true'  # what is forged ends nothing, and does not keep a failure from being told
