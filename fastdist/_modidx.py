@@ -2711,6 +2711,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                         'fastdist.world.arrival.MissingRanks.__str__': ( 'world/arrival.html#missingranks.__str__',
                                                                                          'fastdist/world/arrival.py'),
                                         'fastdist.world.arrival._begin': ('world/arrival.html#_begin', 'fastdist/world/arrival.py'),
+                                        'fastdist.world.arrival._changing_nodes': ( 'world/arrival.html#_changing_nodes',
+                                                                                    'fastdist/world/arrival.py'),
                                         'fastdist.world.arrival._greet': ('world/arrival.html#_greet', 'fastdist/world/arrival.py'),
                                         'fastdist.world.arrival._job': ('world/arrival.html#_job', 'fastdist/world/arrival.py'),
                                         'fastdist.world.arrival._wait_until_come': ( 'world/arrival.html#_wait_until_come',
