@@ -88,6 +88,7 @@ class RankLogs(DefaultLogsSpecs):
         self.folder = Path(log_dir or new_folder())
         self.folder.mkdir(0o700, parents=True, exist_ok=True)
         if not log_dir: keep(self.folder) # torchrun does not say whether the run ends well
+        self.nodes,self.restarts = None,0
         own = new_folder() # where torch has workers write their errors
         atexit.register(close_copies)
         super().__init__(str(own), *args, **kwargs)
@@ -96,11 +97,18 @@ class RankLogs(DefaultLogsSpecs):
         "Where the output of each local worker goes, as torch's `LogsDest`"
         dest = super().reify(envs)
         close_copies() # of workers that are restarted
-        if n := int(envs[0].get('TORCHELASTIC_RESTART_COUNT', 0)):
-            print(f"fastdist: a worker has failed, and all are started again (restart {n} of {envs[0]['TORCHELASTIC_MAX_RESTARTS']}); "
-                  f"logs in {self.folder}", file=sys.stderr, flush=True)
+        self._say_again(envs[0])
         for local,env in envs.items(): self._redirect(dest, local, _new_logs(self.folder, env['RANK']))
         return dest
+
+    def _say_again(self, env):
+        "What is told of a start that is not the first"
+        n,before,nodes = int(env.get('TORCHELASTIC_RESTART_COUNT', 0)),self.nodes,env.get('GROUP_WORLD_SIZE')
+        text = f"a worker has failed, and all are started again (restart {n} of {env.get('TORCHELASTIC_MAX_RESTARTS')})" if n > self.restarts else None
+        if before not in (None,nodes):
+            text = f"{f'{text}, ' if text else 'all workers are started again '}on {nodes} node{'s' if nodes!='1' else ''}, {before} before: {env['WORLD_SIZE']} in all"
+        if text: print(f"fastdist: {text}; logs in {self.folder}", file=sys.stderr, flush=True)
+        self.restarts,self.nodes = n,nodes
 
     def _redirect(self, dest, local, files):
         for i,(to,tee) in enumerate(((dest.stdouts,dest.tee_stdouts), (dest.stderrs,dest.tee_stderrs))):
