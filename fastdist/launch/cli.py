@@ -297,9 +297,8 @@ def _run(command, startup, nodes=None):
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     a,found = _accelerate_args(command),[]
     try:
-        with _watched(a, startup) as found:
-            try:
-                with _changing(nodes): launch_command(a)
+        with _watched(a, startup) as found, _changing(nodes):
+            try: launch_command(a)
             except SignalException as e: # torch forgets workers that it has started if the signal comes before the last: they end in here,
                 end_processes(psutil.Process().children(), e.sigval) # where their notices are read
                 raise

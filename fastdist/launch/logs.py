@@ -101,19 +101,21 @@ class RankLogs(DefaultLogsSpecs):
         for local,env in envs.items(): self._redirect(dest, local, _new_logs(self.folder, env['RANK']))
         return dest
 
-    def _say_again(self, env):
-        "What is told of a start that is not the first"
-        n,before,nodes = int(env.get('TORCHELASTIC_RESTART_COUNT', 0)),self.nodes,env.get('GROUP_WORLD_SIZE')
-        text = f"a worker has failed, and all are started again (restart {n} of {env.get('TORCHELASTIC_MAX_RESTARTS')})" if n > self.restarts else None
-        if before not in (None,nodes):
-            text = f"{f'{text}, ' if text else 'all workers are started again '}on {nodes} node{'s' if nodes!='1' else ''}, {before} before: {env['WORLD_SIZE']} in all"
-        if text: print(f"fastdist: {text}; logs in {self.folder}", file=sys.stderr, flush=True)
-        self.restarts,self.nodes = n,nodes
-
     def _redirect(self, dest, local, files):
         for i,(to,tee) in enumerate(((dest.stdouts,dest.tee_stdouts), (dest.stderrs,dest.tee_stderrs))):
             to[local] = str(files[i]) if to[local] else Copy(i+1, files[i]).path
             if local in tee: tee[local] = to[local]
+
+# %% ../../nbs/launch/02_logs.ipynb #cd954c98
+@patch
+def _say_again(self:RankLogs, env):
+    "What is told of a start that is not the first"
+    n,before,nodes = int(env.get('TORCHELASTIC_RESTART_COUNT', 0)),self.nodes,env.get('GROUP_WORLD_SIZE')
+    text = f"a worker has failed, and all are started again (restart {n} of {env.get('TORCHELASTIC_MAX_RESTARTS')})" if n > self.restarts else None
+    if before not in (None,nodes):
+        text = f"{f'{text}, ' if text else 'all workers are started again '}on {nodes} node{'s' if nodes!='1' else ''}, {before} before: {env['WORLD_SIZE']} in all"
+    if text: print(f"fastdist: {text}; logs in {self.folder}", file=sys.stderr, flush=True)
+    self.restarts,self.nodes = n,nodes
 
 # %% ../../nbs/launch/02_logs.ipynb #fb16654a
 @contextmanager

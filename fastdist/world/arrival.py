@@ -54,13 +54,14 @@ class MissingRanks(TimeoutError):
         self.ranks,self.end = ranks,end
     def __str__(self): return self.args[0]
 
-# %% ../../nbs/world/06_arrival.ipynb #44aa51de
+# %% ../../nbs/world/06_arrival.ipynb #3ead2b2c
 def _changing_nodes(s):
     "What helps where torchrun's nodes change their number, to be added to a message: its launchers then name different stores (torch 2.15)"
     if not has_agent() or s.local_world_size==s.world_size: return ''
     return ("; where torchrun's nodes come and go (--nnodes 1:2), set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for each torchrun: "
             "otherwise it gives nodes different stores")
 
+# %% ../../nbs/world/06_arrival.ipynb #44aa51de
 def _wait_until_come(s, missing, stores, limit):
     "Wait until `missing` finds no rank; a `MissingRanks` names those that have not come. Who ends writes that into one of `stores`"
     def ended(late): return next((o for st in stores if st.check(['gone']) for r in late if (o := read_end(st, r))), None)
