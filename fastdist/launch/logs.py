@@ -81,6 +81,15 @@ def close_copies():
     for o in threading.enumerate():
         if isinstance(o, Copy): o.close()
 
+# %% ../../nbs/launch/02_logs.ipynb #f0b59564
+def _started_again(env, nodes, restarts):
+    "What is told of a start of workers, one of which has `env`, after `restarts` and one on so many `nodes`; '' of the first"
+    n,now = int(env.get('TORCHELASTIC_RESTART_COUNT', 0)),env.get('GROUP_WORLD_SIZE')
+    text = f"a worker has failed, and all are started again (restart {n} of {env.get('TORCHELASTIC_MAX_RESTARTS')})" if n > restarts else ''
+    if nodes in (None,now): return text
+    begin = f'{text},' if text else 'all workers are started again'
+    return f"{begin} on {now} node{'' if now=='1' else 's'}, {nodes} before: {env['WORLD_SIZE']} in all"
+
 # %% ../../nbs/launch/02_logs.ipynb #f145b540
 class RankLogs(DefaultLogsSpecs):
     "Two files for each worker, by rank; what is not redirected comes to the screen as well"
@@ -97,7 +106,9 @@ class RankLogs(DefaultLogsSpecs):
         "Where the output of each local worker goes, as torch's `LogsDest`"
         dest = super().reify(envs)
         close_copies() # of workers that are restarted
-        self._say_again(envs[0])
+        env = envs[0]
+        if text := _started_again(env, self.nodes, self.restarts): print(f"fastdist: {text}; logs in {self.folder}", file=sys.stderr, flush=True)
+        self.nodes,self.restarts = env.get('GROUP_WORLD_SIZE'),int(env.get('TORCHELASTIC_RESTART_COUNT', 0))
         for local,env in envs.items(): self._redirect(dest, local, _new_logs(self.folder, env['RANK']))
         return dest
 
@@ -105,17 +116,6 @@ class RankLogs(DefaultLogsSpecs):
         for i,(to,tee) in enumerate(((dest.stdouts,dest.tee_stdouts), (dest.stderrs,dest.tee_stderrs))):
             to[local] = str(files[i]) if to[local] else Copy(i+1, files[i]).path
             if local in tee: tee[local] = to[local]
-
-# %% ../../nbs/launch/02_logs.ipynb #cd954c98
-@patch
-def _say_again(self:RankLogs, env):
-    "What is told of a start that is not the first"
-    n,before,nodes = int(env.get('TORCHELASTIC_RESTART_COUNT', 0)),self.nodes,env.get('GROUP_WORLD_SIZE')
-    text = f"a worker has failed, and all are started again (restart {n} of {env.get('TORCHELASTIC_MAX_RESTARTS')})" if n > self.restarts else None
-    if before not in (None,nodes):
-        text = f"{f'{text}, ' if text else 'all workers are started again '}on {nodes} node{'s' if nodes!='1' else ''}, {before} before: {env['WORLD_SIZE']} in all"
-    if text: print(f"fastdist: {text}; logs in {self.folder}", file=sys.stderr, flush=True)
-    self.restarts,self.nodes = n,nodes
 
 # %% ../../nbs/launch/02_logs.ipynb #fb16654a
 @contextmanager
