@@ -100,13 +100,14 @@ def pytest_xdist_auto_num_workers(config):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Tests of a file that share a Slurm, a kernel or pretended GPUs run in one process, and begin, for they take longest; all others one by one.
+    """Tests of a file that share a Slurm, a kernel, pretended GPUs, a world of four or what compiles (each worker imports it, for some 4 CPU-seconds)
+    run in one process, and begin, for they take longest; all others one by one.
     (xdist's own `loadgroup` has no effect under pytest 9.)"""
     from xdist.scheduler import LoadScopeScheduling
     class ByFileOrTest(LoadScopeScheduling):
         def _split_scope(self, nodeid):
             file = nodeid.partition('::')[0]
-            return file if file.endswith(('test_slurm.py', 'test_hosts.py', 'test_launch_notebook.py', 'test_gpus.py')) else nodeid
+            return file if file.endswith(('test_slurm.py', 'test_hosts.py', 'test_launch_notebook.py', 'test_gpus.py', 'test_compile.py', 'test_strategy_words.py')) else nodeid
     return ByFileOrTest(config, log)
 
 

@@ -37,7 +37,7 @@ def table(res): return re.sub(r'\n {14}', ' ', res.stdout.partition('\n\n')[0])
 def rows(res): return [(o[:14].strip(), o[14:].strip()) for o in table(res).splitlines()]
 
 
-@pytest.mark.parametrize('n,args', [pytest.param(2, [], marks=pytest.mark.cold), (3, ['-n', '3'])])
+@pytest.mark.parametrize('n,args', [(2, []), (3, ['-n', '3'])])
 def test_good(n, args, tmp_path):
     res = check(*args, cwd=tmp_path)
     assert faults(res) == []
@@ -60,6 +60,13 @@ def test_good(n, args, tmp_path):
         assert float(speed) == pytest.approx(float(mb) / float(ms), rel=0.02)
     assert res.stdout.splitlines()[-1] == f'ready: fastdist launch -n {n} train.py'
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.cold
+def test_one_worker(tmp_path):
+    "In processes that import all by themselves"
+    res = check('-n', '1', cwd=tmp_path)
+    assert faults(res) == [] and 'one worker, so there is nothing to measure' in table(res) and list(tmp_path.iterdir()) == []
 
 
 def test_wrong_interface():

@@ -46,21 +46,16 @@ def sharded(cmd, *args, cwd):
     return word, float(acc), *map(int, ns)
 
 
-# of 'zero1' and 'zero2' strategy/test_strategies says which parts a worker has; here it is what a user sees of 'fsdp', and of three workers
-@pytest.mark.parametrize('word,parts', [('fsdp', (3, 3, 3))])
-def test_sharded(word, parts, tmp_path):
-    got, acc, workers, total, *held = sharded([*FASTDIST, '3'], word, cwd=tmp_path)
-    assert (got, workers) == (word, 3)
-    assert acc >= 0.97
+# of 'zero1' and 'zero2' strategy/test_strategies says which parts a worker has; here it is what a user sees of 'fsdp', and of three workers. An epoch is
+# enough: that several give the numbers of one process is seen there
+def test_sharded(tmp_path):
+    word, acc, workers, total, *held = sharded(PYTHON, 'fsdp', '--epochs', '1', cwd=tmp_path)
+    assert (word, workers) == ('fsdp', 1) and acc >= 0.8 and held == [total, total, 2*total]
+    got, acc3, workers, total3, *held = sharded([*FASTDIST, '3'], 'fsdp', '--checkpoint', '--epochs', '1', cwd=tmp_path)
+    assert (got, workers, total3) == (word, 3, total)
+    assert acc3 == pytest.approx(acc, abs=0.005)  # a sample or two of 450: it is float32
     # rank 0 has as many rows as any worker, of layers whose rows three workers cannot share out evenly, and Adam remembers two numbers for each
-    for n, k, part in zip(held, (1, 1, 2), parts): assert k*total/part <= n <= 1.01*k*total/part, (n, k, part)
-
-
-def test_sharded_launchers(tmp_path):
-    want = sharded(PYTHON, 'fsdp', cwd=tmp_path)
-    assert want[2] == 1 and want[3] == want[4]
-    got = sharded([*TORCHRUN, '2'], 'fsdp', '--checkpoint', cwd=tmp_path)
-    assert got[:3] == ('fsdp', want[1], 2) and got[4] < 0.51*got[3] == 0.51*want[3]
+    for n, k in zip(held, (1, 1, 2)): assert k*total/3 <= n <= 1.01*k*total/3, (n, k)
 
 
 @pytest.fixture(scope='module')

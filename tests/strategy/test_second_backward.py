@@ -141,9 +141,12 @@ def test_more_backwards(worlds, world, strategy):
     "As one process, or an error that says which strategy does it"
     # each that fails ends the group, so one of a kind is enough
     names = [n for n in CASES if n not in ERRORS[strategy] or n in (CLOSURES[0], ADDED[0], 'gradient_penalty')]
-    if not ONE: ONE.update(all_fitted(CASES, None))
     fails = [n for n in names if n in ERRORS[strategy]]
-    for every in worlds(world)(all_fitted, [n for n in names if n not in fails], ctx_of(strategy)):
+    fits = [n for n in names if n not in fails]
+    # a second backward pass is DDP's in both: what shares the optimizer out has every other of them
+    if strategy == 'zero1': fits = fits[::2]
+    ONE.update(all_fitted([n for n in fits if n not in ONE], None))
+    for every in worlds(world)(all_fitted, fits, ctx_of(strategy)):
         for n, got in every.items(): assert max(map(diff, ONE[n], got)) < 2e-6, n # fastai keeps losses in float32
     for n in fails:
         for text in worlds(world)(fitted, n, ctx_of(strategy)):

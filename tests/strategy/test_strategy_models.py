@@ -345,13 +345,17 @@ def empty_shares(ctx, path): return odd(ctx, n=16)
 def clip_and_accumulate(ctx, path): return odd(ctx, n=32, cbs=[GradientClip(0.05), GradientAccumulation(12)])
 
 
-MODELS = [*CASES]
+MODELS, ODD = [*CASES], ('odd_parameters', 'empty_shares', 'clip_and_accumulate')
 
 
 @pytest.mark.parametrize('some', [0, 1, 2])
 @pytest.mark.parametrize('world', [2, 3])
 @pytest.mark.parametrize('strategy', STRATEGIES)
-def test_models(worlds, tmp_path, strategy, world, some): check(worlds(world), strategy, MODELS[some::3], tmp_path)
+def test_models(worlds, tmp_path, strategy, world, some):
+    names = MODELS[some::3]
+    # a model is DDP's under both of these: each has a half, and both those whose parameters are odd, for which the optimizer is shared out
+    if strategy in ('ddp', 'zero1'): names = [o for i, o in enumerate(names) if o in ODD or i % 2 == STRATEGIES.index(strategy)]
+    check(worlds(world), strategy, names, tmp_path)
 
 
 # Callbacks, and what is asked of a learner in the context
@@ -459,7 +463,9 @@ CALLBACKS = [o for o in CASES if o not in MODELS and o!='mixup']
 
 
 @pytest.mark.parametrize('strategy', STRATEGIES)
-def test_callbacks(world2, tmp_path, strategy): check(world2, strategy, CALLBACKS, tmp_path)
+def test_callbacks(world2, tmp_path, strategy):
+    names = CALLBACKS[STRATEGIES.index(strategy)::2] if strategy in ('ddp', 'zero1') else CALLBACKS  # as of the models
+    check(world2, strategy, names, tmp_path)
 
 
 @pytest.mark.parametrize('strategy', STRATEGIES[1:])
@@ -500,16 +506,15 @@ COMPOSED = dict(recompute=dict(activation_checkpointing=True), classes=dict(acti
                 compile=dict(dynamo_backend='aot_eager'), all=dict(activation_checkpointing=Block, offload_to_cpu=True, dynamo_backend='aot_eager', gradient_accumulation_steps=2))
 
 
-# Each strategy compiles once, which takes longest: with all the rest, or alone. Not all of them under 'fsdp': there torch finds other code when it
-# computes again, and says so (CheckpointError)
-def each_composed(strategy):
-    no = 'all' if strategy in ('zero2', 'fsdp') else 'compile'
-    return {k: composed(ctx_of(strategy, **kw)) for k, kw in COMPOSED.items() if k!=no}
+# Compiling takes longest: once with all the rest, and alone under those whose hooks are not DDP's. Not all of them under 'fsdp': there torch finds other
+# code when it computes again, and says so (CheckpointError). What is computed again is the model's: each of the three ways by two or three of the strategies
+EACH = dict(ddp=['recompute', 'all'], zero1=['classes', 'offload'], zero2=['recompute', 'offload', 'compile'], fsdp=['recompute', 'classes', 'offload', 'compile'])
+def each_composed(strategy): return {k: composed(ctx_of(strategy, **COMPOSED[k])) for k in EACH[strategy]}
 
 
 @pytest.mark.parametrize('strategy', STRATEGIES)
 def test_composed(world2, strategy):
-    one = composed(None)[0], composed(dict(gradient_accumulation_steps=2))[0]
+    one = composed(None)[0], composed(dict(gradient_accumulation_steps=2))[0] if 'all' in EACH[strategy] else None
     for m in world2(each_composed, strategy, timeout=300):
         for k, (res, runs, graphs) in m.items():
             assert far(one[k=='all'], res) < 2e-6 and diff(one[k=='all']['weights'], res['weights']) < 1e-7, k

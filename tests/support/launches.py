@@ -54,6 +54,16 @@ CASES = [('python', 1, k) for k in ('script', 'module')] + \
 # how a module is found, and that there are three workers, is our launcher's business: the worlds of all other tests are torchrun's
 
 
+def plain():
+    "The weights of the same training without fastdist, in this process"
+    from fastai.basics import no_random
+    scope = {}
+    code = TRAIN.replace('with learn.distrib_ctx(split_batches=True, in_notebook=IN_NOTEBOOK):', 'with learn.no_bar():').replace('get_world_size()', '1')
+    assert 'distrib_ctx' not in code
+    with no_random(): exec(code, scope), scope.update(found=scope['train']())
+    return scope['found']['weights']
+
+
 def run(way, n, kind, folder, timeout=200):
     folder, env = Path(folder), {'ACCELERATE_USE_CPU': 'true', 'CUDA_VISIBLE_DEVICES': ''}
     if kind == 'notebook':

@@ -77,8 +77,9 @@ def run(kinds, distrib, strategy='ddp', apart=False):
 
 
 def test_one_stream(world):
-    one = run(CASES, False)
-    for res in world(run, CASES, True):
+    names = list(CASES)[::1 if world.n == 2 else 2]  # among how many a stream is shared is not the event's business
+    one = run(names, False)
+    for res in world(run, names, True):
         assert {k: diff(w, one[k][0]) for k, (w, _) in res.items() if diff(w, one[k][0]) > 1e-6} == {}
         assert {k for k, (_, d) in res.items() if d != one[k][1]} == set()
 
