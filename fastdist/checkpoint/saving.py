@@ -6,7 +6,7 @@
 __all__ = ['every_of', 'Saver']
 
 # %% ../../nbs/checkpoint/05_saving.ipynb #aa634eb7
-import platform,re,threading,time
+import io,platform,re,threading,time
 from datetime import datetime, timezone
 
 import fastai,torch
@@ -72,12 +72,15 @@ def _write(self:Saver, draft, summary, shards, rest):
             draft.begin()
             file,index = write_shards(draft.dir, self.rank, shards)
             own = f'rank-{self.rank}.pt'
-            torch.save(rest, draft.dir/own)
+            torch.save(rest, data := io.BytesIO()) # into a file torch hides why it cannot be written
+            (draft.dir/own).write_bytes(data.getbuffer())
             draft.finish_part(self.rank, [o for o in (file,own) if o is not None], tensors=index)
         except Exception as e: self._failed(e, summary)
         finally: self.written.set()
         if self.rank==0: self._commit(draft, summary, began)
-    except Exception as e: self._failed(e, summary)
+    except Exception as e:
+        self._failed(e, summary)
+        draft.drop() # it would fill a full disk
 
 # %% ../../nbs/checkpoint/05_saving.ipynb #a212cccb
 @patch

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import psutil
 from ..env import check_gpus
 from .machine import n_cores, n_gpus, plural, startup_seconds, thread_env, why_cpu
-from .nodes import own_options, rendezvous, slurm_srun
+from .nodes import node_range, own_options, rendezvous, slurm_srun
 from .watch import end_noticed, guarded, notices_shown
 from .processes import end_processes, handlers_kept, send_signal, torch_quiet
 
@@ -36,7 +36,7 @@ screen; what each of them prints is in a file of its own. An error in one ends a
 options, before the script:
   -n N                       number of workers, on all nodes together
   --nproc-per-node N         number of workers on each node
-  --nnodes N                 number of nodes (machines)
+  --nnodes N                 number of nodes (machines); 1:2 for 1 or 2, whichever are there
   --rdzv-endpoint HOST:PORT  the rendezvous of the nodes: a name or address of the first, and a free port of it
   --node-rank R              number of this node, 0 where the rendezvous is; can be left out for two
   --max-restarts N           start all workers again, up to N times, when one fails
@@ -94,13 +94,13 @@ def _plan_srun(a, rest, srun):
     number = ['-n', str(a.n)] if a.n is not None else []
     command = [*srun, sys.executable, '-m', 'fastdist', 'launch', *number, *own, *(['--cpu'] if a.cpu else []), *rest]
     nodes = os.environ.get('SLURM_JOB_NODELIST')
-    return SimpleNamespace(command=command, env={}, summary=f"this job of Slurm's has nodes {nodes}: srun starts a launcher on each")
+    return SimpleNamespace(command=command, env={}, nodes=None, summary=f"this job of Slurm's has nodes {nodes}: srun starts a launcher on each")
 
 def _summary(a, n, cpu, env, want):
     threads = a.num_cpu_threads_per_process or env.get('OMP_NUM_THREADS') or os.environ['OMP_NUM_THREADS']
     device = f"the CPU, {threads} thread(s) each" if cpu else "one GPU each"
     n_nodes,nodes = want['num_machines'],''
-    if n_nodes > 1: nodes = f" on {n_nodes} nodes, rendezvous at {want['main_process_ip']}:{want['main_process_port']}"
+    if n_nodes > 1: nodes = f" on {a.nnodes if node_range(a) else n_nodes} nodes, rendezvous at {want['main_process_ip']}:{want['main_process_port']}"
     return f"starting {plural(n, 'worker')} on {device}{nodes}"
 
 # %% ../../nbs/launch/05_cli.ipynb #4fd6c328
@@ -120,8 +120,10 @@ def _plan_here(a, rest, conf, n_gpus, n_cores):
                 dynamo_backend=a.dynamo_backend or (conf('dynamo_config') or {}).get('dynamo_backend', 'no').lower())
     # `--multi_gpu` is Accelerate's word for many processes, on the CPU too
     flags = [] if other else ['--multi_gpu'] if n > 1 else ['--cpu'] if cpu else []
-    env = _worker_env(a, cpu, local, n_cores, not want.get('machine_rank') if many else None)
-    return SimpleNamespace(command=['accelerate','launch',*flags,*_options(a, want),*rest], env=env, summary=_summary(a, n, cpu, env, want))
+    changing = node_range(a) is not None # rank 0 may be on any of them: each shows its first worker
+    env = _worker_env(a, cpu, local, n_cores, changing or not want.get('machine_rank') if many else None)
+    return SimpleNamespace(command=['accelerate','launch',*flags,*_options(a, want),*rest], env=env, summary=_summary(a, n, cpu, env, want),
+                           nodes=a.nnodes if changing else None)
 
 # %% ../../nbs/launch/05_cli.ipynb #6e97717d
 def _plan(args, n_gpus, n_cores, config=None):
@@ -263,6 +265,22 @@ def _watched(a, startup):
              notices_shown(hidden) as found, end_noticed(a.num_processes//a.num_machines, a.log_dir): yield found
     finally: close_copies()
 
+# %% ../../nbs/launch/05_cli.ipynb #6c804d32
+@contextmanager
+def _changing(nodes):
+    """Let torch's launcher begin, and go on, with the `nodes` that are there, MIN:MAX: Accelerate's knows a fixed number.
+    Without the variable torch 2.15 gives nodes different stores when their number has changed"""
+    import torch.distributed.run as torchrun
+    from accelerate.utils import patch_environment
+    if nodes is None: yield; return
+    def run(args):
+        args.nnodes = nodes
+        old(args)
+    old,torchrun.run = torchrun.run,run
+    try:
+        with patch_environment(TORCH_DISABLE_SHARE_RDZV_TCP_STORE='1'): yield
+    finally: torchrun.run = old
+
 # %% ../../nbs/launch/05_cli.ipynb #36ec53ce
 def _saved_status(found, failures=None):
     "The exit status of workers that have saved and ended, as their notices say; `None` where the first of `failures` has another"
@@ -271,15 +289,15 @@ def _saved_status(found, failures=None):
     return status if min(failures.values(), key=lambda o: o.timestamp).exitcode==status else None
 
 # %% ../../nbs/launch/05_cli.ipynb #c40455bd
-def _run(command, startup):
-    "Run Accelerate's launcher; the exit status"
+def _run(command, startup, nodes=None):
+    "Run Accelerate's launcher, on `nodes` that come and go; the exit status"
     import torch.distributed.run
     from accelerate.commands.launch import launch_command
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     a,found = _accelerate_args(command),[]
     try:
-        with _watched(a, startup) as found:
+        with _watched(a, startup) as found, _changing(nodes):
             try: launch_command(a)
             except SignalException as e: # torch forgets workers that it has started if the signal comes before the last: they end in here,
                 end_processes(psutil.Process().children(), e.sigval) # where their notices are read
@@ -337,7 +355,7 @@ def _run_in(folder, new, o, startup):
     from fastdist.world.private import clear_left
     status = 1
     try:
-        with guarded(), patch_environment(**o.env): status = _run(o.command, startup)
+        with guarded(), patch_environment(**o.env): status = _run(o.command, startup, o.nodes)
     finally:
         if folder and new and not status: shutil.rmtree(folder, ignore_errors=True)
         clear_left() # of workers that were killed

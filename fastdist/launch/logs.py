@@ -81,6 +81,15 @@ def close_copies():
     for o in threading.enumerate():
         if isinstance(o, Copy): o.close()
 
+# %% ../../nbs/launch/02_logs.ipynb #f0b59564
+def _started_again(env, nodes, restarts):
+    "What is told of a start of workers, one of which has `env`, after `restarts` and one on so many `nodes`; '' of the first"
+    n,now = int(env.get('TORCHELASTIC_RESTART_COUNT', 0)),env.get('GROUP_WORLD_SIZE')
+    text = f"a worker has failed, and all are started again (restart {n} of {env.get('TORCHELASTIC_MAX_RESTARTS')})" if n > restarts else ''
+    if nodes in (None,now): return text
+    begin = f'{text},' if text else 'all workers are started again'
+    return f"{begin} on {now} node{'' if now=='1' else 's'}, {nodes} before: {env['WORLD_SIZE']} in all"
+
 # %% ../../nbs/launch/02_logs.ipynb #f145b540
 class RankLogs(DefaultLogsSpecs):
     "Two files for each worker, by rank; what is not redirected comes to the screen as well"
@@ -88,6 +97,7 @@ class RankLogs(DefaultLogsSpecs):
         self.folder = Path(log_dir or new_folder())
         self.folder.mkdir(0o700, parents=True, exist_ok=True)
         if not log_dir: keep(self.folder) # torchrun does not say whether the run ends well
+        self.nodes,self.restarts = None,0
         own = new_folder() # where torch has workers write their errors
         atexit.register(close_copies)
         super().__init__(str(own), *args, **kwargs)
@@ -96,9 +106,9 @@ class RankLogs(DefaultLogsSpecs):
         "Where the output of each local worker goes, as torch's `LogsDest`"
         dest = super().reify(envs)
         close_copies() # of workers that are restarted
-        if n := int(envs[0].get('TORCHELASTIC_RESTART_COUNT', 0)):
-            print(f"fastdist: a worker has failed, and all are started again (restart {n} of {envs[0]['TORCHELASTIC_MAX_RESTARTS']}); "
-                  f"logs in {self.folder}", file=sys.stderr, flush=True)
+        env = envs[0]
+        if text := _started_again(env, self.nodes, self.restarts): print(f"fastdist: {text}; logs in {self.folder}", file=sys.stderr, flush=True)
+        self.nodes,self.restarts = env.get('GROUP_WORLD_SIZE'),int(env.get('TORCHELASTIC_RESTART_COUNT', 0))
         for local,env in envs.items(): self._redirect(dest, local, _new_logs(self.folder, env['RANK']))
         return dest
 

@@ -54,6 +54,13 @@ class MissingRanks(TimeoutError):
         self.ranks,self.end = ranks,end
     def __str__(self): return self.args[0]
 
+# %% ../../nbs/world/06_arrival.ipynb #3ead2b2c
+def _changing_nodes(s):
+    "What helps where torchrun's nodes change their number, to be added to a message: its launchers then name different stores (torch 2.15)"
+    if not has_agent() or s.local_world_size==s.world_size: return ''
+    return ("; where torchrun's nodes come and go (--nnodes 1:2), set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for each torchrun: "
+            "otherwise it gives nodes different stores")
+
 # %% ../../nbs/world/06_arrival.ipynb #44aa51de
 def _wait_until_come(s, missing, stores, limit):
     "Wait until `missing` finds no rank; a `MissingRanks` names those that have not come. Who ends writes that into one of `stores`"
@@ -61,7 +68,7 @@ def _wait_until_come(s, missing, stores, limit):
     def say():
         late = missing()
         if set(range(s.rank)) - set(late): return # a lower rank says it
-        notice(f"rank {s.rank} waits for {s.world_size} workers, of which ranks {late} have not come yet")
+        notice(f"rank {s.rank} waits for {s.world_size} workers, of which ranks {late} have not come yet{_changing_nodes(s)}")
     try:
         wait_until(lambda: not (late := missing()) or ended(late), limit, say)
         if not (late := missing()): return
@@ -74,7 +81,7 @@ def _wait_until_come(s, missing, stores, limit):
         f"does not come any more: {end['how']}", [end['rank']], end)
     raise MissingRanks(
         f"rank {s.rank} waited {limit} s for {s.world_size} workers, and ranks {late} have not come: "
-        f"have they failed, or were fewer workers started than world_size={s.world_size}?", late)
+        f"have they failed, or were fewer workers started than world_size={s.world_size}?{_changing_nodes(s)}", late)
 
 # %% ../../nbs/world/06_arrival.ipynb #69ab41af
 def _greet(hall, s, name, seen):
@@ -99,7 +106,7 @@ def wait_for_all(raw, # torch's store of the job
                  agent=False, # Is it the launcher's, which may have started workers before?
                 ):
     "Wait until all workers have come: the part of the store that is theirs. A `MissingRanks` names those that have not"
-    ends = dist.PrefixStore(counted_part(s), raw)
+    ends = dist.PrefixStore(counted_part(s) if agent else f'{_job(s)}/{s.world_size}', raw)
     store,greet = _begin(raw, s, limit) if agent and s.world_size > 1 else (ends,None)
     if store.add(f'came/{s.rank}', 1) > 1: raise ValueError(
         f"two workers say that they are rank {s.rank} of {s.world_size}: give each a rank of its own")

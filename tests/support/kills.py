@@ -1,44 +1,95 @@
-"A fit of two workers that is killed with SIGKILL again and again, at random moments, and started again each time as the same command would be"
-import os, pickle, random, signal, time
-from multiprocessing.connection import wait
+"""A fit under `fastdist launch` that is killed with SIGKILL again and again, and started again each time by the same command.
+
+Who is killed: one worker, all workers, the launcher, or the launcher and all workers. When: at any moment, or while a checkpoint is written."""
+import os, pickle, random, signal, sys, time
+from dataclasses import dataclass
 from pathlib import Path
 
-from forked import start
-from harness import free_port, wait_for
+from harness import TESTS, launched
+
+WHO, WHEN = ('worker', 'workers', 'launcher', 'all'), ('any', 'save')
+SCRIPT = f'''
+import os, pickle, sys
+from pathlib import Path
+sys.path[:0] = {[str(TESTS/'support'), str(TESTS/'checkpoint')]!r}
+folder, rank = Path(sys.argv[1]), os.environ.get('RANK', '0')
+(folder/f'pid{{rank}}').write_text(str(os.getpid()))
+import test_kills
+res = getattr(test_kills, sys.argv[2])(folder, *map(eval, sys.argv[3:]))
+(folder/f'result{{rank}}').write_bytes(pickle.dumps(res))
+'''
 
 
-def envs(n=2):
-    port = str(free_port())
-    return [dict(RANK=str(r), WORLD_SIZE=str(n), LOCAL_RANK=str(r), LOCAL_WORLD_SIZE=str(n), MASTER_ADDR='127.0.0.1', MASTER_PORT=port, ACCELERATE_USE_CPU='true',
-                 FASTDIST_STARTUP_SECONDS='60') for r in range(n)]
+@dataclass
+class Kill:
+    who: str
+    when: str
+    workers: int
+    step: int  # steps that all starts together had trained, some of them twice
+    saved: int  # step of the newest checkpoint then
+    draft: bool  # a checkpoint that is not whole was left
 
 
-def steps(file): return len(file.read_bytes()) if file.exists() else 0
+def steps(folder):
+    "How many were trained in all starts; rank 0 writes a byte with each"
+    return (folder/'steps').stat().st_size if (folder/'steps').exists() else 0
 
 
-def killed(fit, folder, kills, seed, *args):
-    "What `fit(folder, *args)` returns in rank 0 in the end, and [(steps that were trained when it was killed, the newest checkpoint's step)]; it writes a byte to `folder/'steps'` with each step"
+def drafts(folder): return [o for o in os.listdir(folder/'ckpt') if o.startswith('.draft-')] if (folder/'ckpt').exists() else []
+
+
+def _watch(cond, proc, seconds=180):
+    "Is `cond()` true before the process ends? It is looked at all the time: a checkpoint is written within milliseconds"
+    end = time.monotonic() + seconds
+    while not cond():
+        if proc.poll() is not None: return False
+        assert time.monotonic() < end, 'the fit does not go on'
+        time.sleep(0.001)
+    return True
+
+
+def _signal(pids, sig):
+    for p in pids:
+        try: os.kill(p, sig)
+        except ProcessLookupError: pass
+
+
+def _strike(proc, folder, n, rng, who, when):
+    "Kill, in a run that has just begun; `False` where it had ended"
+    before, more = steps(folder), rng.randint(1, 6)
+    if not _watch(lambda: steps(folder) >= before+more, proc): return False
+    pids = [int((folder/f'pid{r}').read_text()) for r in range(n)]
+    victims = dict(worker=[rng.choice(pids)], workers=pids, launcher=[proc.pid], all=[proc.pid, *pids])[who]
+    if when == 'any': time.sleep(rng.random()/30)
+    while when == 'save':
+        if not _watch(lambda: drafts(folder), proc): return False
+        time.sleep(rng.random()/500)
+        _signal(pids, signal.SIGSTOP)  # is it still being written?
+        if drafts(folder): break
+        _signal(pids, signal.SIGCONT)
+    _signal(victims, signal.SIGKILL)
+    _signal(pids, signal.SIGCONT)
+    return True
+
+
+def killed(fit, folder, hits, seed, *args, how=((2, 'ddp'),)):
+    """What `test_kills.fit(folder, strategy, *args)` returns in the end, by rank, and the `Kill`s: one for each (who, when) of `hits`. The starts have the numbers
+    of workers and strategies of `how` in turn"""
     from fastdist.checkpoint.folder import checkpoints
-    rng, told, file = random.Random(seed), [], Path(folder)/'steps'
+    folder, rng, told = Path(folder), random.Random(seed), []
+    folder.mkdir(exist_ok=True)
+    (folder/'s.py').write_text(SCRIPT)
     while True:
-        before, more = steps(file), rng.randint(1, 8)
-        procs, lines = start(fit, envs(), folder, *args)
-        try:
-            def over(): return all(not p.is_alive() for p in procs) or lines[0].poll()
-            if len(told) < kills: wait_for(lambda: steps(file) >= before+more or over(), 'a fit that goes on', 180)
-            if len(told) < kills and not over():
-                time.sleep(rng.random()/30)  # any moment: while a batch is trained, or a checkpoint written
-                for p in rng.choice([procs, procs[:1], procs[1:]]): os.kill(p.pid, signal.SIGKILL)
-                for p in procs: p.join(120)
-                assert not any(p.is_alive() for p in procs), 'a worker did not end after the other was killed'
-                told.append((steps(file), next((o.summary['step'] for o in checkpoints(Path(folder)/'ckpt')), 0)))
-                continue
-            assert wait(lines[:1], 180), 'the fit does not end'
-            ok, res = pickle.loads(lines[0].recv_bytes())
-            assert ok, res
-            for p in procs: p.join(60)
-            return res, told
-        finally:
-            for p in procs:
-                if p.is_alive(): p.kill()
-                p.join()
+        n, strategy = how[len(told)%len(how)]
+        hit, struck = hits[len(told)] if len(told) < len(hits) else None, []
+        for r in range(n): (folder/f'pid{r}').unlink(missing_ok=True)
+        cmd = [sys.executable, '-m', 'fastdist', 'launch', '-n', n, '--cpu', folder/'s.py', folder, fit, repr(strategy), *map(repr, args)]
+        res = launched(cmd, 300, env=dict(FASTDIST_STARTUP_SECONDS='60'), cwd=folder, grace=60,
+                       during=lambda proc, mark: hit and struck.append(_strike(proc, folder, n, rng, *hit)))
+        assert res.left == {}, f'{hit} was killed, and there run on {res.left}'
+        if struck == [True]:
+            assert res.returncode, (hit, res.stderr)
+            told.append(Kill(*hit, n, steps(folder), next((o.summary['step'] for o in checkpoints(folder/'ckpt')), 0), bool(drafts(folder))))
+            continue
+        assert res.returncode == 0, res.stderr
+        return [pickle.loads((folder/f'result{r}').read_bytes()) for r in range(n)], told
