@@ -19,6 +19,7 @@ from .state import (hidden_states, joined_metrics, not_saved, put_rest, put_tens
                                        take_tensors, users_callbacks)
 from ..data.dl import DistributedDL
 from ..data.rng import set_stream_states, stream_states
+from ..fault.monitor import of_group
 from ..fault.same_call import gone_on
 from ..fault.stop import StopSignals, stop_together
 from ..world.errors import RemoteError, refuse
@@ -248,6 +249,7 @@ def _is_whole(self:Resume, e):
     "Is what there is at exception `e` what a whole step has left, in all workers?"
     if self.between is None or not isinstance(e, (Exception,KeyboardInterrupt)) or isinstance(e, RemoteError): return False
     if self.in_batch and self._counted(): return False
+    if self.many and of_group(e): return False # it may follow from the end of another
     return not self.many or gone_on(f'an exception after step {self.step} of fit {self.fit_no}') is None
 
 # %% ../../nbs/checkpoint/07_resume.ipynb #8ce08c0b

@@ -12,16 +12,18 @@ from collections import Counter
 from .monitor import Beat
 from .supervisor import monitor
 from .watchdog import frame_text, own_beat, stack_of, user_frames
+from ..world.errors import has_ended
 from ..world.ranks import get_rank, is_master
 from ..world.state import current_world
 from ..world.store import wait_until
 
 # %% ../../nbs/fault/05_same_call.ipynb #bb628dcf
 def _further(m, ranks):
-    "Those of `ranks` that have begun a collective which this one has not, or have left, as `Beat`s; heartbeats are a second old at most"
+    """Those of `ranks` that have begun a collective which this one has not, or have left, or ended, as `Beat`s; heartbeats are a second
+    old at most"""
     mine = own_beat(0, m.main).seqs
     beats = [m._try(lambda: m._get(f'beat/{r}', Beat)) for r in ranks if r!=m.rank]
-    return [b for b in beats if b is not None and (b.left or any(n > mine.get(g, n) for g,n in b.seqs.items()))]
+    return [b for b in beats if b is not None and (b.left or any(n > mine.get(g, n) for g,n in b.seqs.items()) or has_ended(b))]
 
 # %% ../../nbs/fault/05_same_call.ipynb #10ec8ed8
 def _counted(name):
@@ -49,7 +51,7 @@ def all_at(what # A call that all ranks have to make, in words
     b = gone_on(what)
     if b is None: return
     at,lines = b.state(),[*user_frames(b.stack),*b.stack,['?',0,'?']]
-    where = b.left or f'it is at {at.call}, {frame_text(lines[0])}'
+    where = b.left or ('its process has ended' if has_ended(b) else f'it is at {at.call}, {frame_text(lines[0])}')
     raise RuntimeError(f"rank {get_rank()}: {what} needs all workers, as each has a part of what is saved, and rank {b.rank} "
                        f"does not make the call: {where}. Call it in all workers")
 
