@@ -94,13 +94,15 @@ def _plan_srun(a, rest, srun):
     number = ['-n', str(a.n)] if a.n is not None else []
     command = [*srun, sys.executable, '-m', 'fastdist', 'launch', *number, *own, *(['--cpu'] if a.cpu else []), *rest]
     nodes = os.environ.get('SLURM_JOB_NODELIST')
-    return SimpleNamespace(command=command, env={}, nodes=None, summary=f"this job of Slurm's has nodes {nodes}: srun starts a launcher on each")
+    return SimpleNamespace(command=command, env={}, nodes=None,
+                           summary=f"this job of Slurm's has nodes {nodes}: srun starts a launcher on each")
 
 def _summary(a, n, cpu, env, want):
     threads = a.num_cpu_threads_per_process or env.get('OMP_NUM_THREADS') or os.environ['OMP_NUM_THREADS']
     device = f"the CPU, {threads} thread(s) each" if cpu else "one GPU each"
     n_nodes,nodes = want['num_machines'],''
-    if n_nodes > 1: nodes = f" on {a.nnodes if node_range(a) else n_nodes} nodes, rendezvous at {want['main_process_ip']}:{want['main_process_port']}"
+    if n_nodes > 1: nodes = (f" on {a.nnodes if node_range(a) else n_nodes} nodes, "
+                             f"rendezvous at {want['main_process_ip']}:{want['main_process_port']}")
     return f"starting {plural(n, 'worker')} on {device}{nodes}"
 
 # %% ../../nbs/launch/05_cli.ipynb #4fd6c328

@@ -107,7 +107,8 @@ class RankLogs(DefaultLogsSpecs):
         dest = super().reify(envs)
         close_copies() # of workers that are restarted
         env = envs[0]
-        if text := _started_again(env, self.nodes, self.restarts): print(f"fastdist: {text}; logs in {self.folder}", file=sys.stderr, flush=True)
+        if text := _started_again(env, self.nodes, self.restarts):
+            print(f"fastdist: {text}; logs in {self.folder}", file=sys.stderr, flush=True)
         self.nodes,self.restarts = env.get('GROUP_WORLD_SIZE'),int(env.get('TORCHELASTIC_RESTART_COUNT', 0))
         for local,env in envs.items(): self._redirect(dest, local, _new_logs(self.folder, env['RANK']))
         return dest

@@ -100,7 +100,8 @@ def node_range(a # Parsed arguments
     if not (least.isdecimal() and most.isdecimal() and 1 <= int(least) <= int(most)):
         raise ValueError(f"--nnodes {a.nnodes}: a number is needed, or the least and the most, such as 1:2")
     if a.rdzv_backend not in ('static','c10d'):
-        raise ValueError(f"--nnodes {a.nnodes} and --rdzv_backend {a.rdzv_backend}: nodes that come and go need c10d, which is taken by default")
+        raise ValueError(f"--nnodes {a.nnodes} and --rdzv_backend {a.rdzv_backend}: nodes that come and go need c10d, "
+                         "which is taken by default")
     return int(least),int(most)
 
 def _n_nodes(a):
