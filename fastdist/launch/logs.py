@@ -90,6 +90,13 @@ def _started_again(env, nodes, restarts):
     begin = f'{text},' if text else 'all workers are started again'
     return f"{begin} on {now} node{'' if now=='1' else 's'}, {nodes} before: {env['WORLD_SIZE']} in all"
 
+# %% ../../nbs/launch/02_logs.ipynb #ed9c701a
+def _redirect(dest, local, files):
+    "Let both streams of a worker go to `files`, and those that are not redirected to the screen as well; `dest` is torch's `LogsDest`"
+    for i,(to,tee) in enumerate(((dest.stdouts,dest.tee_stdouts), (dest.stderrs,dest.tee_stderrs))):
+        to[local] = str(files[i]) if to[local] else Copy(i+1, files[i]).path
+        if local in tee: tee[local] = to[local]
+
 # %% ../../nbs/launch/02_logs.ipynb #f145b540
 class RankLogs(DefaultLogsSpecs):
     "Two files for each worker, by rank; what is not redirected comes to the screen as well"
@@ -110,13 +117,8 @@ class RankLogs(DefaultLogsSpecs):
         if text := _started_again(env, self.nodes, self.restarts):
             print(f"fastdist: {text}; logs in {self.folder}", file=sys.stderr, flush=True)
         self.nodes,self.restarts = env.get('GROUP_WORLD_SIZE'),int(env.get('TORCHELASTIC_RESTART_COUNT', 0))
-        for local,env in envs.items(): self._redirect(dest, local, _new_logs(self.folder, env['RANK']))
+        for local,env in envs.items(): _redirect(dest, local, _new_logs(self.folder, env['RANK']))
         return dest
-
-    def _redirect(self, dest, local, files):
-        for i,(to,tee) in enumerate(((dest.stdouts,dest.tee_stdouts), (dest.stderrs,dest.tee_stderrs))):
-            to[local] = str(files[i]) if to[local] else Copy(i+1, files[i]).path
-            if local in tee: tee[local] = to[local]
 
 # %% ../../nbs/launch/02_logs.ipynb #fb16654a
 @contextmanager
