@@ -355,8 +355,8 @@ def fit_together(self:DistributedTrainer):
                 if not self.in_scope: # else the context does that
                     undo.enter_context(handler_kept())
                     together = undo.enter_context(scope(self.watchdog))
+                undo.enter_context(self._decide()) # first: whether all ranks are at a fit is said here
                 undo.enter_context(rank0_stream())
-                undo.enter_context(self._decide())
                 undo.callback(self.random.exit)
             yield
     finally:

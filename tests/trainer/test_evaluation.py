@@ -76,7 +76,7 @@ def apart():
     "What each rank raises where one is in another call than the others"
     from fastdist.world import get_rank
     learn = quiet(Learner(dls_of(13, 13, bs=4), mlp(), loss_func=Double()))
-    calls = [lambda: learn.get_preds(), lambda: learn.validate(), lambda: learn.get_preds(ds_idx=0)]
+    calls = [lambda: learn.get_preds(), lambda: learn.validate(), lambda: learn.get_preds(ds_idx=0), lambda: learn.fit(1), lambda: learn.validate()]
     def error(f):
         try: return f()
         except Exception as e: return f'{type(e).__name__}: {e}'
@@ -85,7 +85,7 @@ def apart():
 
 def test_ranks_in_different_evaluations(world):
     "All of them learn which rank is in which call, before any data is sent; and can go on"
-    names = ['learn.get_preds of ds_idx=1', 'learn.validate of ds_idx=1', 'learn.get_preds of ds_idx=0']
+    names = ['learn.get_preds of ds_idx=1', 'learn.validate of ds_idx=1', 'learn.get_preds of ds_idx=0', 'a fit', 'learn.validate of ds_idx=1']
     for found in world(apart):
         for text, one, others in zip(found, names, names[1:]):
             assert text.startswith('OutOfStep: ') and f'rank 1 at {one}' in text and f'at {others}' in text and text.count('test_evaluation.py:') == 2, text
