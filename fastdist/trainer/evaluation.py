@@ -82,7 +82,8 @@ def _catch_up(self:Evaluation):
     "Do what others do in batches for which this worker has none: send predictions and, where parameters are sharded, make the forward"
     learn,dl,gathers = self.learn,self.learn.dl,self._gathers()
     most = dl.rounds
-    if gathers and (learn.xb is None or learn.xb==(None,)): learn._split(learn._set_device(dl.dl.one_batch()))
+    seen = vars(learn).get('xb') # a process that goes on with a run may have had no batch yet
+    if gathers and (seen is None or seen==(None,)): learn._split(learn._set_device(dl.dl.one_batch()))
     for i in range(self.forwards, most):
         for o in self.preds: o.send(i)
         if gathers: learn.model(*learn.xb)

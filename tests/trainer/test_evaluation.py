@@ -1,4 +1,5 @@
 "An evaluation without a trainer: each worker has a part of the batches, and the metrics and predictions of all"
+import contextlib
 import pytest
 from fastai.callback.core import GatherPredsCallback
 from learners import *
@@ -89,3 +90,22 @@ def test_ranks_in_different_evaluations(world):
     for found in world(apart):
         for text, one, others in zip(found, names, names[1:]):
             assert text.startswith('OutOfStep: ') and f'rank 1 at {one}' in text and f'at {others}' in text and text.count('test_evaluation.py:') == 2, text
+
+
+def sharded_first():
+    "Validation where this process has seen no batch yet, there are fewer than workers, and parameters are sharded; in one process, and in all"
+    import fastdist.all
+    from strategies import ctx_of
+    class NothingSeen(Callback):
+        def before_validate(self): vars(self.learn).pop('xb')
+    res = []
+    for ctx in (lambda l: contextlib.nullcontext(), lambda l: l.distrib_ctx(**ctx_of('fsdp'))):
+        learn = quiet(Learner(dls_of(8, 7, bs=4), mlp(), loss_func=Double(), metrics=accuracy))
+        with ctx(learn): learn.fit(1, cbs=NothingSeen())
+        res.append(list(learn.recorder.values[0][-2:]))
+    return res
+
+
+def test_no_batch_seen_with_shards(world3):
+    "A run that goes on at the end of an epoch's training begins so"
+    for one, every in world3(sharded_first): assert every == pytest.approx(one, abs=1e-6)
