@@ -96,6 +96,30 @@ def round_(gb, d):
     return res
 
 
+def lightning_round(gb, d):
+    "The same of Lightning's `save_checkpoint`, and of a `fit` that begins with the file and has nothing left to train"
+    import lightning
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.model = learner(gb).model
+        def training_step(self, batch, i): return self.model(batch[0])
+        def configure_optimizers(self): return torch.optim.Adam(self.parameters(), lr=1e-9)
+    class SaveAt(lightning.Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, i):
+            if i == 2: self.seconds = timed(lambda: trainer.save_checkpoint(d/'lightning.ckpt'))
+    dl, save = torch.utils.data.DataLoader([(torch.ones(1), torch.ones(1))]*3), SaveAt()
+    def train(*cbs, **kwargs):
+        trainer = lightning.Trainer(accelerator='cpu', max_steps=3, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+                                    enable_model_summary=False, callbacks=list(cbs))
+        trainer.fit(Module(), dl, **kwargs)
+    train(save)
+    made = timed(Module)
+    res = {('Lightning', 'a step is held up'): save.seconds, ('Lightning', 'to load'): timed(lambda: train(ckpt_path=d/'lightning.ckpt'))-made}
+    (d/'lightning.ckpt').unlink()
+    return res
+
+
 def tax(d, n=400):
     "Seconds of a short step, (without, with a `Resume` that never saves)"
     learn = learner(0.001, n)
@@ -109,13 +133,15 @@ def main():
     p.add_argument('--rounds', type=int, default=5)
     p.add_argument('--folder', help="where to write; by default a temporary one")
     a = p.parse_args()
-    with tempfile.TemporaryDirectory(dir=a.folder) as d:
-        taxes = [tax(Path(d)/f'{i}') for i in range(a.rounds)]
-        found = [round_(a.gb, Path(d)) for _ in range(a.rounds) if not (Path(d)/'0').exists() or [shutil.rmtree(Path(d)/f'{i}', ignore_errors=True) for i in range(a.rounds)]]
+    peer = importlib.util.find_spec('lightning') is not None
+    taxes, found = [], []
+    for _ in range(a.rounds):
+        with tempfile.TemporaryDirectory(dir=a.folder) as d: taxes.append(tax(Path(d)))
+        with tempfile.TemporaryDirectory(dir=a.folder) as d: found.append(round_(a.gb, Path(d)) | (lightning_round(a.gb, Path(d)) if peer else {}))
     print(f'{a.gb:g} GB of weights and state, {a.rounds} rounds, medians')
     for way, what in found[0]: print(f'{way:20} {what:20} {statistics.median(o[way, what] for o in found):7.2f} s')
     print(f'a step with Resume that never saves: {statistics.median(b/a for a, b in taxes):.3f} of one without ({statistics.median(a for a, b in taxes)*1e3:.2f} ms)')
-    if importlib.util.find_spec('lightning') is None: print('Lightning is not installed here')
+    if not peer: print('Lightning is not installed here')
 
 
 if __name__ == '__main__': main()
