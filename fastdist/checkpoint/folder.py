@@ -240,7 +240,7 @@ def delete_old(path, # Folder of the checkpoints
     every = []
     for o in checkpoints(path):
         try: o.summary
-        except DamagedCheckpoint: continue # it is named when it would be loaded
+        except (DamagedCheckpoint,PermissionError): continue # it is named when it would be loaded
         every.append(o)
     best = best_of(every)
     for o in every[keep:]:
@@ -258,20 +258,25 @@ def _try_lock(fd):
 # %% ../../nbs/checkpoint/01_folder.ipynb #e6e67313
 class FolderLock:
     "Held by the process that writes checkpoints to a folder; a loader process that it has forked does not hold it"
+    held = set() # by this process, which the system would let have it twice
     def __init__(self, path # Folder of the checkpoints
                 ):
         self.file,self.fd = Path(path)/'.lock',None
 
     def give_back(self):
         "Let others have it"
-        if self.fd is not None: os.close(self.fd)
+        if self.fd is None: return
+        os.close(self.fd)
         self.fd = None
+        self.held.discard(self.file)
 
 # %% ../../nbs/checkpoint/01_folder.ipynb #f7c978c2
 @patch
 def take(self:FolderLock, seconds=60 # To wait for a job that ends
         ):
     "Take it; a `RuntimeError` names who has it"
+    if self.file in self.held: raise RuntimeError(f"another fit of this process, which has not ended, writes checkpoints to {self.file.parent}: "
+                                                  "give this one a folder of its own")
     fd,until = os.open(self.file, os.O_RDWR|os.O_CREAT, 0o600),time.monotonic()+seconds
     try:
         while not _try_lock(fd):
@@ -283,6 +288,7 @@ def take(self:FolderLock, seconds=60 # To wait for a job that ends
         os.ftruncate(fd, 0)
         os.pwrite(fd, f'process {os.getpid()} on {socket.gethostname()}\n'.encode(), 0)
         self.fd,fd = fd,None
+        self.held.add(self.file)
     finally:
         if fd is not None: os.close(fd)
 
