@@ -116,16 +116,16 @@ def _read_summary(self:Checkpoint):
 
 # %% ../../nbs/checkpoint/01_folder.ipynb #39a56e7f
 @patch
-def verify(self:Checkpoint, part=0, # Look at the contents of every `of`-th file, from this one on
-           of=1, # Into how many parts workers divide the reading; sizes are looked at by all
+def verify(self:Checkpoint, part=0, # Look at every `of`-th file, from this one on
+           of=1, # Into how many parts workers divide the files, so that each looks at as many however many they are
           ):
     "`DamagedCheckpoint` if a file is missing, has another size, or has changed since it was written"
-    for i,(nm,want) in enumerate(sorted(self.summary['files'].items())):
+    for nm,want in sorted(self.summary['files'].items())[part::of]:
         try: check_owner(self.path/nm)
         except FileNotFoundError: raise self._damaged(nm, 'is not there') from None
         size = (self.path/nm).stat().st_size
         if size!=want['size']: raise self._damaged(nm, f"has {size} bytes, and had {want['size']}")
-        if i%of==part and file_sum(self.path/nm)!=want: raise self._damaged(nm, 'has other contents than were written (sha256)')
+        if file_sum(self.path/nm)!=want: raise self._damaged(nm, 'has other contents than were written (sha256)')
     return self
 
 # %% ../../nbs/checkpoint/01_folder.ipynb #cf4b1cc0
@@ -158,10 +158,10 @@ def finish_part(self:Draft, rank, # Who has written
     write_json(self.dir/f'part-{rank}.json', dict(info, files={nm:file_sum(self.dir/nm) for nm in files}))
 
 @patch
-def has_parts(self:Draft, n # Workers
-             ):
-    "Have all of them finished?"
-    return all((self.dir/f'part-{r}.json').exists() for r in range(n))
+def has_part(self:Draft, rank # Of a worker
+            ):
+    "Has it finished?"
+    return (self.dir/f'part-{rank}.json').exists()
 
 @patch
 def parts(self:Draft, n # Workers
