@@ -90,6 +90,7 @@ def pytest_runtest_makereport(item, call):
 def pytest_configure(config):
     config.addinivalue_line('markers', 'core: the first tier, which touches every promise in a few minutes; listed in tests/core.txt')
     config.addinivalue_line('markers', 'cold: the processes of this test import everything by themselves')
+    config.addinivalue_line('markers', 'sizes: runs with 2 and with 3 workers, which others do in turn')
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -112,18 +113,20 @@ def pytest_xdist_make_scheduler(config, log):
 
 
 def in_turn(items):
-    """The cells of grids that have 2 and 3 workers: one runs with 2, another with 3. What is trained is one thing, among how many it is
-    shared out another, so each is met, and each size by each function, in half of the time. Cells of the core tier all run"""
+    """The cells of grids that have 2 and 3 workers, and the functions that have nothing but these: one runs with 2, another with 3. What is
+    trained is one thing, among how many it is shared out another, so each is met, and each size by each file, in half of the time. Cells
+    of the core tier all run, and so do both sizes of a function that is marked `sizes`, for which how many there are is the very thing"""
     kept, order = [], {}
     for item in items:
         params = dict(item.callspec.params) if hasattr(item, 'callspec') else {}
         size = params.pop('world', None)
-        if size not in (2, 3) or not params or item.get_closest_marker('core'):
+        if size not in (2, 3) or item.get_closest_marker('core') or item.get_closest_marker('sizes'):
             kept.append(item)
             continue
-        cells = order.setdefault((item.path, item.originalname), {})
-        k = cells.setdefault(repr(sorted(params.items())), len(cells))
-        if bin(k).count('1') % 2 == size-2: kept.append(item)  # not k % 2: each of 4 values would meet one size only
+        cells = order.setdefault((item.path, item.originalname if params else None), {})
+        k = cells.setdefault(repr(sorted(params.items())) if params else item.originalname, len(cells))
+        turn = bin(k).count('1') % 2  # not k % 2: each of 4 values would meet one size only
+        if size == (2 + turn if params else 3 - turn): kept.append(item)
     return kept
 
 

@@ -69,16 +69,16 @@ def compressed(hook, options=None, n=40, epochs=4, fit='fit', accumulate=None, h
 FIGURES = dict(bf16=(1e-3, 1e-7), fp16=(1e-4, 1e-9), powersgd=(5e-2, 1e-5))  # the largest change of a weight in 18 steps is below the first (the docs say how large), and above the second: it is compressed
 
 
-@pytest.mark.parametrize('hook', list(FIGURES))
 @pytest.mark.parametrize('fit', ['fit', 'frozen'])
-def test_effect_on_weights(world, hook, fit):
+def test_effect_on_weights(world, fit):
     kw = dict(epochs=3, drop_last=True, fit=fit)
-    options = dict(start_powerSGD_iter=2) if hook == 'powersgd' else {}
-    want, got = world(compressed, None, **kw)[0], world(compressed, hook, options, **kw)
-    change, (most, least) = diff(want.weights, got[0].weights), FIGURES[hook]
-    print(hook, fit, world.n, change, diff(wide().state_dict(), want.weights))
-    assert least < change < most
-    for o in got[1:]: assert diff(got[0].weights, o.weights) == 0
+    want = world(compressed, None, **kw)[0]
+    for hook, (most, least) in FIGURES.items():
+        got = world(compressed, hook, dict(start_powerSGD_iter=2) if hook == 'powersgd' else {}, **kw)
+        change = diff(want.weights, got[0].weights)
+        print(hook, fit, world.n, change, diff(wide().state_dict(), want.weights))
+        assert least < change < most
+        for o in got[1:]: assert diff(got[0].weights, o.weights) == 0
 
 
 @pytest.mark.parametrize('strategy', ['ddp', 'zero1'])
@@ -257,8 +257,8 @@ def plain_local(every, warmup):
     return SimpleNamespace(weights=weights(learn), steps=steps, seen=seen, batches=batches)
 
 
-@pytest.mark.parametrize('opt', ['adam', 'ranger', 'wrapped'])
-@pytest.mark.parametrize('how', ['fit', 'cancelled', 'epoch', 'frozen'])
+# What an optimizer keeps is one thing, how a fit ends another: each of both is met, and each optimizer twice
+@pytest.mark.parametrize('opt,how', [('adam', 'fit'), ('ranger', 'fit'), ('wrapped', 'cancelled'), ('ranger', 'epoch'), ('adam', 'frozen'), ('wrapped', 'frozen')])
 def test_all_leave_with_the_same(world, opt, how):
     opt = dict(adam=Adam, ranger=ranger, wrapped=partial(OptimWrapper, opt=torch.optim.AdamW))[opt]
     def f():

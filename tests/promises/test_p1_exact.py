@@ -205,6 +205,7 @@ def preds(distrib, sizes):
     return res
 
 
+@pytest.mark.sizes
 def test_predictions_in_order(world):
     "Order and length, from loaders that are shuffled as well"
     sizes = [1, 2, 3, 4, 5, 8, 9, 13, 23]

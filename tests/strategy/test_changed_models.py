@@ -77,7 +77,7 @@ class Second(Callback):
 
 
 CHANGES = dict(head_and_opt=head_and_opt, head_none=head_none, inserted=inserted, other=other, in_fit=in_fit)
-BESIDE = dict(loss=lambda: dict(loss=Warm()), loss_accumulated=lambda: dict(loss=Warm(), cbs=GradientAccumulation(8)),
+BESIDE = dict(loss=lambda: dict(loss=Warm()), loss_accumulated=lambda: dict(loss=Warm(), cbs=GradientAccumulation(12)),
               module=lambda: dict(model=lambda: model(out=7), cbs=Second()))
 
 
@@ -86,7 +86,7 @@ def fitted(name, ctx=None):
     warnings.simplefilter('ignore')
     kw = BESIDE[name]() if name in BESIDE else {}
     beside = [m for m in (kw.get('loss'), getattr(kw.get('cbs'), 'head', None)) if m]
-    learn = quiet(learner(n=22, n_val=4, opt=partial(SGD, mom=0.9), lr=0.05, **{'model': model, **kw}, splitter=lambda m: [params(m), *map(params, beside)]))
+    learn = quiet(learner(n=22, n_val=4, bs=8, opt=partial(SGD, mom=0.9), lr=0.05, **{'model': model, **kw}, splitter=lambda m: [params(m), *map(params, beside)]))
     def plain(): return not any(type(p) is not nn.Parameter for p in learn.model.parameters()) and not any('hook' in k and v for m in learn.model.modules() for k, v in vars(m).items())
     with contextlib.nullcontext() if ctx is None else learn.distrib_ctx(**ctx): CHANGES.get(name, lambda learn: learn.fit(2))(learn)
     assert plain() and all(type(m) in (nn.Sequential, nn.Linear, nn.BatchNorm1d, nn.ReLU) for m in learn.model.modules())

@@ -140,6 +140,7 @@ def compared(world, names, tol=2e-7, **ctx):
         assert all(o[0] < tol and max(o[1:]) < 2e-6 for o in off.values()), {k: o for k, o in off.items() if o[0] >= tol or max(o[1:]) >= 2e-6}
 
 
+@pytest.mark.sizes
 def test_as_one_process(world):
     "Each by two workers or by three; where a share is empty, or there is one sample a worker, by both"
     both = ['declared_acc', 'marks', 'skip_share', 'skip_many']
