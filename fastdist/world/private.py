@@ -33,7 +33,7 @@ def _is_left(folder):
     try:
         s = os.lstat(folder)
         if not stat.S_ISDIR(s.st_mode) or s.st_uid!=os.geteuid(): return False
-        machine,pid,born = json.loads(Path(folder, '.owner').read_text())
+        with open(os.path.join(folder, '.owner')) as f: machine,pid,born = json.load(f)
     except (OSError,ValueError,TypeError): return False
     return machine==_machine() and _born(pid)!=born
 
@@ -74,8 +74,11 @@ def keep(folder # Of `new_folder`
 def clear_left(root=None # Where they were made; by default the system's folder for temporary files
               ):
     "Take away the folders of this user's processes that have ended without doing so, as those that were killed have"
-    for o in Path(root or tempfile.gettempdir()).glob('fastdist_*'):
-        if _is_left(o): shutil.rmtree(o, ignore_errors=True)
+    with suppress(OSError): # no such folder
+        for o in list(os.scandir(root or tempfile.gettempdir())):
+            # at each start: the logs of a thousand launches may be there, which have no owner
+            if not o.name.startswith('fastdist_') or not os.path.exists(f'{o.path}/.owner'): continue
+            if _is_left(o.path): shutil.rmtree(o.path, ignore_errors=True)
 
 # %% ../../nbs/world/00_private.ipynb #d8f466c8
 def own_sockets():
