@@ -18,10 +18,10 @@ FAULTS = [Fault(*o) for o in [
     # Doors: nothing that comes from outside of the job is run
     ('unsigned-opened', 'P2', "a pickle without a signature is opened like any other",
      'if self.signed or _is_plain(module, name):', 'if True:',
-     ['tests/world/test_doors.py::test_intruder[late]']),
+     ['tests/world/test_doors.py::test_intruder']),
     ('signature-unchecked', 'P2', "a signature may be any",
      'if not hmac.compare_digest(mac, _mac(data, secret, key)): _refuse', 'if False: _refuse',
-     ['tests/world/test_doors.py::test_intruder[late]']),
+     ['tests/world/test_doors.py::test_intruder']),
     ('listens-everywhere', 'P2', "the launcher's store listens on all interfaces",
      's.bind((host, port))', "s.bind(('', port))",
      ['tests/world/test_doors.py::test_launch']),
