@@ -9,6 +9,8 @@ __all__ = ['commands', 'usage', 'main']
 import sys
 from importlib import import_module
 
+from . import __version__
+
 # %% ../nbs/launch/09_main.ipynb #eec74fa9
 commands = dict(
     launch=('launch.cli', "start a script, or a module, on many workers"),
@@ -27,7 +29,10 @@ def main(args=None # Command line, without the name of the program
     "Run a command; ends the process with its exit status"
     command,*rest = list(sys.argv[1:] if args is None else args) or ['--help']
     if command in ('-h','--help','help'): print(usage); return
-    if command not in commands: sys.exit(f"fastdist: there is no command {command!r}\n\n{usage}")
+    if command in ('-V','--version'): print(f'fastdist {__version__}'); return
+    if command not in commands:
+        from fastdist.launch.machine import nearest
+        sys.exit(f"fastdist: there is no command {command!r}: {nearest(command, list(commands))}\n\n{usage}")
     sys.exit(import_module(f'fastdist.{commands[command][0]}').main(rest))
 
 # %% ../nbs/launch/09_main.ipynb #c1fbab82

@@ -275,8 +275,8 @@ class FolderLock:
 def take(self:FolderLock, seconds=60 # To wait for a job that ends
         ):
     "Take it; a `RuntimeError` names who has it"
-    if self.file in self.held: raise RuntimeError(f"another fit of this process, which has not ended, writes checkpoints to {self.file.parent}: "
-                                                  "give this one a folder of its own")
+    if self.file in self.held: raise RuntimeError(
+        f"another fit of this process, which has not ended, writes checkpoints to {self.file.parent}: give this one a folder of its own")
     fd,until = os.open(self.file, os.O_RDWR|os.O_CREAT, 0o600),time.monotonic()+seconds
     try:
         while not _try_lock(fd):

@@ -96,7 +96,9 @@ def _why_not(self:SharedFolder, c, fit, mine):
 @patch
 def _names(self:SharedFolder, before=''):
     "Of all checkpoints, the newest first, the same in all workers; of those that were put aside, where `before` is 'damaged-'"
-    def found(): return sorted(o.name for o in self.path.glob('damaged-step-*')) if before else [o.path.name for o in checkpoints(self.path)]
+    def found():
+        if before: return sorted(o.name for o in self.path.glob(f'{before}step-*'))
+        return [o.path.name for o in checkpoints(self.path)]
     names = found() if get_rank()==0 else None
     return from_rank0(names) if self.many else names
 
@@ -132,8 +134,8 @@ def fit_number(path, # Folder of the checkpoints
     ref,n,ended = _fits.get(path, (lambda: learn, 0, False))
     if ref() is not learn:
         if ended: raise ValueError(
-            f"rank {get_rank()}: Resume({str(path)!r}): another learner of this process has made its fits with this folder: give each one a folder "
-            "of its own. To go on from it, start the script, or the notebook's kernel, again")
+            f"rank {get_rank()}: Resume({str(path)!r}): another learner of this process has made its fits with this folder: "
+            "give each one a folder of its own. To go on from it, start the script, or the notebook's kernel, again")
         n = 0
     _fits[path] = weakref.ref(learn),n,False
     return n

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import psutil
 from ..env import check_gpus
-from .machine import n_cores, n_gpus, plural, startup_seconds, thread_env, why_cpu
+from .machine import n_cores, n_gpus, nearest, plural, startup_seconds, thread_env, why_cpu
 from .nodes import node_range, own_options, rendezvous, slurm_srun
 from .watch import end_noticed, guarded, notices_shown
 from .processes import end_processes, handlers_kept, send_signal, torch_quiet
@@ -52,7 +52,11 @@ def _parse(args):
     from accelerate.commands.launch import launch_command_parser
     p = own_options(launch_command_parser())
     p.prog,p.usage = 'fastdist launch',_usage.partition('\n\n')[0].removeprefix('usage: ')
-    a = p.parse_args(args)
+    a,unknown = p.parse_known_args(args)
+    if unknown:
+        known = sorted({o.replace('_', '-') for action in p._actions for o in action.option_strings}) # both are taken
+        meant = nearest(unknown[0].partition('=')[0].replace('_', '-'), known, '`fastdist launch --help` lists them')
+        p.error(f"{unknown[0]}: there is no such option: {meant}")
     before = args[:len(args)-len(a.training_script_args)-1]
     rest = own_options(argparse.ArgumentParser(add_help=False, allow_abbrev=False)).parse_known_args(before)[1]
     return p,a,[o for o in rest if o not in ('--','--cpu','--multi_gpu','--multi-gpu')] # `_plan` sets these
@@ -333,6 +337,8 @@ def read_config(a):
     if a.module: found = PathFinder.find_spec(a.training_script.partition('.')[0], [os.getcwd(),*sys.path])
     else: found = os.path.exists(a.training_script) or a.no_python and shutil.which(a.training_script)
     if not found: sys.exit(f"fastdist launch: there is no {'module' if a.module else 'file'} {a.training_script!r}")
+    if a.training_script.endswith('.ipynb'): sys.exit(f"fastdist launch: {a.training_script} is a notebook: open it, and start the workers "
+        "from one of its cells, by launch_in_notebook(train); or make a script of it, by `jupyter nbconvert --to script`")
     if a.config_file and not os.path.isfile(a.config_file):
         sys.exit(f"fastdist launch: --config_file {a.config_file}: there is no such file")
     file = a.config_file or default_config_file

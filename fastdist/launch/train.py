@@ -14,9 +14,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from urllib.parse import urlparse
 
-from .config_file import Source, function_signature, import_function, nearest, toml
+from .config_file import Source, function_signature, import_function, toml
 from ..env import check_gpus, is_host
-from .machine import n_gpus, plural, why_cpu
+from .machine import n_gpus, nearest, plural, why_cpu
 
 # %% ../../nbs/launch/08_train.ipynb #819c0ed8
 @dataclass
@@ -88,13 +88,16 @@ keys = dict(
              need="the name of a file", ok=lambda v: v.strip()!=''))
 
 # %% ../../nbs/launch/08_train.ipynb #43ef55e6
+_elsewhere = dict(num_processes='distributed_world_size', num_machines='nodes', machine_rank='node_rank', # as Accelerate and fastai say it
+                  mixed_precision='precision', lr='learning_rate', lr_max='learning_rate', n_epoch='epochs')
+
 def _check_keys(s, params=()):
     "Note each key that is unknown, missing, or has a value that it cannot have"
     for k,v in s.values.items():
         if k in keys and keys[k].takes(v): continue
         if k in keys: why = f"{keys[k].need} is needed"
         elif k in params: why = f"it is a parameter of {s.values['learner']}, and stands below the line [learner_args]"
-        else: why = f"there is no such key: {nearest(k, list(keys))}"
+        else: why = f"there is no such key: {f'it is {_elsewhere[k]} here' if k in _elsewhere else nearest(k, list(keys))}"
         s.fault((k,), why)
     if 'learner' not in s.values: s.fault(('learner',), f"it is missing: {keys['learner'].help}, as {keys['learner'].need}")
 

@@ -140,11 +140,12 @@ def whole_model(learn # Any `Learner`
     "`learn.model`; in a list with the modules of the loss function and, where the optimizer trains them, of callbacks, if there are any"
     opt,loss = learn.opt,learn.loss_func
     trained = {id(p) for pg in opt.param_lists for p in pg} if opt else set()
-    def has_own(m): return any(id(p) in trained for p in m.parameters())
-    losses = [m for m in (loss, *getattr(loss, '__dict__', {}).values()) if isinstance(m, nn.Module) and m.state_dict()]
-    beside = [m for cb in learn.cbs for m in vars(cb).values() if isinstance(m, nn.Module) and has_own(m)]
-    of_model = {id(m) for m in learn.model.modules()}
-    more = {id(m):m for m in (*losses, *beside) if id(m) not in of_model}
+    of_model = {id(o) for o in (*learn.model.parameters(), *learn.model.buffers())} # a wrapper around the model has no others
+    def own(*tensors): return {id(o) for o in tensors}-of_model
+    losses = [m for m in (loss, *getattr(loss, '__dict__', {}).values())
+              if isinstance(m, nn.Module) and m.state_dict() and own(*m.parameters(), *m.buffers())]
+    beside = [m for cb in learn.cbs for m in vars(cb).values() if isinstance(m, nn.Module) and own(*m.parameters()) & trained]
+    more = {id(m):m for m in (*losses, *beside)}
     return nn.ModuleList([learn.model, *more.values()]) if more else learn.model
 
 # %% ../../nbs/strategy/00_base.ipynb #1691a73b

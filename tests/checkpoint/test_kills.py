@@ -35,7 +35,7 @@ def mixed(kills, seed):
 
 def compared(tmp_path, hits, seed, how=((2, 'ddp'),)):
     "The differences to a run that was not killed, by rank, and the kills; with starts that differ, the largest difference of each"
-    epochs, exact = max(8, len(hits)+4), len(set(how)) == 1  # so many that the fit does not end before
+    epochs, exact = max(8, 2*len(hits)+4), len(set(how)) == 1  # so many that the fit does not end before
     want, none = killed('fit', tmp_path/'whole', [], seed, epochs, exact, how=how[:1])
     res, told = killed('fit', tmp_path/'killed', hits, seed, epochs, exact, how=how)
     assert not none and len(want[0]['losses']) == (6 if exact else 5)*epochs

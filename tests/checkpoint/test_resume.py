@@ -114,7 +114,12 @@ class Recurrent(nn.Module):
     def reset(self): self.h = None
 
 
-MORE = dict(processes=dict(workers=1), accumulate=dict(cbs=lambda: [GradientAccumulation(8)]), hidden=dict(model=lambda: Recurrent().double(), Data=Items),
+class Wraps(Callback):
+    "Keeps the model in another module, from the fit on"
+    def before_fit(self): self.wrapper = nn.ModuleList([self.model])
+
+
+MORE = dict(processes=dict(workers=1), accumulate=dict(cbs=lambda: [GradientAccumulation(8)]), hidden=dict(model=lambda: Recurrent().double(), Data=Items, cbs=lambda: [Wraps()]),
             adamw=dict(opt=MORE_OPTS['adamw']), ranger=dict(opt=MORE_OPTS['ranger']))
 
 

@@ -69,8 +69,8 @@ def test_killed_restarted_and_stopped(tmp_path, alone):
     assert found(second)[1:] == pytest.approx(alone, abs=1e-12)
 
 
-def signalled(folder, who, at, workers=0):
-    "What ended a fit in which rank `who` gets SIGTERM at step `at`, the steps that this rank has made, and the weights"
+def signalled(folder, who, at, training=True, workers=0):
+    "What ended a fit in which rank `who` gets SIGTERM at step `at`, or in the validation after it, the steps that this rank has made, and the weights"
     import os, signal
     import torch
     from fastai.basics import Callback, DataLoaders, Learner, MSELossFlat, nn, set_seed
@@ -80,9 +80,8 @@ def signalled(folder, who, at, workers=0):
 
     class At(Callback):
         def after_batch(self):
-            if not self.training: return
-            made.append(1)
-            if get_rank() == who and self.train_iter == at: os.kill(os.getpid(), signal.SIGTERM)
+            if self.training: made.append(1)
+            if get_rank() == who and self.train_iter == at and self.training == training: os.kill(os.getpid(), signal.SIGTERM)
 
     set_seed(3)
     x = torch.randn(48, 4, dtype=torch.float64)
@@ -104,6 +103,9 @@ def test_one_worker_is_asked_to_end(world2, tmp_path):
     assert [(s, n) for s, n, _ in rest] == [(None, 18-n0)]*2 and rest[0][2] == rest[1][2]
     whole = world2(signalled, tmp_path/'b', None, 0)
     assert rest[0][2] == whole[0][2]  # bit for bit
+    assert [(s, n) for s, n, _ in world2(signalled, tmp_path/'c', 1, 12, False)] == [(143, 12)]*2  # at the end of the validation
+    rest = world2(signalled, tmp_path/'c', None, 0)
+    assert [(s, n) for s, n, _ in rest] == [(None, 6)]*2 and rest[0][2] == whole[0][2]
 
 
 def test_evaluations_are_no_fits(tmp_path):
