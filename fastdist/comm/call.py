@@ -156,7 +156,7 @@ _part = 2**24 # bytes of a worker that one message holds
 
 @patch
 def _gather_at(self:Call, mine, sizes, dst):
-    "Of each worker, the `sizes` bytes that it sends, in worker `dst` alone, in parts of `_part` bytes, by a collective: it takes the communicator that the group has"
+    "Of each worker, the `sizes` bytes that it sends, in worker `dst` alone: by a collective, which takes the communicator of the group"
     receives,most = self.ranks[self.me]==dst,max(sizes)
     bufs = [mine if i==self.me else mine.new_empty(s) for i,s in enumerate(sizes)] if receives else None
     for start in range(0, most, _part):
