@@ -152,6 +152,22 @@ def device(self:Call):
     return route(self.payload.device if len(routes)==1 and self.payload is not None else torch.device('cpu'), self.group)
 
 # %% ../../nbs/comm/01_call.ipynb #6d4b4f64
+_part = 2**24 # bytes of a worker that one message holds
+
+@patch
+def _gather_at(self:Call, mine, sizes, dst):
+    "Of each worker, the `sizes` bytes that it sends, in worker `dst` alone: by a collective, which takes the communicator of the group"
+    receives,most = self.ranks[self.me]==dst,max(sizes)
+    bufs = [mine if i==self.me else mine.new_empty(s) for i,s in enumerate(sizes)] if receives else None
+    for start in range(0, most, _part):
+        part = mine[start:start+_part]
+        part = F.pad(part, (0,min(_part, most-start)-len(part)))
+        got = [torch.empty_like(part) for _ in sizes] if receives else None
+        dist.gather(part, got, dst, group=self.group)
+        for b,o in zip(bufs or (), got or ()): b[start:start+_part].copy_(o[:max(0, len(b)-start)])
+    return bufs
+
+# %% ../../nbs/comm/01_call.ipynb #0d74442f
 @patch
 def _gather(self:Call, mine, sizes):
     "Of each worker, the `sizes` bytes that it sends"
@@ -169,6 +185,8 @@ def _gather(self:Call, mine, sizes):
 @patch
 def _send(self:Call, mine, sizes, dst):
     "The same in worker `dst` alone, which the others send it to"
+    # nccl makes a communicator for each pair of workers of which one sends and the other receives
+    if mine.device.type!='cpu': return self._gather_at(mine, sizes, dst)
     if self.ranks[self.me]!=dst: return dist.send(mine, dst, group=self.group) if len(mine) else None
     bufs = [mine if i==self.me else mine.new_empty(s) for i,s in enumerate(sizes)]
     for r,b in zip(self.ranks, bufs):

@@ -36,6 +36,7 @@ class TrainingStep:
         self.n = self.samples = float(self.bs if mine is None else mine)
         self.rows = None if self.total is None else self.bs*self.total//max(mine, 1)
         self.has_loss,self.loss,self.sums,self.kept,self.drawn = False,None,None,[],None
+        self.unread = False # is what the shares weigh on the GPU, in `n` and `sums`, and not looked at?
         self.summed = is_summed(learn.loss_func) and not isinstance(learn.loss_func, GlobalBatchLoss)
         self.whole,self.weighed = False,[] # is the loss that of the global batch, or a sum? Has `weigh_loss` been called?
         self.uneven = getattr(last, 'uneven', None) # have the shares of some batch before not added up to the samples dealt out?
@@ -44,6 +45,14 @@ class TrainingStep:
         self.check = LossCheck(learn) if last is None else last.check
         GlobalBatchLoss.expect(self)
 
+# %% ../../nbs/trainer/03_step.ipynb #bc38ead8
+def _is_on_cpu(device): return torch.device(device or 'cpu').type=='cpu'
+
+def _has_parameters(loss_func):
+    "Has the loss function parameters that are trained?"
+    f = getattr(loss_func, 'func', loss_func) # fastai's are around one of torch's
+    return isinstance(f, nn.Module) and any(p.requires_grad for p in f.parameters())
+
 # %% ../../nbs/trainer/03_step.ipynb #754e9def
 @patch
 def _sum_weights(self:TrainingStep):
@@ -51,11 +60,12 @@ def _sum_weights(self:TrainingStep):
     f,yb = self.learn.loss_func,self.learn.yb
     bs,self.bs,div,kept = self.bs,find_bs(yb),loss_divisor(f, yb),kept_labels(f, yb)
     self.by_samples = div is None
-    if self.counts and not self.whole: self.n = self._left(kept, bs) if div is None else float(div)
+    self.unread = self._stays_unread(div)
+    if self.counts and not self.whole: self.n = self._left(kept, bs) if div is None else self._number(div)
     # gradients that are accumulated cannot be corrected after the backward
     late = self.uneven is False or not self.learn._grab_cbs(GradientAccumulation)
     if div is None and self.total is not None and late: return
-    self.sums = torch.tensor([self.n, self.bs if self.counts else 0], dtype=torch.float64, device=self.device)
+    self.sums = self._numbers(self.n, self.bs if self.counts else 0)
     self.summing = dist.all_reduce(self.sums, async_op=True)
 
 @patch
@@ -65,6 +75,24 @@ def _left(self:TrainingStep, kept, bs):
     if kept is None or self.uneven is False and kept.device.type!='cpu': kept = self.bs
     return self.samples*float(kept)/bs
 
+# %% ../../nbs/trainer/03_step.ipynb #d424ecb9
+@patch
+def _stays_unread(self:TrainingStep, div):
+    "May what the shares weigh stay on the GPU? To look at a number there is to wait for it"
+    if div is None or self.whole or self.total is None or _is_on_cpu(self.device): return False
+    # `GradientAccumulation` counts on the host; parameters of the loss have gradients that do not go through the predictions
+    return not self.learn._grab_cbs(GradientAccumulation) and not _has_parameters(self.learn.loss_func)
+
+@patch
+def _number(self:TrainingStep, t):
+    return t.to(self.device, torch.float64).reshape(()) if self.unread and t.device.type!='cpu' else float(t)
+
+@patch
+def _numbers(self:TrainingStep, *os):
+    "One tensor of numbers, some of which are on the device"
+    kwargs = dict(dtype=torch.float64, device=self.device)
+    return torch.stack([o if isinstance(o, Tensor) else torch.full((), float(o), **kwargs) for o in os])
+
 # %% ../../nbs/trainer/03_step.ipynb #534a4926
 @patch
 def batch_weight(self:TrainingStep):
@@ -73,6 +101,7 @@ def batch_weight(self:TrainingStep):
     if self.sums is None: return self.total
     if isinstance(self.sums, Tensor):
         self.summing.wait()
+        if self.unread: return self.sums[0]
         self.sums = self.sums.tolist()
         self.rows = int(self.sums[1])
         if self.total is None: self.total = self.rows
@@ -115,9 +144,12 @@ def send_loss(self:TrainingStep, interrupted=False # Was Ctrl-C pressed in this 
     "Add up the losses of all workers, while the backward runs; what other callbacks make of the loss is in it"
     if not self.has_loss or self.loss is not None: return
     value = torch.zeros((), dtype=torch.float64, device=self.device)
-    if self.n: value = self.learn.loss.detach().double().mean().as_subclass(Tensor)*self.n
+    on_device = isinstance(self.n, Tensor)
+    if on_device or self.n:
+        weighed = self.learn.loss.detach().double().mean().as_subclass(Tensor)*self.n
+        value = torch.where(self.n!=0, weighed, value) if on_device else weighed
     wish = sum(callback_results(self.learn, 'wish'))
-    self.loss = torch.stack([value, *(torch.full_like(value, o) for o in (self.n, bool(interrupted), wish, self.samples))])
+    self.loss = self._numbers(value, self.n, bool(interrupted), wish, self.samples)
     self.sent = dist.all_reduce(self.loss, async_op=True)
 
 # %% ../../nbs/trainer/03_step.ipynb #b2ddba69
@@ -181,6 +213,24 @@ def interrupted(self:TrainingStep):
     "Has the message of this batch said that Ctrl-C was pressed in some worker?"
     return self.stops or self.loss is not None and self.sent.is_completed() and self.loss[2].item() > 0
 
+# %% ../../nbs/trainer/03_step.ipynb #4c7fc968
+@patch
+def _goes_unread(self:TrainingStep, scale):
+    "Is the loss to be weighed without a look at a number on the GPU?"
+    if isinstance(scale, Tensor): return True
+    return self.n==0 and not _is_on_cpu(self.learn.loss_grad.device) and not _has_parameters(self.learn.loss_func)
+
+@patch
+def _weigh_unread(self:TrainingStep, scale):
+    "A share of nothing has gradients of zeros, whatever its loss: 0 times the mean over nothing is nan, and on a GPU nobody looks"
+    learn,n = self.learn,self.n
+    preds = [t for t in tensors_in(learn.pred) if t.requires_grad]
+    def counted(g): return torch.where(n!=0, g, 0.) if isinstance(n, Tensor) else torch.zeros_like(g)
+    for t in preds if isinstance(n, Tensor) or n==0 else (): t.register_hook(counted)
+    # by a number of 64 bits, in the type of the loss
+    if learn.loss_grad.requires_grad: learn.loss_grad = (learn.loss_grad*scale).to(learn.loss_grad.dtype)
+    else: learn.loss_grad = sum(t.sum() for t in preds)*0.
+
 # %% ../../nbs/trainer/03_step.ipynb #7428e8e1
 @patch
 def weigh_loss(self:TrainingStep):
@@ -188,6 +238,7 @@ def weigh_loss(self:TrainingStep):
     # last of all callbacks: what others have added counts too
     learn,scale = self.learn,self._scale()
     self.weighed.append(True)
+    if self._goes_unread(scale): return self._weigh_unread(scale)
     # a share without samples runs its whole backward, as others wait for it in global batch norm; but 0 times the mean over nothing is nan
     if self.n==0 and not (learn.loss_grad.requires_grad and learn.loss_grad.isfinite().all()):
         learn.loss_grad = sum(t.sum() for t in tensors_in(learn.pred) if t.requires_grad)*0.
@@ -197,6 +248,7 @@ def weigh_loss(self:TrainingStep):
 def share_scale(self:TrainingStep):
     "What a loss of this share is multiplied by, so that the mean over the workers is that of the global batch"
     all_n = self.batch_weight()
+    if isinstance(self.n, Tensor): return get_world_size()*torch.where(self.n!=0, self.n/all_n, 0.)
     return get_world_size()*(float(self.counts) if self.summed else self.n/all_n if self.n else 0.)
 
 @patch

@@ -137,26 +137,58 @@ class Ends(Callback):
         b.sent.append(nccl.sent[b.start:])
 
 
-def waits(ctx, **kwargs):
-    "Where the host waits in each step but the first two, and what is sent"
+LOSSES = dict(plain=CrossEntropyLossFlat, weighted=lambda: CrossEntropyLossFlat(weight=torch.tensor([1., .5, 2.])),
+              masked=lambda: CrossEntropyLossFlat(ignore_index=0))
+
+
+def waits(ctx, n=24, loss='plain', **kwargs):
+    "Where the host waits in each step but the first two, what is sent, and what was learned"
     import fastdist.all
-    learn = quiet(learner(n=24, bs=6, n_val=6, lr=0.05, opt=Adam, dtype=torch.float32, cbs=[Begins(), Ends()], **kwargs))
-    with learn.distrib_ctx(**ctx): learn.fit(1)
-    return learn.begins.found, learn.begins.sent
+    bs = 4 if loss == 'masked' else 6  # some worker has no label that counts
+    learn = quiet(learner(n=n, bs=bs, n_val=6, lr=0.05, opt=Adam, dtype=torch.float32, cbs=None if ctx is None else [Begins(), Ends()], loss=LOSSES[loss](),
+                          **kwargs))
+    with contextlib.nullcontext() if ctx is None else learn.distrib_ctx(**ctx): learn.fit(1)
+    return (None, None) if ctx is None else (learn.begins.found, learn.begins.sent), report(learn)
 
 
-@pytest.mark.parametrize('bn', [False, True])
-@pytest.mark.parametrize('strategy', STRATEGIES)
-def test_the_host_waits_for_no_kernel_of_a_step(gpu_worlds, strategy, bn):
-    "What all have agreed on fastdist reads a step late, when it is there. fastai reads the loss, for its average"
+@pytest.mark.parametrize('strategy,loss,n,bn', [*((s, 'plain', 24, bn) for s in STRATEGIES for bn in (False, True)),
+                                                ('ddp', 'masked', 39, False), ('zero1', 'weighted', 19, False), ('zero2', 'plain', 19, False), ('fsdp', 'weighted', 19, False)])
+def test_the_host_waits_for_no_kernel_of_a_step(gpu_worlds, strategy, loss, n, bn):
+    """What all have agreed on fastdist reads a step late, when it is there. fastai reads the loss, for its average.
+    Of 19 samples the last batch has one, and one worker none"""
     # the loss, gradients, parameters from each to all, gradients from all to each; parts that are gathered as one; forward and backward of batch norm
-    messages = dict(ddp=2, zero1=2+2, zero2=1+2+2, fsdp=1+(2+bn)*3)[strategy] + 2*bn
-    for found, sent in gpu_worlds(2)(waits, ctx_of(strategy), bn=bn, loss=CrossEntropyLossFlat()):
-        assert len(found) == 2
+    messages = dict(ddp=2, zero1=2+2, zero2=1+2+2, fsdp=1+(2+bn)*3)[strategy] + 2*bn + (loss != 'plain')
+    alone = waits(None, n, loss, bn=bn)[1] if n != 24 else None
+    for (found, sent), learned in gpu_worlds(2)(waits, ctx_of(strategy), n, loss, bn=bn):
+        assert len(found) == (8 if loss == 'masked' else 2)
+        if alone: same(learned, alone, 1e-5)
         for step, messages_of in zip(found, sent):
             assert {k: n for k, n in step.items() if k[1] != 'fastai'} == {('event', 'fastdist', 'trainer/step.py', '_agreed'): 1}, step
             assert sum(step.values()) == 2, step
             assert len(messages_of) == messages, messages_of
+
+
+def to_rank_0(sizes):
+    "What rank 0 receives of unequal parts, and by which collectives, in a group that has nccl alone"
+    import torch.distributed as dist
+    from fakegpu import nccl
+    from fastdist.comm.call import Call
+    from fastdist.world import get_rank, setup_distrib
+    setup_distrib()
+    r, group = get_rank(), dist.new_group(backend='nccl')
+    start = len(nccl.sent)
+    got = Call('to_rank_0', group, lambda c: (None, torch.full((sizes[r],), r, dtype=torch.uint8))).parts(0)
+    res = got and [(len(o), o.unique().tolist()) for o in got], [o[0] for o in nccl.sent[start:]]
+    dist.destroy_process_group(group)
+    return res
+
+
+def test_what_one_worker_gathers_makes_no_communicators(gpu_worlds):
+    "nccl makes one for each pair of workers that sends and receives; a gather takes that of the group. In two parts of 16 MB"
+    sizes = 5000, 2**24+5000, 2**24-1
+    got = gpu_worlds(3)(to_rank_0, sizes)
+    assert got[0][0] == [(s, [i]) for i, s in enumerate(sizes)] and got[1][0] is None
+    assert all(o[1] == ['all_gather_single', 'gather', 'gather'] for o in got), got
 
 
 def limits(watchdog, given=None):

@@ -150,6 +150,12 @@ class StrictNCCL(torch._C._distributed_c10d.Backend):
         def work(): self.gloo.scatter([on_cpu(t) for t in outs], [[on_cpu(t) for t in ins[0]]] if ins else [], o).wait()
         return self._call('scatter', [*outs, *(ins[0] if ins else [])], work, outs, (outs[0].numel(), opts.rootRank))
 
+    def gather(self, outs, ins, opts=None):
+        def work():
+            every = self._gather(ins[0])
+            for o, x in zip(outs[0] if outs else [], every): on_cpu(o).copy_(x)
+        return self._call('gather', [*ins, *(outs[0] if outs else [])], work, outs[0] if outs else [], (ins[0].numel(), opts.rootRank))
+
     def send(self, ts, to, tag=0): return self._call('send', ts, lambda: self.gloo.send([on_cpu(t) for t in ts], to, tag).wait(), ts)
     def recv(self, ts, of, tag=0): return self._call('recv', ts, lambda: self.gloo.recv([on_cpu(t) for t in ts], of, tag).wait(), ts)
 
