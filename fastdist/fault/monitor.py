@@ -417,7 +417,8 @@ def root_cause(e # An exception that ends this rank's work
 # %% ../../nbs/fault/03_monitor.ipynb #eba3b011
 @patch
 def _uncaught(self:Monitor, typ, e, tb):
-    if running_monitor() not in (None,self): return self.old_hook(typ, e, tb) # of an earlier group, which has been broken off
+    # of an earlier group, which has been broken off; or in a copy of this process
+    if running_monitor() not in (None,self) or self.pid!=os.getpid(): return self.old_hook(typ, e, tb)
     if self.in_main: signal.signal(signal.SIGINT, signal.SIG_IGN) # it ends
     other = self.cause_of(e, self.job) or (e if isinstance(e, RemoteError) else None)
     if isinstance(e, KeyboardInterrupt) or isinstance(other, KeyboardInterrupt) or self.interrupts.pending is not None:

@@ -7,7 +7,7 @@ __all__ = ['ended', 'shared_store', 'world_store', 'job_secret', 'init_group', '
            'keep_timeout', 'collective_timeout', 'abort_gpu_collectives', 'teardown_distrib', 'call_main']
 
 # %% ../../nbs/world/09_process_group.ipynb #f6da0eae
-import atexit,gc,os,secrets,shutil,sys,time,warnings
+import atexit,gc,multiprocessing,os,secrets,shutil,sys,time,warnings
 from contextlib import contextmanager,nullcontext
 from dataclasses import replace
 from datetime import timedelta
@@ -53,7 +53,8 @@ def _join(s, timeout=None):
 # %% ../../nbs/world/09_process_group.ipynb #e453261c
 def _leave():
     "The process ends: write that into the store; the one that holds the store lets the others end first"
-    o,e = current_world().rendezvous,getattr(sys, 'last_value', None) # what the interpreter has printed
+    if (world := current_world()).pid!=os.getpid(): return # a copy of a rank
+    o,e = world.rendezvous,getattr(sys, 'last_value', None) # what the interpreter has printed
     how = 'its script has ended' if e is None else f'it has failed: {type(e).__name__}'
     try:
         if o is None: return end_alone(how)
@@ -232,7 +233,7 @@ def init_group(cpu=False, # Train on the CPU although there are GPUs
         "or start training by `call_main`, or give each task one GPU (`--gpus-per-task=1`)")
     _make_group(s, use_cpu(cpu), kwargs, gpu)
     if get_rank()==0 and not (cpu or cpu_switch()): _tell_of(other_accelerator())
-    atexit.register(teardown_distrib)
+    atexit.register(_teardown_own)
     for f in World.begin_hooks: f()
 
 # %% ../../nbs/world/09_process_group.ipynb #a9aae390
@@ -312,6 +313,10 @@ def abort_gpu_collectives():
     return True
 
 # %% ../../nbs/world/09_process_group.ipynb #d64a0236
+def _teardown_own():
+    "At the end of a process; nothing in a copy of a rank, whose connections are the rank's"
+    if current_world().pid==os.getpid(): teardown_distrib()
+
 def teardown_distrib():
     "Leave the process group, if there is one; a second call does nothing"
     world,made = current_world(),dist.is_initialized() # it ends the world of a group that somebody else has destroyed
@@ -350,9 +355,6 @@ def call_main(main, # Called in each worker; it can be imported by name (a funct
     finally: teardown_distrib()
 
 # %% ../../nbs/world/09_process_group.ipynb #aadf5212
-def _run_main(main, args, kwargs):
-    call_main(main, *args, **kwargs)
-
 def _launch_config(s, folder):
     "torch's, for the workers of this node: under Slurm one of many, else all of them. `folder` is for what torch writes"
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
@@ -365,12 +367,18 @@ def _launch_config(s, folder):
     return LaunchConfig(min_nodes=nodes, max_nodes=nodes, nproc_per_node=s.spawn,
                         run_id='fastdist', start_method='spawn', monitor_interval=0.1, logs_specs=DefaultLogsSpecs(folder), **where)
 
+# %% ../../nbs/world/09_process_group.ipynb #7a956e9a
+def _run_main(main, args, kwargs, method):
+    # torch has spawned this process; what it starts, such as loader processes, would be spawned as well, each of which imports all again
+    multiprocessing.set_start_method(method, force=True)
+    call_main(main, *args, **kwargs)
+
 def _spawn(s, main, args, kwargs):
     "Start the workers of this node"
     from torch.distributed.launcher.api import elastic_launch
     if not use_cpu(): check_gpus(s.spawn, torch.cuda.device_count(), 'set ACCELERATE_USE_CPU=true')
     folder,undo = new_folder(),_exported(secret_env(s.spawn) if s.world_size==1 else {}) # many nodes have to agree on one
-    try: elastic_launch(_launch_config(s, str(folder)), _run_main)(main, args, kwargs)
+    try: elastic_launch(_launch_config(s, str(folder)), _run_main)(main, args, kwargs, multiprocessing.get_start_method(allow_none=True))
     finally:
         undo()
         shutil.rmtree(folder, ignore_errors=True)

@@ -1,5 +1,5 @@
 "Every way in which users start workers"
-import json, os, random, re, socket, sys, textwrap
+import json, multiprocessing, os, random, re, socket, sys, textwrap
 from functools import partial
 
 import pytest
@@ -223,11 +223,12 @@ def test_the_same_rank_twice():
 
 
 MAIN = r'''
-    import os, torch, torch.distributed as dist
+    import json, multiprocessing, os, torch, torch.distributed as dist
     from fastdist.world import *
 
     def main(x, y=0):
-        os.write(1, f'said {[get_rank(), get_world_size(), get_local_rank(), x+y, all_reduce(torch.tensor(get_rank()+1)).item()]}\n'.encode())
+        total = all_reduce(torch.tensor(get_rank()+1)).item()
+        os.write(1, f'said {json.dumps([get_rank(), get_world_size(), get_local_rank(), x+y, total, multiprocessing.get_start_method()])}\n'.encode())
 
     if __name__ == '__main__': call_main(main, 1, N, y=2)
     '''
@@ -235,11 +236,12 @@ MAIN = r'''
 
 @pytest.mark.parametrize('n', [None, 1, 3])
 def test_call_main(tmp_path, n):
+    "The workers start loader processes as the script would, by forking: spawned ones import all again, each for itself"
     (tmp_path/'s.py').write_text(textwrap.dedent(MAIN).replace(' N,', f' n={n},' if n else ''))
     res = launched([PYTHON, tmp_path/'s.py'], 120, cwd=tmp_path)
     assert res.returncode == 0 and res.left == {}, res.stderr
     n = n or 1
-    assert said(res.stdout) == [[r, n, r, 3, n*(n+1)//2] for r in range(n)]
+    assert said(res.stdout) == [[r, n, r, 3, n*(n+1)//2, multiprocessing.get_start_method()] for r in range(n)]
 
 
 def downloads(rank, folder, per_node):
