@@ -10,7 +10,7 @@ import itertools
 from fastai.basics import *
 from fastai.data.load import DataLoader as FastaiDataLoader, SkipItemException, _FakeLoader, _loaders
 from fastai.learner import _ConstantFunc
-from .adapter import Adapter
+from .adapter import Adapter, loader_ends_told
 from .partition import Counts, Partition, local_rows, shared_iter
 from .rng import WorkerRandom, begin_batch, generators_in, seed_of
 from ..fault.monitor import loader_begins
@@ -316,8 +316,9 @@ def batches(self:FastaiAdapter):
     try: it = _loaders[self.fake_l.num_workers==0](self.fake_l)
     finally: self.counted = False
     try:
-        for b,counts in it:
-            if self.dl.pin_memory and type(b)==list: b = tuple(b) # pinning has made lists of tuples
-            yield b,Counts(*counts)
+        with loader_ends_told(it):
+            for b,counts in it:
+                if self.dl.pin_memory and type(b)==list: b = tuple(b) # pinning has made lists of tuples
+                yield b,Counts(*counts)
         self.hook('after_iter')()
     finally: vars(self.dl).pop('it', None)
