@@ -85,7 +85,7 @@ def _fail(m, s, e):
 
 def _close(m, s):
     s.left = True
-    if not s.broken and s.failure is None: m._try(lambda: m.store.set(f'ack/{s.key}/{m.rank}', 'left'))
+    if not s.broken and s.failure is None: m._try(lambda: m.records.set(f'ack/{s.key}/{m.rank}', 'left'))
     if s in m.scopes: m.scopes.remove(s)
 
 # %% ../../nbs/fault/04_supervisor.ipynb #bb15b8f9

@@ -12,6 +12,7 @@ from functools import partial
 import torch.distributed as dist
 from ..notices import notice
 from .ranks import host_name
+from .secret import given_secret, open_json, signed_json
 from .store import wait_until
 
 # %% ../../nbs/world/06_arrival.ipynb #bf918839
@@ -92,16 +93,18 @@ def _greet(hall, s, name, seen):
     "Rank 0: reply to those that have come with the name of this start. A worker of an earlier one has ended, and reads no reply"
     for r in range(1, s.world_size):
         for o in hall.get(f'came/{r}').decode().split() if hall.check([f'came/{r}']) else ():
-            if o not in seen: hall.set(f'start/{o}', name)
+            if o not in seen: hall.set(f'start/{o}', signed_json(name, given_secret(s.world_size), f'start/{o}'))
             seen.add(o)
 
-def _begin(raw, s, limit):
-    "(the part of a launcher's store `raw` for this start of the workers, what rank 0 calls while it waits for them)"
+def _begin(raw, s, limit, ends):
+    """(the name of this start of the workers, what rank 0 calls while it waits for them). Each has drawn a number that rank 0 signs with it:
+    nobody else can lead a worker to an earlier start's part of the store `raw`, whose failures are signed too"""
     hall,me = dist.PrefixStore(f'{_job(s)}/came/{s.world_size}', raw),secrets.token_hex(8)
-    if s.rank==0: return dist.PrefixStore(f'{_job(s)}/{me}', raw),partial(_greet, hall, s, me, set())
+    if s.rank==0: return me,partial(_greet, hall, s, me, set())
     hall.append(f'came/{s.rank}', f'{me} ')
-    wait_until_come(s, lambda: [] if hall.check([f'start/{me}']) else [0], [dist.PrefixStore(counted_part(s), raw)], limit)
-    return dist.PrefixStore(f"{_job(s)}/{hall.get(f'start/{me}').decode()}", raw),None
+    wait_until_come(s, lambda: [] if hall.check([f'start/{me}']) else [0], [ends], limit)
+    secret = given_secret(s.world_size)
+    return open_json(hall.get(f'start/{me}'), secret, f'start/{me}', s.rank, secret is not None),None
 
 # %% ../../nbs/world/06_arrival.ipynb #5b00e1b2
 def wait_for_all(raw, # torch's store of the job
@@ -109,13 +112,14 @@ def wait_for_all(raw, # torch's store of the job
                  limit, # Seconds
                  agent=False, # Is it the launcher's, which may have started workers before?
                 ):
-    "Wait until all workers have come: the part of the store that is theirs. A `MissingRanks` names those that have not"
+    "Wait until all workers have come: (the part of the store that is theirs, its name). A `MissingRanks` names those that have not"
     ends = dist.PrefixStore(counted_part(s) if agent else f'{_job(s)}/{s.world_size}', raw)
-    store,greet = _begin(raw, s, limit) if agent and s.world_size > 1 else (ends,None)
+    name,greet = _begin(raw, s, limit, ends) if s.world_size > 1 else ('',None)
+    store = dist.PrefixStore(f'{_job(s)}/{name}', raw) if name else ends
     if store.add(f'came/{s.rank}', 1) > 1: raise ValueError(
         f"two workers say that they are rank {s.rank} of {s.world_size}: give each a rank of its own")
     def missing():
         if greet is not None: greet()
         return [r for r in range(s.world_size) if not store.check([f'came/{r}'])]
     wait_until_come(s, missing, [store] if store is ends else [store,ends], limit)
-    return store
+    return store,name

@@ -266,11 +266,11 @@ def _by_file(path, s, limit, local):
     try:
         if s.rank==0 and s.local_world_size is None: local = _all_here(path, s, limit)
         raw = _serve_by_file(path, limit, local) if s.rank==0 else _store_by_file(path, s, limit)
-        store = wait_for_all(raw, s, limit)
+        store,name = wait_for_all(raw, s, limit)
     finally:
         if s.rank==0: _clear(path)
     if s.rank==0: store.set('address', f"{'127.0.0.1' if local else _addresses()[0]}:{raw.port}")
-    return store
+    return store,name
 
 # %% ../../nbs/world/07_rendezvous.ipynb #d1e2f3a1
 class PortError(ConnectionError):
@@ -335,13 +335,13 @@ def _store_by_tcp(host, port, rank, limit, agent, local=False):
 def rendezvous(s, # `Start` that says how
                limit, # Seconds to wait for the others
               ):
-    "Wait for all workers of the job: torch's store that they share, and whether this process holds it"
+    "Wait for all workers of the job: torch's store that they share, the name of this start of them, and whether this process holds the store"
     u = urlparse(_env_url() if s.init_method=='env://' else s.init_method)
     agent = s.init_method=='env://' and has_agent()
     local = s.local_world_size==s.world_size or is_loopback(u.hostname or '')
-    if u.scheme=='file': store = _by_file(Path(u.path), s, limit, local)
-    else: store = wait_for_all(_store_by_tcp(u.hostname, u.port, s.rank, limit, agent, local), s, limit, agent)
-    return store, s.rank==0 and not agent
+    if u.scheme=='file': store,name = _by_file(Path(u.path), s, limit, local)
+    else: store,name = wait_for_all(_store_by_tcp(u.hostname, u.port, s.rank, limit, agent, local), s, limit, agent)
+    return store,name, s.rank==0 and not agent
 
 # %% ../../nbs/world/07_rendezvous.ipynb #0c33e73d
 def end_alone(how # How this process ends
