@@ -2750,6 +2750,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                         'fastdist.world.arrival._begin': ('world/arrival.html#_begin', 'fastdist/world/arrival.py'),
                                         'fastdist.world.arrival._changing_nodes': ( 'world/arrival.html#_changing_nodes',
                                                                                     'fastdist/world/arrival.py'),
+                                        'fastdist.world.arrival._check_one': ('world/arrival.html#_check_one', 'fastdist/world/arrival.py'),
                                         'fastdist.world.arrival._greet': ('world/arrival.html#_greet', 'fastdist/world/arrival.py'),
                                         'fastdist.world.arrival._job': ('world/arrival.html#_job', 'fastdist/world/arrival.py'),
                                         'fastdist.world.arrival.counted_part': ( 'world/arrival.html#counted_part',

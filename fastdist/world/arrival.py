@@ -96,12 +96,16 @@ def _greet(hall, s, name, seen):
             if o not in seen: hall.set(f'start/{o}', signed_json(name, given_secret(s.world_size), f'start/{o}'))
             seen.add(o)
 
-def _begin(raw, s, limit, ends):
+def _check_one(s, n):
+    if n > 1: raise ValueError(f"two workers say that they are rank {s.rank} of {s.world_size}: give each a rank of its own")
+
+def _begin(raw, s, limit, ends, agent=True):
     """(the name of this start of the workers, what rank 0 calls while it waits for them). Each has drawn a number that rank 0 signs with it:
     nobody else can lead a worker to an earlier start's part of the store `raw`, whose failures are signed too"""
     hall,me = dist.PrefixStore(f'{_job(s)}/came/{s.world_size}', raw),secrets.token_hex(8)
     if s.rank==0: return me,partial(_greet, hall, s, me, set())
     hall.append(f'came/{s.rank}', f'{me} ')
+    if not agent: _check_one(s, len(hall.get(f'came/{s.rank}').split())) # rank 0 may have replied to the other, and look no more
     wait_until_come(s, lambda: [] if hall.check([f'start/{me}']) else [0], [ends], limit)
     secret = given_secret(s.world_size)
     return open_json(hall.get(f'start/{me}'), secret, f'start/{me}', s.rank, secret is not None),None
@@ -114,10 +118,9 @@ def wait_for_all(raw, # torch's store of the job
                 ):
     "Wait until all workers have come: (the part of the store that is theirs, its name). A `MissingRanks` names those that have not"
     ends = dist.PrefixStore(counted_part(s) if agent else f'{_job(s)}/{s.world_size}', raw)
-    name,greet = _begin(raw, s, limit, ends) if s.world_size > 1 else ('',None)
+    name,greet = _begin(raw, s, limit, ends, agent) if s.world_size > 1 else ('',None)
     store = dist.PrefixStore(f'{_job(s)}/{name}', raw) if name else ends
-    if store.add(f'came/{s.rank}', 1) > 1: raise ValueError(
-        f"two workers say that they are rank {s.rank} of {s.world_size}: give each a rank of its own")
+    _check_one(s, store.add(f'came/{s.rank}', 1))
     def missing():
         if greet is not None: greet()
         return [r for r in range(s.world_size) if not store.check([f'came/{r}'])]

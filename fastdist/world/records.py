@@ -8,6 +8,7 @@ __all__ = ['Records']
 # %% ../../nbs/world/10_records.ipynb #8634ed7d
 from dataclasses import fields
 
+from fastcore.basics import patch
 from ..notices import notice
 from .process_group import all_sign, job_secret
 from .ranks import get_rank
@@ -34,17 +35,19 @@ class Records:
         "Write `o`"
         self.store.set(key, signed_json(o, self.secret, key))
 
-    def get(self, key, # Name
-            cls=None, # A dataclass
-           ):
-        "What a rank has written, as a `cls` if that is given; `None` if there is nothing, or nothing that a rank has written"
-        if not self.store.check([key]): return
-        try:
-            o = open_json(self.store.get(key), self.secret, key, self.rank, self.all_sign)
-            if cls is None: return o
-            if _is_a(o, cls): return cls(**o)
-            why = f"rank {self.rank}: {key} is no {cls.__name__}"
-        except SignatureError as e: why = e
-        except TypeError: why = f"rank {self.rank}: {key} lacks a part of a {cls.__name__}"
-        if not self.refused: notice(f"{why}. It is ignored, and so is what else is like that")
-        self.refused = True
+# %% ../../nbs/world/10_records.ipynb #236d23f7
+@patch
+def get(self:Records, key, # Name
+        cls=None, # A dataclass
+       ):
+    "What a rank has written, as a `cls` if that is given; `None` if there is nothing, or nothing that a rank has written"
+    if not self.store.check([key]): return
+    try:
+        o = open_json(self.store.get(key), self.secret, key, self.rank, self.all_sign)
+        if cls is None: return o
+        if _is_a(o, cls): return cls(**o)
+        why = f"rank {self.rank}: {key} is no {cls.__name__}"
+    except SignatureError as e: why = e
+    except TypeError: why = f"rank {self.rank}: {key} lacks a part of a {cls.__name__}"
+    if not self.refused: notice(f"{why}. It is ignored, and so is what else is like that")
+    self.refused = True
