@@ -116,16 +116,16 @@ def _read_summary(self:Checkpoint):
 
 # %% ../../nbs/checkpoint/01_folder.ipynb #39a56e7f
 @patch
-def verify(self:Checkpoint, part=0, # Look at the contents of every `of`-th file, from this one on
-           of=1, # Into how many parts workers divide the reading; sizes are looked at by all
+def verify(self:Checkpoint, part=0, # Look at every `of`-th file, from this one on
+           of=1, # Into how many parts workers divide the files, so that each looks at as many however many they are
           ):
     "`DamagedCheckpoint` if a file is missing, has another size, or has changed since it was written"
-    for i,(nm,want) in enumerate(sorted(self.summary['files'].items())):
+    for nm,want in sorted(self.summary['files'].items())[part::of]:
         try: check_owner(self.path/nm)
         except FileNotFoundError: raise self._damaged(nm, 'is not there') from None
         size = (self.path/nm).stat().st_size
         if size!=want['size']: raise self._damaged(nm, f"has {size} bytes, and had {want['size']}")
-        if i%of==part and file_sum(self.path/nm)!=want: raise self._damaged(nm, 'has other contents than were written (sha256)')
+        if file_sum(self.path/nm)!=want: raise self._damaged(nm, 'has other contents than were written (sha256)')
     return self
 
 # %% ../../nbs/checkpoint/01_folder.ipynb #cf4b1cc0
@@ -158,10 +158,10 @@ def finish_part(self:Draft, rank, # Who has written
     write_json(self.dir/f'part-{rank}.json', dict(info, files={nm:file_sum(self.dir/nm) for nm in files}))
 
 @patch
-def has_parts(self:Draft, n # Workers
-             ):
-    "Have all of them finished?"
-    return all((self.dir/f'part-{r}.json').exists() for r in range(n))
+def has_part(self:Draft, rank # Of a worker
+            ):
+    "Has it finished?"
+    return (self.dir/f'part-{rank}.json').exists()
 
 @patch
 def parts(self:Draft, n # Workers
@@ -240,7 +240,7 @@ def delete_old(path, # Folder of the checkpoints
     every = []
     for o in checkpoints(path):
         try: o.summary
-        except DamagedCheckpoint: continue # it is named when it would be loaded
+        except (DamagedCheckpoint,PermissionError): continue # it is named when it would be loaded
         every.append(o)
     best = best_of(every)
     for o in every[keep:]:
@@ -258,20 +258,25 @@ def _try_lock(fd):
 # %% ../../nbs/checkpoint/01_folder.ipynb #e6e67313
 class FolderLock:
     "Held by the process that writes checkpoints to a folder; a loader process that it has forked does not hold it"
+    held = set() # by this process, which the system would let have it twice
     def __init__(self, path # Folder of the checkpoints
                 ):
         self.file,self.fd = Path(path)/'.lock',None
 
     def give_back(self):
         "Let others have it"
-        if self.fd is not None: os.close(self.fd)
+        if self.fd is None: return
+        os.close(self.fd)
         self.fd = None
+        self.held.discard(self.file)
 
 # %% ../../nbs/checkpoint/01_folder.ipynb #f7c978c2
 @patch
 def take(self:FolderLock, seconds=60 # To wait for a job that ends
         ):
     "Take it; a `RuntimeError` names who has it"
+    if self.file in self.held: raise RuntimeError(f"another fit of this process, which has not ended, writes checkpoints to {self.file.parent}: "
+                                                  "give this one a folder of its own")
     fd,until = os.open(self.file, os.O_RDWR|os.O_CREAT, 0o600),time.monotonic()+seconds
     try:
         while not _try_lock(fd):
@@ -283,6 +288,7 @@ def take(self:FolderLock, seconds=60 # To wait for a job that ends
         os.ftruncate(fd, 0)
         os.pwrite(fd, f'process {os.getpid()} on {socket.gethostname()}\n'.encode(), 0)
         self.fd,fd = fd,None
+        self.held.add(self.file)
     finally:
         if fd is not None: os.close(fd)
 

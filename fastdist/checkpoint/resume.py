@@ -7,14 +7,13 @@ __all__ = ['Resume', 'resume_of']
 
 # %% ../../nbs/checkpoint/07_resume.ipynb #26181e69
 import time
-from weakref import WeakKeyDictionary
 
 from fastai.basics import *
 from ..callbacks.compression import GradientCompression, LocalSGD
 from ..callbacks.fastai_patches import trainer_of
 from .plain import attributes_of
 from .saving import Saver, every_of
-from .shared_folder import SharedFolder
+from .shared_folder import SharedFolder, fit_ended, fit_number
 from .state import (hidden_states, joined_metrics, not_saved, put_rest, put_tensors, random_of, signature, take_rest,
                                        take_tensors, users_callbacks)
 from ..data.dl import DistributedDL
@@ -102,16 +101,13 @@ def _tell(self:Resume):
           f"Going on from {self.chosen.path.name}: epoch {s['epoch']}, batch {s['batch']}", flush=True)
 
 # %% ../../nbs/checkpoint/07_resume.ipynb #3eb03360
-_ended = WeakKeyDictionary() # by learner, of each folder: how many of its fits have ended in this process
-
 @patch
 def _begin(self:Resume):
     "Before a fit: what is there of it?"
     learn = self.learn
     self._check()
     self.shared = SharedFolder(self.folder, self.many, self._agree).take()
-    self.counts = _ended.setdefault(learn, {})
-    self.fit_no = self.counts.setdefault(str(self.folder), 0)
+    self.fit_no = fit_number(self.folder, learn)
     self.chosen,self.skips,self.place = self.shared.newest(self.fit_no, signature(learn)),False,None
     self.due,self.stepped,self.between,self.stops,self.in_batch,self.depth,self.now = False,False,None,False,False,0,0
     rank,workers = (get_rank(),get_world_size()) if self.many else (0,1)
@@ -170,7 +166,7 @@ def _after_step(self:Resume):
     if not isinstance(self.learn.dl, DistributedDL) or self._keeps_batches(): return
     if self.due: self._save(self.now, self.learn.iter+1)
     if not self.on_error: return
-    self.between,self.in_batch = (stream_states(*random_of(self.learn), plain=False),self.learn.dl.streams(plain=False)),False
+    self.between,self.in_batch = self.learn.dl.streams(*random_of(self.learn), plain=False),False
 
 @patch
 def ends_after_batch(self:Resume):
@@ -262,10 +258,10 @@ def _save_after(self:Resume, e):
         return
     randoms = random_of(self.learn)
     now = stream_states(*randoms, plain=False)
-    set_stream_states(self.between[0], *randoms)
+    set_stream_states(dict(self.between, own=self.between['own'][1:]), *randoms)
     try:
         self.due = 'now'
-        self._save(self.now, self.learn.iter+(not self.in_batch), back=int(self.in_batch), streams=self.between[1])
+        self._save(self.now, self.learn.iter+(not self.in_batch), back=int(self.in_batch), streams=self.between)
     finally: set_stream_states(now, *randoms)
 
 # %% ../../nbs/checkpoint/07_resume.ipynb #b68659b9
@@ -300,7 +296,7 @@ def around_fit(self:Resume, run, # Function that makes the fit
         else:
             if self.place is not None: self._load()
             final()
-        self.counts[str(self.folder)] += 1
+        fit_ended(self.folder)
     except BaseException as e:
         self._save_after(e)
         raise

@@ -86,8 +86,9 @@ def _write(self:Saver, draft, summary, shards, rest):
 @patch
 def _commit(self:Saver, draft, summary, began):
     "Rank 0: wait for the parts of all, unless one of them could not be written"
-    while not draft.has_parts(self.n):
-        if self.error is not None or self.dropped.wait(0.02): return draft.drop()
+    for rank in range(self.n):
+        while not draft.has_part(rank):
+            if self.error is not None or self.dropped.wait(0.02): return draft.drop()
     write_index(draft, self.n)
     versions = dict(fastdist=__version__, torch=str(torch.__version__), fastai=fastai.__version__, python=platform.python_version())
     draft.commit(self.n, dict(summary, run=self.run, saved=datetime.now(timezone.utc).isoformat(timespec='seconds'),

@@ -396,10 +396,11 @@ def _misfits(self:DistributedDL, state):
 
 # %% ../../nbs/data/07_dl.ipynb #f806ce0c
 @patch
-def streams(self:DistributedDL, plain=True # As plain data? Otherwise as they are, which takes no time
+def streams(self:DistributedDL, *more, # `WorkerRandom`s of others, that are noted too
+            plain=True, # As plain data? Otherwise as they are, which takes no time
            ):
     "Where this worker's random numbers are, between two batches; not what processes of the loader draw: see `exact_streams`"
-    return stream_states(self._random, plain=plain)
+    return stream_states(self._random, *more, plain=plain)
 
 @patch
 def exact_streams(self:DistributedDL):

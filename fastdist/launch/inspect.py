@@ -10,7 +10,7 @@ import json,sys
 from argparse import ArgumentParser
 from pathlib import Path
 
-from ..checkpoint.folder import Checkpoint, DamagedCheckpoint, checkpoints
+from ..checkpoint.folder import Checkpoint, DamagedCheckpoint, ForeignCheckpoint, checkpoints
 
 # %% ../../nbs/launch/10_inspect.ipynb #f554c261
 def find_checkpoints(path, # Of one checkpoint, or of a folder of them
@@ -56,6 +56,7 @@ def describe(c # `Checkpoint`
 def _look(c):
     "(Lines about a checkpoint, is it whole?)"
     try: return [*describe(c.verify()), '  whole     yes: sizes and checksums are those that were written'],True
+    except ForeignCheckpoint as e: return [f'{c.path}', f'  whole     it cannot be told: {e.file} {e.reason}'],False
     except DamagedCheckpoint as e: return [f'{c.path}', f'  whole     NO: {e.file} {e.reason}'],False
     except PermissionError as e: return [f'{c.path}', f'  whole     it is not read: {e}'],False
 

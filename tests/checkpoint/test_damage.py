@@ -63,13 +63,14 @@ def test_none_of_a_hundred_is_loaded(tmp_path):
 def fitted(folder, epochs=2, **kwargs):
     import fastdist.all
     from fastdist.checkpoint.resume import Resume
+    from_the_start()
     learn = made(folder, **kwargs)
     Trained.steps.clear()
     learn.fit(epochs, cbs=[Resume(folder/'ckpt', every=2), Trained()])
     return found(learn), len(Trained.steps)
 
 
-def test_a_fit_goes_on_from_the_one_before(tmp_path):
+def test_a_fit_goes_on_from_the_one_before(tmp_path, capfd):
     "A damaged one is put aside; one of another model is passed over, and an error where there is no other; a fit that is called otherwise is named"
     want, n = fitted(tmp_path/'a')
     assert n == 12
@@ -95,6 +96,16 @@ def test_a_fit_goes_on_from_the_one_before(tmp_path):
     (folder/'step-00000012.4'/'summary.json').chmod(0o666)
     with pytest.warns(UserWarning, match='step-00000012.4/summary.json can be written by other users'): res, n = fitted(tmp_path/'b')
     assert n == 0 and not differ(want, res)
+    assert 'NOT saved' not in capfd.readouterr().err
+    (folder/'step-00000012.4'/'summary.json').chmod(0o600)
+    every = list(folder.glob('step-*'))
+    for o in every: (o/'rank-0.pt').unlink()
+    with pytest.raises(ValueError, match='none of the checkpoints is whole'), pytest.warns(UserWarning, match='is damaged'): fitted(tmp_path/'b')
+    with pytest.raises(ValueError, match='none of the checkpoints is whole'): fitted(tmp_path/'b')  # nor when a launcher starts it again
+    assert not {f'damaged-{o.name}' for o in every} - {o.name for o in folder.iterdir()}
+    for o in folder.glob('damaged-*'): shutil.rmtree(o)
+    res, n = fitted(tmp_path/'b')
+    assert n == 12 and not differ(want, res)
 
 
 def test_disk_full_or_read_only(tmp_path, capfd, monkeypatch):

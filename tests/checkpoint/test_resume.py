@@ -35,6 +35,12 @@ def made(path, n=22, opt=Adam, workers=0, cbs=None, dropout=.3, more=True, Data=
     return quiet(learn)
 
 
+def from_the_start():
+    "As in a process that has made no fit"
+    from fastdist.checkpoint.shared_folder import _fits
+    _fits.clear()
+
+
 class Trained(Callback):
     "Counts, in what no checkpoint has, the steps that this process makes"
     steps = []
@@ -244,6 +250,36 @@ def test_on_other_numbers_of_workers_and_strategies(worlds, opt, tmp_path):
 __all__ = [o for o in dir() if not o.startswith(('_', 'test'))]  # other files of this folder train the same
 
 
+def own_folder(path, path0):
+    "The error of a fit with a folder that only this worker sees, as on another machine's disk, and then with one that all see"
+    import fastdist.all
+    from fastdist.checkpoint.resume import Resume
+    from fastdist.world import get_rank
+    said = []
+    for folder in (path0 if get_rank() == 0 else path/f'{get_rank()}', path0):
+        learn = made(path0.parent/'learner', n=8, more=False)
+        try:
+            with learn.distrib_ctx(split_batches=True): learn.fit(1, cbs=Resume(folder/'ckpt'))
+        except OSError as e: said.append(str(e))
+    return said, len(learn.recorder.losses), list(path.iterdir()) if path.exists() else []
+
+
+def test_a_folder_that_not_all_see(world3, tmp_path):
+    for said, n, left in world3(own_folder, tmp_path/'disk', tmp_path/'shared'):
+        assert len(said) == 1 and 'rank 1 cannot write to it: it does not see what rank 0 has written there' in said[0] and n == 2 and not left, (said, n, left)
+
+
+def test_each_learner_a_folder_of_its_own(tmp_path):
+    "The second fold of a cross-validation is no repetition of the first, and a fit within a fit does not write to the same folder"
+    import fastdist.all
+    from fastdist.checkpoint.resume import Resume
+    made(tmp_path, n=8, more=False).fit(1, cbs=Resume(tmp_path/'ckpt'))
+    with pytest.raises(ValueError, match='give each one a folder of its own'): made(tmp_path, n=8, more=False).fit(1, cbs=Resume(tmp_path/'ckpt'))
+    class Within(Callback):
+        def after_batch(self): made(tmp_path, n=8, more=False).fit(1, cbs=Resume(tmp_path/'b'))
+    with pytest.raises(OSError, match='another fit of this process'): made(tmp_path, n=8, more=False, cbs=Within()).fit(1, cbs=Resume(tmp_path/'b'))
+
+
 def test_with_a_bar(tmp_path, capsys):
     "fastai's bar goes on too; a fit that has ended is told"
     from fastdist.all import Resume
@@ -259,6 +295,8 @@ def test_with_a_bar(tmp_path, capsys):
     assert 'Going on from step-00000005: epoch 0, batch 5' in fitted(12)
     out = fitted(None)
     assert 'Going on from step-00000010: epoch 1, batch 4' in out and 'Epoch 2/3' in out and 'Epoch 1/3' not in out
+    with pytest.raises(ValueError, match='another learner of this process'): fitted(None)
+    from_the_start()
     assert 'fit 0 of the script has ended before' in fitted(None)
 
 
