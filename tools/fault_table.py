@@ -34,10 +34,10 @@ PRELUDE = '''
             return x, 3*x+1
         def get(self, i): pass
 
-    def learner(get=None, num_workers=0, **kwargs):
+    def learner(get=None, num_workers=0, create_batch=fa_collate, **kwargs):
         ds,valid = Items(),Items()
         if get is not None: ds.get = get
-        dls = DataLoaders.from_dsets(ds, valid, bs=8, num_workers=num_workers)
+        dls = DataLoaders.from_dsets(ds, valid, bs=8, num_workers=num_workers, create_batch=create_batch)
         learn = Learner(dls, nn.Linear(1, 1), loss_func=MSELossFlat(), lr=0.01, **kwargs)
         if hasattr(learn, 'progress'): learn.remove_cb(learn.progress)
         return learn
@@ -131,6 +131,45 @@ def kill_launcher(proc, mark, folder):
     proc.kill()
     wait_for(lambda: not set(processes(mark))-{proc.pid}, 'the end of all workers')
     (folder/'ended').write_text(str(time.time()))
+
+
+def goes_on(code):
+    "`code` is run by rank 1, and all go on as if nothing were"
+    return """
+        setup_distrib()
+        with fail_together(watchdog=5):
+            dist.barrier()
+            if get_rank()==1:
+                fault()
+                {code}
+            for i in range(20): dist.all_reduce(torch.ones(4))
+        if get_rank()==0: print('all is well')""".replace('{code}', textwrap.dedent(code).strip().replace('\n', '\n'+' '*16))
+
+
+def send_launcher(sig):
+    "Of `during`: the launcher alone gets a signal, as from a terminal that is closed"
+    def send(proc, mark, folder):
+        wait_for(lambda: (folder/'at').exists(), 'the fault')
+        os.kill(proc.pid, sig)
+    return send
+
+
+def in_dataset(code, **kwargs):
+    "`code` is run in the process of rank 1, when it reads its sample 5"
+    return in_loader(code).replace('num_workers=1', ', '.join(f'{k}={v}' for k, v in {'num_workers': 0, **kwargs}.items()))
+
+
+def in_torch_loader(code):
+    "The same, through a loader of PyTorch's own"
+    return f"""
+        class Bad(Items):
+            def get(self, i):
+                if from_env().rank==1 and i==5:
+                    fault()
+                    {code}
+        dls = DataLoaders(*[torch.utils.data.DataLoader(Bad(), 8, shuffle=True) for _ in range(2)])
+        learn = Learner(dls, nn.Linear(1, 1), loss_func=MSELossFlat(), lr=0.01)
+        with learn.distrib_ctx(split_batches=True, watchdog=5): learn.fit(100000)"""
 
 
 def alone(code):
@@ -229,8 +268,120 @@ FAULTS = [
     Fault('evaluation of another loader', apart('learn.get_preds(ds_idx=0)', 'learn.get_preds(ds_idx=1)'), 'get_preds', rank=None),
     Fault('saves alone', apart("learn.save('m')", 'learn.validate()', 'fsdp'), 'save'),
     Fault('validates alone', apart('learn.validate()', 'dist.barrier()'), 'different calls', rank=None),
-    Fault('a callback of rank 1 validates alone', in_fit('learn.validate() # here'), WAITS),
+    Fault('a callback of rank 1 validates alone', in_fit('learn.validate() # here'), f'{WAITS}|the ranks are at different calls'),
     Fault('a callback of rank 1 saves alone', in_fit("learn.save('m') # here").replace('watchdog=5', "watchdog=5, strategy='fsdp'"), 'save'),
+    # exceptions that are not like others
+    Fault('out of GPU memory', in_fit("raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2.00 GiB') # here"), r'OutOfMemoryError: .*\s+CUDA out of memory'),
+    Fault('an exception group', loop("raise ExceptionGroup('two loads', [ValueError('no disk'), OSError('no host')]) # here"), '(?s)ExceptionGroup: two loads.*ValueError: no disk'),
+    Fault('__str__ raises', loop("""
+        class NoText(Exception):
+            def __str__(self): raise RuntimeError('no text')
+        raise NoText('no disk') # here"""), 'NoText'),
+    Fault('__reduce__ raises', loop("""
+        class NoPickle(Exception):
+            def __reduce__(self): raise TypeError('no pickle')
+        raise NoPickle('no disk') # here"""), 'NoPickle: no disk'),
+    Fault('__repr__ of its argument raises', loop("""
+        class NoRepr:
+            def __repr__(self): raise TypeError('no repr')
+        raise ValueError('no disk', NoRepr()) # here"""), 'ValueError'),
+    Fault('text that is no UTF-8', loop("raise ValueError('no disk ' + os.fsdecode(b'caf' + bytes([233]))) # here"), 'ValueError: no disk caf'),
+    Fault('a BaseException', in_fit("class Stop(BaseException): pass\nraise Stop('no disk') # here"), r'Stop: .*\s*no disk'),
+    Fault('KeyboardInterrupt by code', loop("raise KeyboardInterrupt('no disk') # here"), 'Ctrl-C|KeyboardInterrupt'),
+    Fault('SIGINT to one rank', loop('os.kill(os.getpid(), signal.SIGINT)\ntime.sleep(1000)'), 'Ctrl-C|KeyboardInterrupt'),
+    Fault('CancelledError of asyncio', loop("""
+        import asyncio
+        async def load(): raise asyncio.CancelledError('no disk') # here
+        asyncio.run(load())"""), 'CancelledError: no disk'),
+    Fault('recursion without an end', in_fit("def f(): return f() # here\nf()"), r'RecursionError: .*\s*maximum recursion depth'),
+    Fault('MemoryError', loop('bytearray(2**60) # here'), 'MemoryError'),
+    Fault('a warning as an error', in_fit("import warnings\nwarnings.simplefilter('error')\nwarnings.warn('no disk') # here"), r'UserWarning: .*\s*no disk'),
+    Fault('raises in a backward', in_fit("""
+        class F(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x): return x.clone()
+            @staticmethod
+            def backward(ctx, g): raise ValueError('no disk') # here
+        F.apply(torch.ones(2, requires_grad=True)).sum().backward()"""), r'ValueError: .*\s*no disk'),
+    # of the data
+    Fault('StopIteration in a data set', in_dataset('next(iter([])) # here'), 'StopIteration'),
+    Fault("StopIteration in PyTorch's own loader", in_torch_loader('next(iter([])) # here'), 'StopIteration'),
+    Fault('StopIteration in a loader process', in_loader('next(iter([])) # here'), 'StopIteration'),
+    Fault('raises in collate_fn', in_dataset('pass', create_batch='batch'), 'ValueError: no disk', top="""
+        def batch(b):
+            if from_env().rank==1:
+                fault()
+                raise ValueError('no disk') # here
+            return fa_collate(b)"""),
+    Fault('raises in worker_init_fn', """
+        def init(i):
+            if from_env().rank==1:
+                fault()
+                raise ValueError('no disk') # here
+        dls = DataLoaders(*[torch.utils.data.DataLoader(Items(), 8, num_workers=1, worker_init_fn=init) for _ in range(2)])
+        learn = Learner(dls, nn.Linear(1, 1), loss_func=MSELossFlat(), lr=0.01)
+        with learn.distrib_ctx(split_batches=True, watchdog=5): learn.fit(100000)""", 'ValueError: no disk'),
+    Fault('sys.exit in a loader process', in_loader('sys.exit(1)'), 'exited unexpectedly'),
+    Fault('KeyboardInterrupt in a loader process', in_loader("raise KeyboardInterrupt('no disk')"), 'exited unexpectedly|Ctrl-C|KeyboardInterrupt', rank=None),
+    Fault('no shared memory', """
+        if from_env().rank==1: # a small one, of this process's own
+            import ctypes
+            libc = ctypes.CDLL(None, use_errno=True)
+            for call,*args in ((libc.unshare, 0x20000), (libc.mount, b'none', b'/', None, 0x44000, None), (libc.mount, b'tmpfs', b'/dev/shm', b'tmpfs', 0, b'size=64k')):
+                if call(*args): raise OSError(ctypes.get_errno(), 'this row needs root')
+        def get(i):
+            if from_env().rank==1 and i==5: fault()
+        def batch(b): # a view of 4 MB, all of which is sent
+            x,y = fa_collate(b)
+            return torch.ones(10**6)[:x.numel()].view(x.shape), y
+        learn = learner(get, num_workers=1, create_batch=batch)
+        with learn.distrib_ctx(split_batches=True, watchdog=5): learn.fit(100000)""", 'shared memory|Bus error|No space left'),
+    Fault('a batch that cannot be sent', in_dataset('pass', num_workers=1, create_batch='batch'), "Can't pickle|cannot pickle|Can't get local", top="""
+        def batch(b):
+            if from_env().rank!=1: return fa_collate(b)
+            fault()
+            return (*fa_collate(b), [lambda: 0 for _ in b])"""),
+    # of the process
+    Fault('too many open files', loop("""
+        import resource
+        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir('/proc/self/fd'))+20,)*2)
+        files = globals().setdefault('files', [])
+        while True: files.append(open('/dev/null')) # here"""), 'Too many open files'),
+    Fault('SIGUSR2', loop('os.kill(os.getpid(), signal.SIGUSR2)'), 'signal 12|SIGUSR2'),
+    Fault('SIGHUP', loop('os.kill(os.getpid(), signal.SIGHUP)'), 'signal 1\\b|SIGHUP'),
+    Fault('SIGQUIT', loop('os.kill(os.getpid(), signal.SIGQUIT)'), 'signal 3\\b|SIGQUIT'),
+    Fault('the terminal is closed', loop('time.sleep(1000)'), '', rank=None, launchers=LAUNCHERS, during=send_launcher(signal.SIGHUP)),
+    Fault('Ctrl-\\\\', loop('time.sleep(1000)'), '', rank=None, launchers=LAUNCHERS, during=send_launcher(signal.SIGQUIT)),
+    Fault('the working folder is gone', loop("""
+        os.mkdir('gone')
+        os.chdir('gone')
+        os.rmdir('../gone')
+        os.getcwd() # here"""), 'FileNotFoundError'),
+    Fault('a thread fails, whose result is awaited', loop("""
+        import queue,threading
+        q = queue.Queue()
+        def load(): raise ValueError('no disk')
+        threading.Thread(target=load).start()
+        q.get() # here"""), WAITS),
+    Fault('a thread lives on', loop("""
+        import threading
+        threading.Thread(target=time.sleep, args=(1000,)).start()
+        raise ValueError('no disk') # here"""), 'ValueError: no disk'),
+    # what ends nothing
+    Fault('a fork exits in a fit', """
+        def f():
+            fault()
+            if os.fork()==0: sys.exit(3)
+            os.wait()
+        learn = learner(cbs=In(f))
+        with learn.distrib_ctx(split_batches=True, watchdog=5): learn.fit(2)
+        if get_rank()==0: print('all is well')""", 'all is well', rank=None, status=0),
+    *(Fault(name, goes_on(code), 'all is well', rank=None, status=0) for name, code in (
+        ('__del__ raises', "class F:\n    def __del__(self): raise ValueError('no disk')\nF()"),
+        ('atexit raises', "import atexit\natexit.register(int, 'no number')"),
+        ('a fork exits', "if os.fork()==0: sys.exit(3)\nos.wait()"),
+        ('a fork raises', "if os.fork()==0: raise ValueError('no disk')\nos.wait()"),
+        ('a process of its own aborts', "import multiprocessing\np = multiprocessing.get_context('fork').Process(target=os.abort)\np.start()\np.join()"))),
 ]
 
 

@@ -6,32 +6,38 @@
 __all__ = ['rank0_first', 'rank0_read']
 
 # %% ../../nbs/comm/05_rank0.ipynb #633a2613
-import io,json,pickle
+import io,pickle
+from dataclasses import asdict
 
 import torch.distributed as dist
 from ..world.ranks import get_local_rank, get_node_rank, get_rank, get_world_size, is_master
 from ..world.store import wait_until
 from ..world.errors import Failure, RemoteError, hook_uncaught
 from ..notices import notice
-from ..world.process_group import ended, job_secret, shared_store
-from ..world.secret import Unpickler, is_signed, sign
+from ..world.process_group import all_sign, ended, job_secret, shared_store
+from ..world.secret import Unpickler, is_signed, open_json, sign, signed_json
 
 # %% ../../nbs/comm/05_rank0.ipynb #1d0def23
 def _put(store, key, kind, data=b'', most=2**22):
     "Write bytes into the store, in parts of `most`, for it closes a connection that sends more than 8 MiB at once; and then of what `kind`"
     parts = [data[i:i+most] for i in range(0, len(data), most)]
     for i,p in enumerate(parts): store.set(f'{key}/{i}', p)
-    store.set(key, json.dumps((kind,len(parts))))
+    store.set(key, signed_json((kind,len(parts)), job_secret(), key))
 
 def _put_value(store, key, o):
     data = pickle.dumps(o)
     _put(store, key, 'value', sign(data, job_secret(), key)+data)
 
+def _put_failure(store, key, e):
+    _put(store, key, 'failure', signed_json(asdict(Failure.of(e)), job_secret(), f'{key}/failure').encode())
+
+def _opened(data, key): return open_json(data, job_secret(), key, get_rank(), all_sign())
+
 def _value(store, key):
     "What has been written: nothing, or a value; a failure is raised"
-    kind,n = json.loads(store.get(key))
+    kind,n = _opened(store.get(key), key)
     data = b''.join(store.get(f'{key}/{i}') for i in range(n))
-    if kind=='failure': raise Failure.from_json(data).as_error()
+    if kind=='failure': raise Failure(**_opened(data, f'{key}/failure')).as_error()
     if kind=='value': return Unpickler(io.BytesIO(data[32:]), is_signed(data, job_secret(), key, get_rank()), key, get_rank()).load()
 
 # %% ../../nbs/comm/05_rank0.ipynb #b4cb52ac
@@ -44,14 +50,14 @@ def _lead(func, args, kwargs, store, key, send):
     "In the worker that is first: call `func`, and write what it has returned, or raised"
     try: res = func(*args, **kwargs)
     except BaseException as e:
-        _put(store, key, 'failure', Failure.of(e).to_json().encode())
+        _put_failure(store, key, e)
         _ends(e)
         raise
     try: _put_value(store, key, res) if send else _put(store, key, 'done')
     except Exception as e: # it cannot be pickled
         name = getattr(func, '__name__', repr(func))
         e = TypeError(f"rank {get_rank()}: what {name} returned cannot be sent to the other workers: {e}")
-        _put(store, key, 'failure', Failure.of(e).to_json().encode())
+        _put_failure(store, key, e)
         raise e
     return res
 
@@ -109,4 +115,4 @@ def rank0_read(func, # Called in rank 0 alone
 def _forget(store, key, n):
     "The last of `n` workers to have read it takes it out of the store"
     if store.add(f'{key}/read', 1) < n: return
-    for i in range(json.loads(store.get(key))[1]): store.delete_key(f'{key}/{i}')
+    for i in range(_opened(store.get(key), key)[1]): store.delete_key(f'{key}/{i}')

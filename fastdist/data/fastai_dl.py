@@ -10,7 +10,7 @@ import itertools
 from fastai.basics import *
 from fastai.data.load import DataLoader as FastaiDataLoader, SkipItemException, _FakeLoader, _loaders
 from fastai.learner import _ConstantFunc
-from .adapter import Adapter
+from .adapter import Adapter, loader_ends_told
 from .partition import Counts, Partition, local_rows, shared_iter
 from .rng import WorkerRandom, begin_batch, generators_in, seed_of
 from ..fault.monitor import loader_begins
@@ -217,11 +217,19 @@ def _reads_whole(self:FastaiAdapter, dl):
 
 # %% ../../nbs/data/04_fastai_dl.ipynb #75dd6f43
 @patch
+def _items(self:FastaiAdapter, dl, read):
+    "The items of samples `read` that are not skipped"
+    for i in read:
+        try: o = dl.do_item(i)
+        except StopIteration as e: raise RuntimeError(f"{self.nm}: the data set raises StopIteration for sample {i}") from e # the epoch would end
+        if o is not None: yield o
+
+@patch
 def _filling(self:FastaiAdapter, dl, read):
     "An item for a share that was skipped whole, which counts for nothing; a `RuntimeError` if there is none"
     found = self.spare if self.mode=='steps' else None
     if not found and self.mode=='steps' and not self.stream:
-        found = list(itertools.islice((o for o in map(dl.do_item, self.plan.order) if o is not None), 1))
+        found = list(itertools.islice(self._items(dl, self.plan.order), 1))
     if found: return found
     raise RuntimeError(f"{self.nm}: the data set skipped all of samples {list(read)}, which leaves this worker without a batch: "
                        "remove them from the data set, or use a larger batch size")
@@ -253,8 +261,7 @@ def _read_batches(self:FastaiAdapter, dl, plan, steps):
     for k in steps:
         if self.by_batch and torch.utils.data.get_worker_info() is not None: begin_batch(seed_of(self.seed, plan.done(k)))
         read = plan.global_batch(k) if whole else plan.local_batch(k)
-        items = [o for o in map(dl.do_item, read) if o is not None]
-        yield self._batch_of(dl, items, plan.counts(k), read)
+        yield self._batch_of(dl, list(self._items(dl, read)), plan.counts(k), read)
 
 # %% ../../nbs/data/04_fastai_dl.ipynb #a51f67ec
 @patch
@@ -309,8 +316,9 @@ def batches(self:FastaiAdapter):
     try: it = _loaders[self.fake_l.num_workers==0](self.fake_l)
     finally: self.counted = False
     try:
-        for b,counts in it:
-            if self.dl.pin_memory and type(b)==list: b = tuple(b) # pinning has made lists of tuples
-            yield b,Counts(*counts)
+        with loader_ends_told(it):
+            for b,counts in it:
+                if self.dl.pin_memory and type(b)==list: b = tuple(b) # pinning has made lists of tuples
+                yield b,Counts(*counts)
         self.hook('after_iter')()
     finally: vars(self.dl).pop('it', None)

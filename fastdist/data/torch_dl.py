@@ -15,7 +15,7 @@ from fastcore.all import patch
 from torch.utils.data import (DataLoader as TorchDataLoader, DistributedSampler, IterableDataset, IterDataPipe, MapDataPipe,
                               RandomSampler, SequentialSampler, default_collate)
 
-from .adapter import Adapter
+from .adapter import Adapter, loader_ends_told
 from .partition import BatchPartition, Counts, Partition, local_rows, shared_iter
 from .rng import WorkerRandom, generators_in
 from ..fault.monitor import loader_begins
@@ -189,9 +189,15 @@ def _reader(self:TorchAdapter):
 @patch
 def batches(self:TorchAdapter):
     "Batches with their `Counts`"
-    plan,sized = self.plan,self.batched or self.rows
-    for k,(b,counts) in enumerate(self._reader()):
+    plan,sized,it,k = self.plan,self.batched or self.rows,iter(self._reader()),0
+    while True:
+        try:
+            with loader_ends_told(it): b,counts = next(it)
+        except StopIteration as e:
+            if self.stream or k==len(plan): return
+            raise RuntimeError(f"{self.nm}: the data set raises StopIteration in batch {k} of {len(plan)}") from e
         counts = plan.counts(k) if counts is None else Counts(*counts)
+        k += 1
         yield b,counts if sized else counts.unsized()
 
 # %% ../../nbs/data/03_torch_dl.ipynb #1424cd3d

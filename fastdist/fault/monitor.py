@@ -7,7 +7,7 @@ __all__ = ['Scope', 'Monitor', 'running_monitor', 'loader_begins', 'of_group', '
 
 # %% ../../nbs/fault/03_monitor.ipynb #cc018a47
 import dis,json,os,signal,sys,threading,time,traceback
-from dataclasses import asdict,dataclass,fields
+from dataclasses import asdict,dataclass
 
 import psutil, torch.distributed as dist
 from fastcore.basics import patch
@@ -17,10 +17,11 @@ from .watchdog import Beat, Watch, failure_at, frame_text, own_beat, stack_of, u
 from ..notices import notice
 from ..world.errors import (Failure, RemoteError, _base, _connections, _light, end_after_first, end_connections, has_ended, in_short,
                                    write_record, write_record_of)
-from ..world.process_group import abort_gpu_collectives, job_secret, shared_store
-from ..world.secret import SignatureError, given_secret, open_json, signed_json
+from ..world.process_group import abort_gpu_collectives, shared_store
+from ..world.records import Records
+from ..world.secret import signed_json
 from ..world.state import current_world
-from ..world.ranks import get_local_world_size, get_rank, get_world_size, host_name
+from ..world.ranks import get_rank, get_world_size, host_name
 from ..world.store import wait_until
 
 # %% ../../nbs/fault/03_monitor.ipynb #4457f8dc
@@ -47,9 +48,7 @@ class Monitor:
         self.tick = max(0.4 if isinstance(_base(store), dist.FileStore) else 0.1, self.size/1000)
         try: self.store = store.clone() # a connection of its own: one that waits keeps others from using it
         except RuntimeError: self.store = store
-        # workers of another host that were given none may not have it, and their heartbeats are needed
-        self.secret,self.all_sign = job_secret(),given_secret(self.size) is not None or get_local_world_size()==self.size
-        self.job,self.count,self.refused = Scope('job'),0,False
+        self.records,self.job,self.count = Records(self.store),Scope('job'),0
         self.scopes,self.stop_now,self.n,self.ok = [self.job],threading.Event(),0,time.monotonic()
         self.watch,self.groups,self.deadline,self.noticed,self.broken = Watch(self.size, self.ok),None,{},False,False
         self.aborted = False # have kernels that waited for other ranks been ended, so that what they were to write is garbage?
@@ -69,30 +68,6 @@ def loader_begins():
     "Called in a loader process that a rank has forked: if it crashes, the rank says where"
     begin_loader_process(getattr(running_monitor(), 'stacks', None))
 
-# %% ../../nbs/fault/03_monitor.ipynb #f30ba1a1
-def _is_a(o, cls):
-    "Can `o`, of JSON, be the fields of the dataclass `cls`?"
-    types = {f.name:f.type for f in fields(cls)}
-    return isinstance(o, dict) and all(k in types and (v is None or isinstance(v, types[k])) for k,v in o.items())
-
-# %% ../../nbs/fault/03_monitor.ipynb #5bb74691
-@patch
-def _set(self:Monitor, key, o): self.store.set(key, signed_json(o, self.secret, key))
-
-@patch
-def _get(self:Monitor, key, cls=None):
-    "What a rank has written, as a `cls` if that is given; `None` if there is nothing, or nothing that a rank has written"
-    if not self.store.check([key]): return
-    try:
-        o = open_json(self.store.get(key), self.secret, key, self.rank, self.all_sign)
-        if cls is None: return o
-        if _is_a(o, cls): return cls(**o)
-        why = f"rank {self.rank}: {key} is no {cls.__name__}"
-    except SignatureError as e: why = e
-    except TypeError: why = f"rank {self.rank}: {key} lacks a part of a {cls.__name__}"
-    if not self.refused: notice(f"{why}. It is ignored, and so is what else is like that")
-    self.refused = True
-
 # %% ../../nbs/fault/03_monitor.ipynb #34a20bd9
 @patch
 def _try(self:Monitor, f):
@@ -105,8 +80,8 @@ def _publish_failure(self:Monitor, s, f):
     "Let the others read the first failure in a scope"
     key = f'fail/{s.key}'
     def publish():
-        mine = signed_json(asdict(f), self.secret, key)
-        if self.store.compare_set(key, '', mine)!=mine.encode() and self._get(key, Failure) is None: self.store.set(key, mine)
+        mine = signed_json(asdict(f), self.records.secret, key)
+        if self.store.compare_set(key, '', mine)!=mine.encode() and self.records.get(key, Failure) is None: self.store.set(key, mine)
     self._try(publish) # somebody else may have been there, and kept it from being told
 
 # %% ../../nbs/fault/03_monitor.ipynb #32ef5336
@@ -117,7 +92,7 @@ def _leaves(stack):
 
 @patch
 def _say_left(self:Monitor, left):
-    self._try(lambda: self._set(f'beat/{self.rank}', asdict(own_beat(self.n+1, self.main, left, self.broken))))
+    self._try(lambda: self.records.set(f'beat/{self.rank}', asdict(own_beat(self.n+1, self.main, left, self.broken))))
 
 # %% ../../nbs/fault/03_monitor.ipynb #20fd8954
 @patch
@@ -143,7 +118,7 @@ def _look(self:Monitor, now):
     self.n += 1
     if self.n%10==1: self._publish()
     for s in list(self.scopes):
-        f = None if s.failure is not None or s.left else self._get(f'fail/{s.key}', Failure)
+        f = None if s.failure is not None or s.left else self.records.get(f'fail/{s.key}', Failure)
         if f is not None and f.by!=self.rank: self._receive(s, f, now)
     s = self.watched
     if s is not None and self.n%10==6: self._watch_all(now, s)
@@ -155,16 +130,16 @@ def _publish(self:Monitor):
     n_groups = len(dist.distributed_c10d._world.pg_map)
     if n_groups!=self.groups:
         port = getattr(_base(self.store), 'port', None) # the store may be in rank 0's process, and is still needed
-        self._set(f'links/{self.rank}', [o for o in _connections() if port not in (o[0][1],o[1][1])])
+        self.records.set(f'links/{self.rank}', [o for o in _connections() if port not in (o[0][1],o[1][1])])
         self.groups = n_groups
-    self._set(f'beat/{self.rank}', asdict(own_beat(self.n, self.main, stacks=self.stacks and self.stacks.fd)))
+    self.records.set(f'beat/{self.rank}', asdict(own_beat(self.n, self.main, stacks=self.stacks and self.stacks.fd)))
 
 @patch
 def others(self:Monitor, most=64 # Ranks
           ):
     "What other ranks were doing a moment ago: the fields of a `RankState` each; nothing if the store does not reply"
     if time.monotonic()-self.ok > 2: return []
-    beats = [self._try(lambda: self._get(f'beat/{r}', Beat)) for r in range(min(self.size, most)) if r!=self.rank]
+    beats = [self._try(lambda: self.records.get(f'beat/{r}', Beat)) for r in range(min(self.size, most)) if r!=self.rank]
     return [vars(b.state()) for b in beats if b is not None]
 
 # %% ../../nbs/fault/03_monitor.ipynb #73526734
@@ -172,7 +147,7 @@ def others(self:Monitor, most=64 # Ranks
 def _break_off(self:Monitor):
     "End the collectives that this rank waits in"
     for r in range(self.size):
-        if r!=self.rank: end_connections(self._try(lambda: self._get(f'links/{r}')) or [])
+        if r!=self.rank: end_connections(self._try(lambda: self.records.get(f'links/{r}')) or [])
     if self._try(abort_gpu_collectives): self.aborted = True
 
 @patch
@@ -216,7 +191,7 @@ def deliver(self:Monitor, s, # `Scope`
         if not s.left: s.failure = f
         if f.kind=='stalled': _kill_stopped_children()
         if s.left: return # it fails, or has ended, by itself, and reports it
-        self._try(lambda: self.store.set(f'ack/{s.key}/{self.rank}', 'aborted'))
+        self._try(lambda: self.records.set(f'ack/{s.key}/{self.rank}', 'aborted'))
         reacts()
         self._break_off()
     if wait_until(reacts, 1): return
@@ -245,7 +220,7 @@ def leave(self:Monitor, s # `Scope`
 def _update_watch(self:Monitor, now, limit):
     "Read the heartbeats that this rank has to; is it the one that watches?"
     def read(r):
-        b = self._get(f'beat/{r}', Beat)
+        b = self.records.get(f'beat/{r}', Beat)
         if b is not None: self.watch.update(b, now)
     for r in range(self.rank-1, -1, -1):
         read(r)
@@ -322,7 +297,7 @@ def _no_reply(self:Monitor, s, secs):
     text = (f"rank {self.rank} (host {host_name()}) stopped because the store{where} has not answered for {secs:.0f} s: "
             "the process that holds it, the launcher or rank 0, is stopped, or its machine is gone, or the network in between")
     print(f"fastdist: {text}", file=sys.stderr, flush=True)
-    self.store = dist.HashStore() # there is none any more
+    self.store = self.records.store = dist.HashStore() # there is none any more
     self.deliver(s, Failure(kind='store', text=text))
 
 # %% ../../nbs/fault/03_monitor.ipynb #b264f057
@@ -349,10 +324,10 @@ def report(self:Monitor, e, # The exception that ends this rank's work
         if at := crashes(self.stacks): f.traceback = f"{f.traceback.rstrip()}\nIts loader process:\n{at}\n"
     write_record(e, f)
     self._publish_failure(s, f)
-    self._try(lambda: self.store.set(f'ack/{s.key}/{self.rank}', 'own'))
+    self._try(lambda: self.records.set(f'ack/{s.key}/{self.rank}', 'own'))
     acks = [f'ack/{s.key}/{r}' for r in range(self.size)]
     self._try(lambda: wait_until(lambda: self.store.check(acks), self.grace+1))
-    s.broken = not self._try(lambda: self.store.check(acks) and all(self.store.get(o)!=b'aborted' for o in acks))
+    s.broken = not self._try(lambda: self.store.check(acks) and all(self.records.get(o) in ('own','left') for o in acks))
 
 # %% ../../nbs/fault/03_monitor.ipynb #187d7af9
 _lost_peer = ('Connection closed by peer','Connection reset by peer','Broken pipe','Socket closed',
@@ -380,7 +355,7 @@ def cause_of(self:Monitor, e, # The exception that this rank sees
     if self.interrupts.pending is not None: return self.interrupts.pop()
     if s.failure is not None: return s.failure.as_error()
     if not of_group(e): return
-    def found(): return self._get(f'fail/{s.key}', Failure) or self._get('fail/job', Failure)
+    def found(): return self.records.get(f'fail/{s.key}', Failure) or self.records.get('fail/job', Failure)
     f = self._try(lambda: wait_until(found, 1))
     if f is not None: return None if f.by==f.rank==self.rank else f.as_error() # what the watchdog of this rank has found is another's
     if not any(o in str(e) for o in _lost_peer): return # another error of the collective itself
@@ -397,7 +372,7 @@ def cause_of(self:Monitor, e, # The exception that this rank sees
 @patch
 def _gone(self:Monitor):
     "The `Failure` of a rank that has ended, or left, without a report; `None` if all are there"
-    def beats(): return {r:self._try(lambda: self._get(f'beat/{r}', Beat)) for r in range(self.size) if r!=self.rank}
+    def beats(): return {r:self._try(lambda: self.records.get(f'beat/{r}', Beat)) for r in range(self.size) if r!=self.rank}
     before = beats()
     time.sleep(15*self.tick)
     for r,b in beats().items():
@@ -417,7 +392,8 @@ def root_cause(e # An exception that ends this rank's work
 # %% ../../nbs/fault/03_monitor.ipynb #eba3b011
 @patch
 def _uncaught(self:Monitor, typ, e, tb):
-    if running_monitor() not in (None,self): return self.old_hook(typ, e, tb) # of an earlier group, which has been broken off
+    # of an earlier group, which has been broken off; or in a copy of this process
+    if running_monitor() not in (None,self) or self.pid!=os.getpid(): return self.old_hook(typ, e, tb)
     if self.in_main: signal.signal(signal.SIGINT, signal.SIG_IGN) # it ends
     other = self.cause_of(e, self.job) or (e if isinstance(e, RemoteError) else None)
     if isinstance(e, KeyboardInterrupt) or isinstance(other, KeyboardInterrupt) or self.interrupts.pending is not None:

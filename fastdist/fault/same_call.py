@@ -22,7 +22,7 @@ def _further(m, ranks):
     """Those of `ranks` that have begun a collective which this one has not, or have left, or ended, as `Beat`s; heartbeats are a second
     old at most"""
     mine = own_beat(0, m.main).seqs
-    beats = [m._try(lambda: m._get(f'beat/{r}', Beat)) for r in ranks if r!=m.rank]
+    beats = [m._try(lambda: m.records.get(f'beat/{r}', Beat)) for r in ranks if r!=m.rank]
     return [b for b in beats if b is not None and (b.left or any(n > mine.get(g, n) for g,n in b.seqs.items()) or has_ended(b))]
 
 # %% ../../nbs/fault/05_same_call.ipynb #10ec8ed8
@@ -61,7 +61,9 @@ def after_rank0():
     m = monitor()
     if m is None: return
     lines = '\n'.join(f'{f[0]}:{f[1]}' for f in user_frames(stack_of(threading.get_ident())))
-    n,store,key = _counted(lines)
-    if is_master(): return store.add(key, 1)
-    while not wait_until(lambda: store.add(key, 0) >= n, 1):
+    n,_,key = _counted(lines)
+    # rank 0's word, by which others read what it has saved: nobody else's
+    key = f'after_rank0/{current_world().number}/{key}'
+    if is_master(): return m.records.set(key, n)
+    while not wait_until(lambda: (m.records.get(key) or 0) >= n, 1):
         if _further(m, [0]): return

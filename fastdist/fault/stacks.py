@@ -6,7 +6,9 @@
 __all__ = ['Stacks', 'ask_stack', 'ask_children', 'begin_loader_process', 'crashes']
 
 # %% ../../nbs/fault/02_stacks.ipynb #8554efed
-import ctypes,faulthandler,os,re,signal,time
+import ctypes,faulthandler,os,re,signal,time,traceback
+from functools import partial
+from multiprocessing import queues
 
 import psutil
 from ..world.errors import shorten
@@ -105,15 +107,22 @@ def ask_children(pid, # Process of this user's on this machine
     return {o:fs for o in pids if (fs := ask_stack(o, fd))}
 
 # %% ../../nbs/fault/02_stacks.ipynb #798568c2
+def _end_unsent(fd, e, _):
+    "A thread of a loader process could not send a batch. By Python's own handler the rank would wait for it for ever"
+    text = f"Fatal Python error: a loader process cannot send a batch\n{''.join(traceback.format_exception(type(e), e, e.__traceback__))}"
+    os.write(fd, text.encode(errors='replace'))
+    os._exit(1)
+
 def begin_loader_process(stacks # `Stacks` of the rank; `None` where it has none
                         ):
-    """In a loader process: write where it was into the file of its rank, if it crashes.
+    """In a loader process: write where it was into the file of its rank, if it crashes, or cannot send what it has read.
     torch has put its own handlers over those of the rank"""
     if stacks is None or stacks.fd is None: return
     from torch.utils.data._utils import signal_handling
     faulthandler.disable()
     signal_handling._set_worker_signal_handlers() # they run after ours, and say what has happened in the words that torch's users know
     faulthandler.enable(file=stacks.fd)
+    queues.Queue._on_queue_feeder_error = staticmethod(partial(_end_unsent, stacks.fd)) # the class's: it belongs to this process alone
 
 def crashes(stacks # `Stacks` of this process
            ):

@@ -6,7 +6,7 @@
 __all__ = ['StopSignals', 'stop_together']
 
 # %% ../../nbs/fault/07_stop.ipynb #6d4d314c
-import os,signal,threading
+import os,signal,sys,threading
 from pathlib import Path
 
 from ..notices import notice
@@ -58,6 +58,22 @@ def stop_together(status, # Exit status
     notice(text if get_rank()==0 else '', status=status)
     raise Stopped(status)
 
+# %% ../../nbs/fault/07_stop.ipynb #232b16dc
+def _taken(): return [o for o in _signals if isinstance(getattr(signal.getsignal(o), '__self__', None), StopSignals)]
+
+_forking = threading.local()
+
+def _before_fork(): # until a copy of this process handles signals as it should, they wait
+    _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _taken())
+
+def _unblock(): signal.pthread_sigmask(signal.SIG_SETMASK, _forking.mask)
+
+def _starts_loader():
+    "Is this a loader process that has just been forked?"
+    f = sys._getframe(1)
+    while f is not None and f.f_globals.get('__name__')!='torch.utils.data.dataloader': f = f.f_back
+    return f is not None
+
 # %% ../../nbs/fault/07_stop.ipynb #8a134f35
 def _wait_for_parents(parent):
     "In a thread of a loader process: end when the parent says so, or has gone"
@@ -73,11 +89,11 @@ def _keep_loader(old, name='fastdist stop'):
     threading.Thread(target=_wait_for_parents, args=(os.getppid(),), daemon=True, name=name).start()
 
 def _after_fork():
-    mine = [o for o in _signals if isinstance(getattr(signal.getsignal(o), '__self__', None), StopSignals)]
+    if not (mine := _taken()): return
     for o in mine: signal.signal(o, signal.SIG_DFL)
-    if not mine: return
     from torch.utils.data._utils import signal_handling
     old = signal_handling._set_worker_signal_handlers # in this process alone
     signal_handling._set_worker_signal_handlers = lambda: _keep_loader(old)
+    if not _starts_loader(): _unblock() # a loader process keeps them blocked
 
-os.register_at_fork(after_in_child=_after_fork)
+os.register_at_fork(before=_before_fork, after_in_parent=_unblock, after_in_child=_after_fork)

@@ -63,10 +63,12 @@ def scope(watchdog # Seconds, or `None`
         if s.failure is not None and not s.raised: raise s.failure.as_error()
         if m.interrupts.pending is not None: raise m.interrupts.pop()
     except BaseException as e:
+        if m.pid!=os.getpid(): raise # it ends a copy of this process, which is no rank
         m.leave(s)
         _fail(m, s, e)
         raise
-    finally: _close(m, s)
+    finally:
+        if m.pid==os.getpid(): _close(m, s)
 
 # %% ../../nbs/fault/04_supervisor.ipynb #77323d55
 def _fail(m, s, e):
@@ -83,7 +85,7 @@ def _fail(m, s, e):
 
 def _close(m, s):
     s.left = True
-    if not s.broken and s.failure is None: m._try(lambda: m.store.set(f'ack/{s.key}/{m.rank}', 'left'))
+    if not s.broken and s.failure is None: m._try(lambda: m.records.set(f'ack/{s.key}/{m.rank}', 'left'))
     if s in m.scopes: m.scopes.remove(s)
 
 # %% ../../nbs/fault/04_supervisor.ipynb #bb15b8f9

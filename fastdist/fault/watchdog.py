@@ -7,6 +7,7 @@ __all__ = ['stack_of', 'frame_text', 'user_frames', 'RankState', 'Beat', 'own_be
 
 # %% ../../nbs/fault/00_watchdog.ipynb #cefb54a3
 import os,re,sys,threading
+from collections import Counter
 from dataclasses import dataclass,field
 
 import fastdist, torch.distributed as dist
@@ -166,11 +167,15 @@ def _behind(self:Watch, group, now, limit):
 # %% ../../nbs/fault/00_watchdog.ipynb #3acc7adf
 @patch
 def _apart(self:Watch, now, limit):
-    "All ranks wait, and at least one of them in a collective"
+    "All ranks wait, and at least one of them in a collective. Those are missing that are not where most are, if most are at one place"
     here = [b for b in self.beats.values() if not b.left]
     in_collective = lambda b: any('torch/distributed' in f[0].replace(os.sep, '/') for f in b.stack[:6])
     if len(here)!=len(self.last_beat) or len(here)==1 or any(now-self.moved[b.rank] <= limit for b in here): return
-    if any(map(in_collective, here)): return Stall(sorted(self.beats), [], now-max(self.moved.values()), 'apart')
+    if not any(map(in_collective, here)): return
+    at = {b.rank:repr((_collective_of(b.stack),(user_frames(b.stack) or b.stack)[:1])) for b in here}
+    (place,n),*_ = Counter(at.values()).most_common(1)
+    most = sorted(r for r in at if at[r]==place and len(here) > n > len(here)/2)
+    return Stall(sorted({*self.beats}-{*most}), most, now-max(self.moved.values()), 'apart')
 
 @patch
 def stalled(self:Watch, now, # Seconds
@@ -231,6 +236,6 @@ def failure(self:Watch, stall, # A `Stall`
             most=64, # Other ranks whose state the failure has, at most
            ):
     "The `Failure` that a stall is"
-    r = stall.missing[0]
-    others = [self.beats[o] for o in (*stall.missing[1:],*stall.waiting) if o in self.beats]
+    r = stall.missing[0] if stall.waiting or len(stall.missing)==1 else None # `None`: nobody knows who is right
+    others = [self.beats[o] for o in (*stall.missing,*stall.waiting) if o in self.beats and o!=r]
     return failure_at(self.beats.get(r), r, 'stalled', text, others[:most])

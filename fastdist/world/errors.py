@@ -136,6 +136,11 @@ def shorten(text, # Of an error
     return ''.join(map(cut, every))
 
 # %% ../../nbs/world/08_errors.ipynb #8e5964d4
+def _text_of(e):
+    "What `e` says; that of an exception whose own `__str__` fails is only that"
+    try: return str(e)
+    except Exception as err: return f"<its __str__ raises {type(err).__name__}>"
+
 def _remake(e):
     "(arguments, attributes) from which an exception like `e` can be made; (`None`, ...) where they are more than numbers and strings"
     try: _,args,*state = e.__reduce__()
@@ -148,7 +153,8 @@ def _remake(e):
 def of(cls:Failure, e # An exception
       ):
     "The `Failure` that `e` is in this rank; of a `RemoteError`, that of the other rank"
-    if isinstance(e, RemoteError): return replace(e.failure, text=e.failure.text or str(e), by=get_rank())
+    other = e.failure if isinstance(e, RemoteError) else vars(e).get('_failure')
+    if other is not None: return replace(other, text=other.text or str(e), by=get_rank())
     e = _light(e)
     tb = _user_frames(e.__traceback__)
     text = ''.join(traceback.format_exception(type(e), e, tb))
@@ -156,7 +162,7 @@ def of(cls:Failure, e # An exception
     at = (frames[-1].filename, frames[-1].lineno, frames[-1].name) if frames else ('', None, '')
     args,state = _remake(e)
     kind = 'interrupt' if isinstance(e, KeyboardInterrupt) else 'stopped' if isinstance(e, Stopped) else 'error'
-    return cls(get_rank(), host_name(), kind, type(e).__qualname__, shorten(str(e)), shorten(text), *at, pid=os.getpid(),
+    return cls(get_rank(), host_name(), kind, type(e).__qualname__, shorten(_text_of(e)), shorten(text), *at, pid=os.getpid(),
                    module=type(e).__module__, args=args, state=state)
 
 # %% ../../nbs/world/08_errors.ipynb #97573e1d
@@ -173,10 +179,14 @@ def exception(self:Failure):
     except Exception: return # many exceptions cannot be made from their arguments
 
 # %% ../../nbs/world/08_errors.ipynb #e85b60be
+def _of_another(e, f):
+    e._failure = f # whose it is, for the error record
+    return e
+
 @patch
 def as_error(self:Failure):
     "The exception that this rank raises because of it"
-    if self.kind=='interrupt': return KeyboardInterrupt(f"Ctrl-C in rank {self.rank}")
+    if self.kind=='interrupt': return _of_another(KeyboardInterrupt(f"Ctrl-C in rank {self.rank}"), self)
     if self.kind=='stopped': return Stopped(*self.args)
     me = f"rank {get_rank()} stopped because"
     if self.kind in ('stalled','store'): msg = self.text
@@ -212,7 +222,7 @@ def write_record(e, # The exception that ends this rank's work
     if not file: return
     e = _light(e)
     text = shorten(''.join(traceback.format_exception(type(e), e, _user_frames(e.__traceback__))))
-    try: _write(file, f, shorten(f'{type(e).__name__}: {e}'), text)
+    try: _write(file, f, shorten(f'{type(e).__name__}: {_text_of(e)}'), text)
     except OSError as err: print(f"fastdist: rank {get_rank()} cannot write its error record: {err}", file=sys.stderr)
 
 def read_record(data # What is in an error file, as a `dict`

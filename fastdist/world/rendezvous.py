@@ -18,8 +18,8 @@ import psutil, torch, torch.distributed as dist
 from ..env import is_host
 from ..notices import notice
 from .ranks import check_rank, env_int, from_env, use_cpu
-from .arrival import counted_part, has_agent, wait_for_all, write_end
-from .loopback import is_loopback, loopback_socket, loopback_store
+from .arrival import counted_part, has_agent, wait_for_all, wait_until_come, write_end
+from .loopback import is_loopback, loopback_id, loopback_socket, loopback_store
 from .store import wait_until
 
 # %% ../../nbs/world/07_rendezvous.ipynb #f23461d6
@@ -202,23 +202,48 @@ def _addresses():
     return sorted(found, key=lambda o: o.startswith('127.'))
 
 # %% ../../nbs/world/07_rendezvous.ipynb #9daec2f9
+def _replace(path, text):
+    new = path.with_name(f'{path.name}.{secrets.token_hex(8)}')
+    new.touch(0o600)
+    new.write_text(text)
+    os.replace(new, path)
+
+def _reply(path, ask, rank): return path.with_name(f'{path.name}.{ask}.{rank}')
+
+def _unanswered(path, ask, n): return [r for r in range(1, n) if not _reply(path, ask, r).exists()]
+
+def _all_here(path, s, limit):
+    "Rank 0: are all workers on this machine?"
+    ask = secrets.token_hex(8)
+    _replace(path, json.dumps(dict(ask=ask)))
+    wait_until_come(s, lambda: _unanswered(path, ask, s.world_size), [], limit)
+    return all(_reply(path, ask, r).read_text()==loopback_id() for r in range(1, s.world_size))
+
+def _clear(path):
+    "Take the file away, and the replies to whoever has asked by it, those of a run that was killed too"
+    for o in os.listdir(path.parent):
+        if o==path.name or re.fullmatch(re.escape(path.name)+r'\.[0-9a-f]{16}\.\d+', o): path.with_name(o).unlink(missing_ok=True)
+
+# %% ../../nbs/world/07_rendezvous.ipynb #1f1d5e00
 def _serve_by_file(path, limit, local=False):
     "Rank 0: start a store, and write its address into the file; `local`: are all workers on this machine?"
     if local: store = loopback_store(limit=limit)
     else: store = dist.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=limit))
     nonce = secrets.token_hex(8)
     store.set('nonce', nonce)
-    new = path.with_name(f'{path.name}.{nonce}')
-    new.touch(0o600)
-    new.write_text(json.dumps(dict(addresses=['127.0.0.1'] if local else _addresses(), port=store.port, nonce=nonce)))
-    os.replace(new, path)
+    _replace(path, json.dumps(dict(addresses=['127.0.0.1'] if local else _addresses(), port=store.port, nonce=nonce)))
     return store
 
-def _find_by_file(path, limit):
-    "The others: the store whose address is in the file, `None` if it is not there yet"
+def _find_by_file(path, s, limit, late):
+    """The others: the store whose address is in the file, `None` if it is not there yet. If rank 0 asks there, reply, and let `late` be
+    those that have not replied yet"""
     try: o = json.loads(path.read_text())
     except (OSError,ValueError): return # not yet there, or not ours
-    for a in o['addresses'] if isinstance(o, dict) and 'nonce' in o else ():
+    if not isinstance(o, dict): return
+    if re.fullmatch('[0-9a-f]{16}', ask := str(o.get('ask'))):
+        if not (mine := _reply(path, ask, s.rank)).exists(): _replace(mine, loopback_id())
+        late[:] = _unanswered(path, ask, s.world_size)
+    for a in o['addresses'] if 'nonce' in o else ():
         try:
             socket.create_connection((a, o['port']), timeout=1).close()
             store = dist.TCPStore(a, o['port'], is_master=False, wait_for_workers=False, timeout=timedelta(seconds=limit))
@@ -226,13 +251,26 @@ def _find_by_file(path, limit):
         except (OSError,dist.DistError): pass
 
 # %% ../../nbs/world/07_rendezvous.ipynb #5077d5f3
-def _store_by_file(path, rank, limit, local=False):
-    "torch's store, by a file that all nodes share"
-    if rank==0: return _serve_by_file(path, limit, local)
-    store = wait_until(partial(_find_by_file, path, limit), limit, lambda: notice(f"rank {rank} waits for rank 0 to write {path}"))
+def _store_by_file(path, s, limit):
+    "The others: torch's store, by a file that all nodes share"
+    late = []
+    def say(): notice(f"rank {s.rank} waits for {f'ranks {late}' if late else f'rank 0 to write {path}'}")
+    store = wait_until(partial(_find_by_file, path, s, limit, late), limit, say)
+    if store is None and late: wait_until_come(s, lambda: late, [], 0)
     if store is None: raise TimeoutError(
-        f"rank {rank} waited {limit} s for rank 0 to write {path}: is it running, and is the folder one that all nodes share?")
+        f"rank {s.rank} waited {limit} s for rank 0 to write {path}: is it running, and is the folder one that all nodes share?")
     return store
+
+def _by_file(path, s, limit, local):
+    "The part of a store that is for all workers, by a file"
+    try:
+        if s.rank==0 and s.local_world_size is None: local = _all_here(path, s, limit)
+        raw = _serve_by_file(path, limit, local) if s.rank==0 else _store_by_file(path, s, limit)
+        store,name = wait_for_all(raw, s, limit)
+    finally:
+        if s.rank==0: _clear(path)
+    if s.rank==0: store.set('address', f"{'127.0.0.1' if local else _addresses()[0]}:{raw.port}")
+    return store,name
 
 # %% ../../nbs/world/07_rendezvous.ipynb #d1e2f3a1
 class PortError(ConnectionError):
@@ -297,17 +335,13 @@ def _store_by_tcp(host, port, rank, limit, agent, local=False):
 def rendezvous(s, # `Start` that says how
                limit, # Seconds to wait for the others
               ):
-    "Wait for all workers of the job: torch's store that they share, and whether this process holds it"
+    "Wait for all workers of the job: torch's store that they share, the name of this start of them, and whether this process holds the store"
     u = urlparse(_env_url() if s.init_method=='env://' else s.init_method)
     agent = s.init_method=='env://' and has_agent()
     local = s.local_world_size==s.world_size or is_loopback(u.hostname or '')
-    if u.scheme=='file': raw = _store_by_file(Path(u.path), s.rank, limit, local)
-    else: raw = _store_by_tcp(u.hostname, u.port, s.rank, limit, agent, local)
-    store = wait_for_all(raw, s, limit, agent)
-    if u.scheme=='file' and s.rank==0:
-        Path(u.path).unlink(missing_ok=True)
-        store.set('address', f"{'127.0.0.1' if local else _addresses()[0]}:{raw.port}")
-    return store, s.rank==0 and not agent
+    if u.scheme=='file': store,name = _by_file(Path(u.path), s, limit, local)
+    else: store,name = wait_for_all(_store_by_tcp(u.hostname, u.port, s.rank, limit, agent, local), s, limit, agent)
+    return store,name, s.rank==0 and not agent
 
 # %% ../../nbs/world/07_rendezvous.ipynb #0c33e73d
 def end_alone(how # How this process ends

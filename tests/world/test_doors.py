@@ -112,16 +112,18 @@ def under_attack(folder, no_secret):
     from fastdist.world import all_gather_list, get_rank, rank0_first, rank0_read, setup_distrib, world_store
     from fastdist.comm.objects import from_rank0
     from fastdist.fault.supervisor import monitor
+    from fastdist.world.errors import Failure
+    from fastdist.world.secret import signed_json
     from fastdist.world.state import current_world
     setup_distrib()
     bomb, r = pickle.dumps(Bomb(folder)), get_rank()
     intruder = dist.TCPStore(os.environ['MASTER_ADDR'], int(os.environ['MASTER_PORT']), is_master=False, wait_for_workers=False)
     came, = intruder.get('fastdist//came/2/came/1').decode().split()[-1:]
-    job = f"fastdist//{intruder.get(f'fastdist//came/2/start/{came}').decode()}"
+    job = f"fastdist//{json.loads(intruder.get(f'fastdist//came/2/start/{came}')[64:])}"
     def write(**keys):
         for k, v in keys.items(): intruder.set(f'{job}/{k}', v)
     def here(): dist.barrier()
-    if no_secret: current_world().cache['secret'] = monitor().secret = None
+    if no_secret: current_world().cache['secret'] = monitor().records.secret = None
     here()
     world_store().set('x', [1, Path('a')])
     here()
@@ -133,27 +135,32 @@ def under_attack(folder, no_secret):
     res = [caught(lambda: world_store().get('x')), caught(lambda: world_store().get('x', rank=0))]
     if r:
         res += [caught(lambda: rank0_first(len, 'ab')), caught(lambda: rank0_read(len, 'ab'))]
+        if not no_secret:  # that rank 0 is done, or has asked all to end well, in the form of a rank that has no secret
+            none, end = b'0'*64, Failure(0, 'n1', 'stopped', args=[0]).to_json().encode()
+            write(**{'rank0/first/3': none+b'["done", 0]', 'rank0/first/4': none+b'["failure", 1]', 'rank0/first/4/0': none+end})
+            res += [caught(lambda: rank0_first(len, 'ab')), caught(lambda: rank0_first(len, 'ab'))]
     here()
     res.append(caught(lambda: all_gather_list([r, 'text'])))
     res.append(caught(lambda: from_rank0({'x': (1, 2.)})))
     res.append([o if isinstance(o, tuple) else len(o) for o in [caught(lambda: all_gather_list(Path('a')))]][0])
     from fastdist.fault.monitor import Scope
-    from fastdist.world.errors import Failure
     m = monitor()
     def looked(n): wait_for(lambda: m.n > n+2 or not m.threads[0].is_alive(), 'the monitors have looked at it')
     forged, places = Failure(1, 'n1', text='forged', by=7).to_json().encode(), ('fail/job', 'beat/0', 'links/0', 'ack/job/0')
-    wrong = [bomb, b'{', b'[1]', b'0'*64+b'[1]', b'0'*64+b'{"rank": "x"}'] + ([] if no_secret else [forged, b'0'*64+forged, b'1'*64+forged])
+    # with the same secret, but of another start of the workers
+    replayed = signed_json(json.loads(forged), next(iter(current_world().secrets.values())), 'fail/job').encode()
+    wrong = [bomb, b'{', b'[1]', b'0'*64+b'[1]', b'0'*64+b'{"rank": "x"}'] + ([] if no_secret else [forged, b'0'*64+forged, b'1'*64+forged, replayed])
     for o in wrong:  # without a secret anybody's JSON is a worker's
         if r: write(**{f'fault/{k}': o for k in places})
         here()
         looked(m.n)
         m.others()  # reads heartbeats
-    res.append([m.threads[0].is_alive(), m.job.failure is None, m.refused])
+    res.append([m.threads[0].is_alive(), m.job.failure is None, m.records.refused])
     if r: m.store.set('fail/9/9', wrong[-1])
     here()
     if not r: m._publish_failure(Scope('9/9'), Failure(0, 'n1', text='true'))
     here()
-    res.append(m._get('fail/9/9', Failure).text)
+    res.append(m.records.get('fail/9/9', Failure).text)
     return res
 
 
@@ -165,7 +172,8 @@ def test_intruder(world2, tmp_path, no_secret):
     assert os.listdir(here) == []
     for r, (value, by0, *rank0, every, first, objects, monitors, told) in enumerate(res):
         assert value == ('value/x', r, True) and by0 == ('by/0/x', r, True)
-        assert rank0 == ([('first/1', 1, True), ('read/2', 1, True)] if r else [])
+        keys = ['first/1', 'read/2', *([] if no_secret else ['first/3', 'first/4'])]
+        assert rank0 == ([(k, 1, True) for k in keys] if r else [])
         assert every == [[0, 'text'], [1, 'text']] and first == {'x': (1, 2.)}  # plain data needs no secret
         assert objects == (('message', r, True) if no_secret else 2)
         assert monitors == [True, True, True] and told == 'true'  # what is forged ends nothing, and does not keep a failure from being told

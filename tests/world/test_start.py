@@ -1,5 +1,5 @@
 "Every way in which users start workers"
-import json, os, random, re, socket, sys, textwrap
+import json, multiprocessing, os, random, re, socket, sys, textwrap
 from functools import partial
 
 import pytest
@@ -58,6 +58,13 @@ def by_hand(url, rank, world_size, again=False, timeout=200):
     return res, left
 
 
+def listening(url, rank, n):
+    import psutil
+    from fastdist.world import distributed_init
+    distributed_init(url, rank=rank, world_size=n)
+    return sorted({c.laddr.ip for c in psutil.Process().net_connections('inet') if c.status == 'LISTEN'})
+
+
 def each(n, fn, *args, envs=None, timeout=90):
     "`fn(rank, *args)` in n processes"
     return started(lambda: fn(int(os.environ['I']), *args), [{'I': str(i), **(envs[i] if envs else {})} for i in range(n)], timeout=timeout)
@@ -88,9 +95,12 @@ def test_file(tmp_path, left):
         store = dist.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)  # its port is another's now
         path.write_text(json.dumps(dict(addresses=['127.0.0.1'], port=store.port, nonce='x')))
     if left == 'rubbish': path.write_bytes(b'\0\xff{')
+    if left == 'of a run that was killed': (tmp_path/'meet.0123456789abcdef.2').write_text('here')  # rank 2 had replied to its rank 0
     for _ in range(2):
         for r, o in enumerate(each(3, lambda r: by_hand(url, r, 3))): assert o[0][0] == [r, 3, r, 3, 0, 'none', [0, 1, 2]] and o[1] == [], o
         assert not list(tmp_path.iterdir())
+    # the store, and gloo; nothing says beforehand that all are on one machine
+    if left == 'nothing': assert each(3, lambda r: listening(url, r, 3)) == [['127.0.0.1']]*3
 
 
 def test_env_without_local_rank():
@@ -223,11 +233,12 @@ def test_the_same_rank_twice():
 
 
 MAIN = r'''
-    import os, torch, torch.distributed as dist
+    import json, multiprocessing, os, torch, torch.distributed as dist
     from fastdist.world import *
 
     def main(x, y=0):
-        os.write(1, f'said {[get_rank(), get_world_size(), get_local_rank(), x+y, all_reduce(torch.tensor(get_rank()+1)).item()]}\n'.encode())
+        total = all_reduce(torch.tensor(get_rank()+1)).item()
+        os.write(1, f'said {json.dumps([get_rank(), get_world_size(), get_local_rank(), x+y, total, multiprocessing.get_start_method()])}\n'.encode())
 
     if __name__ == '__main__': call_main(main, 1, N, y=2)
     '''
@@ -235,11 +246,12 @@ MAIN = r'''
 
 @pytest.mark.parametrize('n', [None, 1, 3])
 def test_call_main(tmp_path, n):
+    "The workers start loader processes as the script would, by forking: spawned ones import all again, each for itself"
     (tmp_path/'s.py').write_text(textwrap.dedent(MAIN).replace(' N,', f' n={n},' if n else ''))
     res = launched([PYTHON, tmp_path/'s.py'], 120, cwd=tmp_path)
     assert res.returncode == 0 and res.left == {}, res.stderr
     n = n or 1
-    assert said(res.stdout) == [[r, n, r, 3, n*(n+1)//2] for r in range(n)]
+    assert said(res.stdout) == [[r, n, r, 3, n*(n+1)//2, multiprocessing.get_start_method()] for r in range(n)]
 
 
 def downloads(rank, folder, per_node):

@@ -114,6 +114,7 @@ def _run(line, rank, setup, call):
     "Call the function, and send its value or its failure; has it returned?"
     shell = _start_shell(line if rank==0 else None) if setup['notebook'] else None
     from fastdist.world.errors import Failure # imports fastai, after there is a shell
+    pid = os.getpid()
     try:
         _apply_settings(setup)
         import torch
@@ -123,8 +124,9 @@ def _run(line, rank, setup, call):
         try: value = func(*args, **kwargs)
         finally:
             if shell is not None: shell.events.trigger('post_execute') # shows the plots that are left
-        if rank==0: _send_value(line, value, known, setup['folder'], setup['name'])
+        if rank==0 and os.getpid()==pid: _send_value(line, value, known, setup['folder'], setup['name'])
     except BaseException as e:
+        if os.getpid()!=pid: raise # a copy that the function has forked
         from fastdist.fault.monitor import root_cause
         line.send('failed', Failure.of(root_cause(e)))
         return False
