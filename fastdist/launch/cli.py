@@ -193,7 +193,9 @@ def _show_failure(failures, folder, n):
     elsewhere = 0 not in logs and record is not None and record.kind!='store'
     if not elsewhere and (why := _why(rank, record, logs)): print(why, file=sys.stderr)
     (how,code),log = _how(process, record),logs.get(rank)
-    print(f"fastdist: worker {rank} {how} first, and ended the job{f'; its output is in {log.parent}' if log else ''}", file=sys.stderr)
+    who = f"worker {rank} {how} first, and"
+    if record is not None and record.kind=='stalled' and record.rank is None: who = "workers were stuck at different calls, which" # nobody was first
+    print(f"fastdist: {who} ended the job{f'; its output is in {log.parent}' if log else ''}", file=sys.stderr)
     return code
 
 # %% ../../nbs/launch/05_cli.ipynb #46e45ee3
