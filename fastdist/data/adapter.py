@@ -124,7 +124,7 @@ def expected(self:Adapter):
 @contextmanager
 def loader_ends_told(it # An iterator of torch's
                     ):
-    "The end of a loader process whose batch is on its way is told as that: torch would look for it in vain, and name a file or a connection"
+    "The end of a loader process whose batch is on its way is told as that: torch would name a file or a connection that it looked for"
     try: yield
     except (OSError,EOFError) as e:
         tb = e.__traceback__

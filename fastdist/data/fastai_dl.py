@@ -221,7 +221,8 @@ def _items(self:FastaiAdapter, dl, read):
     "The items of samples `read` that are not skipped"
     for i in read:
         try: o = dl.do_item(i)
-        except StopIteration as e: raise RuntimeError(f"{self.nm}: the data set raises StopIteration for sample {i}") from e # the epoch would end
+        except StopIteration as e: # it would end the epoch
+            raise RuntimeError(f"{self.nm}: the data set raises StopIteration for sample {i}") from e
         if o is not None: yield o
 
 @patch

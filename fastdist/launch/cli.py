@@ -194,7 +194,8 @@ def _show_failure(failures, folder, n):
     if not elsewhere and (why := _why(rank, record, logs)): print(why, file=sys.stderr)
     (how,code),log = _how(process, record),logs.get(rank)
     who = f"worker {rank} {how} first, and"
-    if record is not None and record.kind=='stalled' and record.rank is None: who = "workers were stuck at different calls, which" # nobody was first
+    if record is not None and record.kind=='stalled' and record.rank is None: # nobody was first
+        who = "workers were stuck at different calls, which"
     print(f"fastdist: {who} ended the job{f'; its output is in {log.parent}' if log else ''}", file=sys.stderr)
     return code
 

@@ -100,8 +100,8 @@ def _check_one(s, n):
     if n > 1: raise ValueError(f"two workers say that they are rank {s.rank} of {s.world_size}: give each a rank of its own")
 
 def _begin(raw, s, limit, ends, agent=True):
-    """(the name of this start of the workers, what rank 0 calls while it waits for them). Each has drawn a number that rank 0 signs with it:
-    nobody else can lead a worker to an earlier start's part of the store `raw`, whose failures are signed too"""
+    """(the name of this start of the workers, what rank 0 calls while it waits for them). Each has drawn a number that rank 0 signs
+    with it: nobody else can lead a worker to an earlier start's part of the store `raw`, whose failures are signed too"""
     hall,me = dist.PrefixStore(f'{_job(s)}/came/{s.world_size}', raw),secrets.token_hex(8)
     if s.rank==0: return me,partial(_greet, hall, s, me, set())
     hall.append(f'came/{s.rank}', f'{me} ')

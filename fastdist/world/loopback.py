@@ -19,7 +19,7 @@ def loopback_env():
     return {k:nic for k in ('GLOO_SOCKET_IFNAME','NCCL_SOCKET_IFNAME') if nic and k not in os.environ}
 
 def loopback_id():
-    "The same in processes that reach each other over loopback: the machine since it was started, and its network, of which containers have their own"
+    "The same in processes that reach each other over loopback: the machine since its start, and its network; containers have their own"
     try: return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/net')}"
     except OSError: return f'{socket.gethostname()} {uuid.getnode()}' # a system without /proc
 

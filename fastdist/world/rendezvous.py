@@ -335,7 +335,7 @@ def _store_by_tcp(host, port, rank, limit, agent, local=False):
 def rendezvous(s, # `Start` that says how
                limit, # Seconds to wait for the others
               ):
-    "Wait for all workers of the job: torch's store that they share, the name of this start of them, and whether this process holds the store"
+    "Wait for all workers of the job: torch's store that they share, the name of this start, and whether this process holds the store"
     u = urlparse(_env_url() if s.init_method=='env://' else s.init_method)
     agent = s.init_method=='env://' and has_agent()
     local = s.local_world_size==s.world_size or is_loopback(u.hostname or '')

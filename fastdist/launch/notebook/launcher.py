@@ -253,7 +253,8 @@ def error(self:_Workers):
         if p.exitcode==-signal.SIGKILL: how += " (out of memory?)"
         text = _tail(f'{self.log_dir}/rank{r}.err.log')
         return _error(f"rank {r} of {self.n} {how}, without a traceback{text and '. The last that it has written is:'}{text}{logs}", r)
-    res = _error(f"{'the workers' if f.rank is None else f'rank {f.rank} of {self.n}'} failed:\n{_short_traceback(f.traceback or f.text).rstrip()}{logs}", failure=f)
+    who = 'the workers' if f.rank is None else f'rank {f.rank} of {self.n}'
+    res = _error(f"{who} failed:\n{_short_traceback(f.traceback or f.text).rstrip()}{logs}", failure=f)
     res.__cause__ = f.exception()
     return res
 
