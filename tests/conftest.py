@@ -130,6 +130,11 @@ def in_turn(items):
     return kept
 
 
+# what takes half a minute and more, or waits for most of its time: one that began as the last would keep a core idle
+LONG = ('test_as_they_stand', 'test_killed_at_random_moments', 'test_one_training', 'test_tutorials.py', 'test_two_hosts.py', 'test_elastic.py', 'test_composed',
+        'test_optimizers', 'test_more_backwards', 'test_either_order')
+
+
 def pytest_collection_modifyitems(config, items):
     wanted = core()
     for item in items:
@@ -138,7 +143,7 @@ def pytest_collection_modifyitems(config, items):
     if config.option.keyword or any('::' in o for o in config.args): return  # what is asked for by its name runs
     kept = in_turn(items)
     config.hook.pytest_deselected(items=[o for o in items if o not in set(kept)])
-    items[:] = kept
+    items[:] = sorted(kept, key=lambda o: not any(name in o.nodeid for name in LONG))
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -6,7 +6,7 @@
 __all__ = ['read_config', 'main']
 
 # %% ../../nbs/launch/05_cli.ipynb #0dd7271b
-import argparse,os,shlex,signal,subprocess,sys
+import os,shlex,signal,subprocess,sys
 from contextlib import contextmanager,nullcontext
 from importlib.machinery import PathFinder
 from importlib.metadata import entry_points
@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import psutil
 from ..env import check_gpus
-from .machine import n_cores, n_gpus, nearest, plural, startup_seconds, thread_env, why_cpu
+from .machine import Parser, n_cores, n_gpus, nearest, plural, startup_seconds, thread_env, why_cpu
 from .nodes import node_range, own_options, rendezvous, slurm_srun
 from .watch import end_noticed, guarded, notices_shown
 from .processes import end_processes, handlers_kept, send_signal, torch_quiet
@@ -58,7 +58,7 @@ def _parse(args):
         meant = nearest(unknown[0].partition('=')[0].replace('_', '-'), known, '`fastdist launch --help` lists them')
         p.error(f"{unknown[0]}: there is no such option: {meant}")
     before = args[:len(args)-len(a.training_script_args)-1]
-    rest = own_options(argparse.ArgumentParser(add_help=False, allow_abbrev=False)).parse_known_args(before)[1]
+    rest = own_options(Parser(add_help=False, allow_abbrev=False)).parse_known_args(before)[1]
     return p,a,[o for o in rest if o not in ('--','--cpu','--multi_gpu','--multi-gpu')] # `_plan` sets these
 
 # %% ../../nbs/launch/05_cli.ipynb #7532a7a1

@@ -7,11 +7,11 @@ __all__ = ['choose', 'main']
 
 # %% ../../nbs/launch/11_export.ipynb #79f478b4
 import os,sys
-from argparse import ArgumentParser
 from pathlib import Path
 
 from ..checkpoint.folder import DamagedCheckpoint, best_of
 from .inspect import find_checkpoints
+from .machine import Parser
 
 # %% ../../nbs/launch/11_export.ipynb #52f742cb
 def choose(found, # `Checkpoint`s, the newest first
@@ -44,7 +44,7 @@ def _write(c, file):
 def main(args # Arguments after `fastdist export`
         ):
     "Write the weights of a checkpoint to one file; the exit status"
-    p = ArgumentParser('fastdist export', description="Write the model's weights in a checkpoint to one plain file: "
+    p = Parser('fastdist export', description="Write the model's weights in a checkpoint to one plain file: "
                        "model.pth for learn.load('model', with_opt=False), or model.safetensors.")
     p.add_argument('path', help="the folder of Resume, of which the newest checkpoint is taken, or one of the folders step-... in it")
     p.add_argument('file', type=Path, help="what to write: a name that ends in .pth or .safetensors")

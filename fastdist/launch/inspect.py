@@ -7,10 +7,10 @@ __all__ = ['find_checkpoints', 'human_size', 'describe', 'main']
 
 # %% ../../nbs/launch/10_inspect.ipynb #0c0b63cd
 import json,sys
-from argparse import ArgumentParser
 from pathlib import Path
 
 from ..checkpoint.folder import Checkpoint, DamagedCheckpoint, ForeignCheckpoint, checkpoints
+from .machine import Parser
 
 # %% ../../nbs/launch/10_inspect.ipynb #f554c261
 def find_checkpoints(path, # Of one checkpoint, or of a folder of them
@@ -63,7 +63,7 @@ def _look(c):
 def main(args # Arguments after `fastdist inspect`
         ):
     "Print what is in checkpoints; the exit status"
-    p = ArgumentParser('fastdist inspect', description="Print what is in checkpoints, and whether they are whole: the newest, or all. "
+    p = Parser('fastdist inspect', description="Print what is in checkpoints, and whether they are whole: the newest, or all. "
                        "The exit status is 1 where one is damaged.")
     p.add_argument('path', help="the folder of Resume, or one of the folders step-... in it")
     p.add_argument('--all', action='store_true', help="all checkpoints of the folder, the newest first")

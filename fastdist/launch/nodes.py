@@ -6,9 +6,10 @@
 __all__ = ['own_options', 'light_parser', 'node_address', 'slurm_srun', 'node_range', 'rendezvous']
 
 # %% ../../nbs/launch/04_nodes.ipynb #4e77962a
-import argparse,os,re,socket
+import os,re,socket
 import psutil
 from ..env import is_host
+from .machine import Parser
 
 # %% ../../nbs/launch/04_nodes.ipynb #ac1ab729
 def own_options(p # Parser, which gets the options that are not Accelerate's
@@ -24,7 +25,7 @@ def _add(p, name, **kwargs): p.add_argument(*dict.fromkeys((f'--{name}', f"--{na
 def light_parser(prog # Name of the command, for errors
                 ):
     "Parser of the options that name nodes, workers and devices; Accelerate's, of all options, takes seconds to import"
-    p = own_options(argparse.ArgumentParser(prog, add_help=False, allow_abbrev=False))
+    p = own_options(Parser(prog, add_help=False, allow_abbrev=False))
     for o in ('num-processes','num-machines','machine-rank','main-process-port'): _add(p, o, type=int)
     for o in ('main-process-ip','config-file'): _add(p, o)
     _add(p, 'cpu', action='store_true')

@@ -8,7 +8,7 @@ __all__ = ['main']
 # %% ../../nbs/launch/06_slurm.ipynb #6b80eace
 import argparse,os,re,shlex,shutil,subprocess,sys
 from pathlib import Path
-from .machine import n_threads, plural
+from .machine import Parser, n_threads, plural
 
 # %% ../../nbs/launch/06_slurm.ipynb #03c5c58c
 _usage = "fastdist slurm --nodes N (--gpus G | --workers W) [options] script.py [arguments of the script]"
@@ -59,7 +59,7 @@ def _run_options(add):
 
 def _parser():
     "The parser of `fastdist slurm`"
-    p = argparse.ArgumentParser('fastdist slurm', usage=_usage, description=_help, allow_abbrev=False,
+    p = Parser('fastdist slurm', usage=_usage, description=_help, allow_abbrev=False,
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
     for f in (_size_options,_file_options,_run_options): f(p.add_argument)
     p.add_argument('-m', dest='module', action='store_true', help="what to run is a module, as in `python -m`")

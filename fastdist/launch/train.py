@@ -7,7 +7,7 @@ __all__ = ['keys', 'check_devices', 'read_config', 'train', 'launch_args', 'main
 
 # %% ../../nbs/launch/08_train.ipynb #4398c9ec
 import inspect,math,os,re,shlex,textwrap
-from argparse import ArgumentParser,RawDescriptionHelpFormatter
+from argparse import RawDescriptionHelpFormatter
 from contextlib import contextmanager,nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ from urllib.parse import urlparse
 
 from .config_file import Source, function_signature, import_function, toml
 from ..env import check_gpus, is_host
-from .machine import n_gpus, nearest, plural, why_cpu
+from .machine import Parser, n_gpus, nearest, plural, why_cpu
 
 # %% ../../nbs/launch/08_train.ipynb #819c0ed8
 @dataclass
@@ -359,7 +359,7 @@ def _is_worker():
     except ValueError as e: raise SystemExit(f"fastdist train: {e}") from None
 
 def _parser():
-    p = ArgumentParser('fastdist train', usage="fastdist train [-h] [--dry-run] config.toml [key=value ...]",
+    p = Parser('fastdist train', usage="fastdist train [-h] [--dry-run] config.toml [key=value ...]",
                        description="Train a fastai Learner on many workers, as a config has it.",
                        epilog=_config_help(), formatter_class=RawDescriptionHelpFormatter)
     p.add_argument('config', help="file of the config")

@@ -12,6 +12,8 @@ from contextlib import contextmanager,nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from importlib import import_module
+from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
 from urllib.parse import urlparse
@@ -322,6 +324,19 @@ def abort_gpu_collectives():
         for _,_,backend in found: backend.abort()
     return True
 
+# %% ../../nbs/world/09_process_group.ipynb #5b1e86a8
+_MESH_CACHES = ('debug._clear_sharding_prop_cache', '_collective_utils.MeshTopoInfo.build_from_mesh.cache_clear',
+                '_redistribute.clear_redistribute_planner_cache', '_redistribute._gen_transform_infos.cache_clear',
+                '_sharding_prop.ShardingPropagator._propagate_tensor_meta_cached.cache_clear')
+
+def _forget_meshes():
+    "Empty torch's caches of sharded tensors: they hold groups that have ended, each with a thread of gloo's that wakes 100 times a second"
+    if 'torch.distributed.tensor' not in sys.modules: return
+    for name in _MESH_CACHES:
+        module,_,clear = name.partition('.')
+        try: attrgetter(clear)(import_module(f'torch.distributed.tensor.{module}'))()
+        except (ImportError, AttributeError): pass # another torch's: the thread stays, nothing else
+
 # %% ../../nbs/world/09_process_group.ipynb #d64a0236
 def _teardown_own():
     "At the end of a process; nothing in a copy of a rank, whose connections are the rank's"
@@ -334,6 +349,7 @@ def teardown_distrib():
         world.end()
         gc.collect() # wrappers in cycles hold the group, whose threads abort the process if they outlive it
         dist.destroy_process_group()
+        _forget_meshes()
         gc.collect()
     state = accelerate_state()
     if state is None or not made and getattr(state, 'num_processes', 0)==1: return # none, where it was not made to the end

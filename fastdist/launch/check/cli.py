@@ -12,7 +12,7 @@ import psutil
 from . import node
 from .node import size
 from .report import Report, Sent, Silent, receive
-from ..machine import may_have_gpu, n_cores, n_gpus, plural, startup_seconds, why_cpu
+from ..machine import Parser, may_have_gpu, n_cores, n_gpus, plural, startup_seconds, why_cpu
 from ..nodes import light_parser, node_address
 from ..processes import end_processes, handlers_kept
 
@@ -106,7 +106,7 @@ _examples = """examples:
   srun -N2 --ntasks-per-node=2 fastdist check           (instead of your `srun ... python train.py`)"""
 
 def _parser():
-    p = argparse.ArgumentParser(
+    p = Parser(
         prog='fastdist check', usage='fastdist check [-n N] [--shared DIR] [--timeout SECONDS] [options of `fastdist launch`]',
         description=_description, epilog=_examples, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = p.add_argument
