@@ -95,8 +95,8 @@ def pytest_configure(config):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config):
-    "One more than cores, for there is always a test that waits; not so many that processes are started for nothing"
-    return min(len(os.sched_getaffinity(0)) + 1, 4)
+    "Two more than cores, for there are always tests that wait; not so many that processes are started for nothing"
+    return min(len(os.sched_getaffinity(0)) + 2, 6)
 
 
 @pytest.hookimpl(optionalhook=True)

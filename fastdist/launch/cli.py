@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import psutil
 from ..env import check_gpus
-from .machine import Parser, n_cores, n_gpus, nearest, plural, startup_seconds, thread_env, why_cpu
+from .machine import Parser, n_cores, n_gpus, nearest, plural, quiet_env, startup_seconds, thread_env, why_cpu
 from .nodes import node_range, own_options, rendezvous, slurm_srun
 from .watch import end_noticed, guarded, notices_shown
 from .processes import end_processes, handlers_kept, send_signal, torch_quiet
@@ -82,6 +82,7 @@ def _worker_env(a, cpu, n, cores, screen):
     "What is added to the environment of the `n` workers here. `screen`: is rank 0 one of them? `None` where nothing is redirected"
     res = dict(ACCELERATE_USE_CPU='true') if cpu else {}
     if 'PYTHONFAULTHANDLER' not in os.environ: res['PYTHONFAULTHANDLER'] = '1' # a crash in C says where in Python it was
+    res.update(quiet_env())
     if a.num_cpu_threads_per_process is None: res.update(thread_env(cores, n))
     if screen is not None: res['PET_REDIRECTS'] = ','.join(f"{i}:{0 if i==0 and screen else 3}" for i in range(n))
     return res

@@ -21,6 +21,7 @@ def test_one_training(way, n, kind, tmp_path):
     print(f'| {way} | {kind} | {n} | {found["seconds"]:.1f} s to the first step |')
     assert found['n'] == n
     assert found['weights'] == pytest.approx(plain(), abs=1e-6) and abs(found['weights'][0]-0.5) > 0.1
+    if way == 'fastdist launch': assert 'Warning' not in found['stderr'], found['stderr']  # of fastai's import; see which of these are cold
 
 
 def script(folder, text, name='s.py'):

@@ -183,6 +183,25 @@ launch_in_notebook(keeps, n=1)
     assert kernel.run(f"Net().load_state_dict({re.search(r'load_state_dict.(torch.load.*?pth.*?[)])', r.error['evalue'])[1]})").status == 'ok'
 
 
+def test_what_a_cell_can(kernel):
+    "Magics and commands of the shell; prints that come too fast are joined, and none is lost; a question that nobody can answer"
+    r = kernel.run("""
+def like_a_cell():
+    for i in range(10000): print('line', i)
+    %time print('timed')
+    !echo from the shell
+    try: input('name? ')
+    except EOFError as e: print(e)
+    return 6*7
+print(launch_in_notebook(like_a_cell, n=1))
+""")
+    assert r.status == 'ok', r.shown
+    lines = r.text.splitlines()
+    assert [o for o in lines if o.startswith('line ')] == [f'line {i}' for i in range(10000)]
+    assert 'from the shell' in lines and any('Wall time' in o for o in lines) and 'rank 0: a worker cannot ask' in r.text and lines[-1] == '42', lines[10000:]
+    assert r.types.count('stream') < 100, len(r.types)
+
+
 def test_interrupt(kernel):
     "The kernel's interrupt ends all workers, and their loader processes"
     kernel.run("""

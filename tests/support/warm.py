@@ -10,7 +10,7 @@ How: a *seed* is a process that has imported what is needed, has no thread, and 
 before it runs anything. Asked for a new process, the seed forks twice; the one in between ends, and Linux gives the orphan to the process
 that has asked, which is a "child subreaper" meanwhile: so it can wait for it, as for a child of its own.
 """
-import array, ctypes, fcntl, importlib, io, json, os, runpy, signal, socket, struct, subprocess, sys, threading, types
+import array, ctypes, fcntl, importlib, io, json, os, runpy, signal, socket, struct, subprocess, sys, threading, time, types
 from contextlib import contextmanager
 
 COLD = 'FASTDIST_TEST_COLD'
@@ -61,9 +61,11 @@ def _serve(sock):
         between = os.fork()
         if between == 0:
             if req['within']: _join(req['within'])
+            between = os.getpid()
             if pid := os.fork():
                 os.write(write, str(pid).encode())
                 os._exit(0)
+            while os.getppid() == between: time.sleep(0.0005)  # it asks who its parent is only when that is settled
             os.close(read), os.close(write), sock.close()
             return req, fds
         os.close(write)

@@ -6,7 +6,7 @@
 __all__ = ['launch_in_notebook']
 
 # %% ../../../nbs/launch/notebook/03_launcher.ipynb #ba45cc7d
-import json,linecache,os,re,shutil,signal,socket,sys,time
+import itertools,json,linecache,os,re,shutil,signal,socket,sys,time
 from contextlib import ExitStack,contextmanager,suppress
 from multiprocessing.connection import AuthenticationError,Connection,answer_challenge,deliver_challenge,wait
 from types import ModuleType
@@ -16,7 +16,7 @@ from fastai.basics import *
 from torch.distributed.elastic.multiprocessing import LogsDest,LogsSpecs,start_processes
 from ...data.rng import rng_state
 from ...env import check_gpus
-from ..machine import n_cores, n_gpus, thread_env, why_cpu
+from ..machine import n_cores, n_gpus, quiet_env, thread_env, why_cpu
 from .serialize import namespace, pack, unpack, why_not
 from ..logs import last_words
 from ..processes import handlers_kept, send_signal, torch_quiet
@@ -40,7 +40,8 @@ def _worker_envs(n, cpu, port):
     "What is added to the environment of each worker, by rank; `port` is that of the store of the rendezvous"
     both = dict(WORLD_SIZE=n, LOCAL_WORLD_SIZE=n, GROUP_RANK=0, MASTER_ADDR='127.0.0.1', MASTER_PORT=port,
                 FASTDIST_LAUNCHER='launch_in_notebook', TORCHELASTIC_USE_AGENT_STORE='True',
-                TORCHELASTIC_RESTART_COUNT=0, PYTHONUNBUFFERED=1, **thread_env(n_cores(), n), **secret_env(n), **loopback_env())
+                TORCHELASTIC_RESTART_COUNT=0, PYTHONUNBUFFERED=1, **thread_env(n_cores(), n), **quiet_env(), **secret_env(n),
+                **loopback_env())
     if cpu: both['ACCELERATE_USE_CPU'] = 'true'
     return {r:{k:str(v) for k,v in dict(both, RANK=r, LOCAL_RANK=r).items()} for r in range(n)}
 
@@ -85,11 +86,12 @@ _program = "import sys; sys.path[:] = {path}; from fastdist.launch.notebook.work
 
 class _Workers:
     "`n` fresh processes that run a function together; they get `setup`, what they have to know, and `call`, the function in bytes"
-    grace,patience = 1.,3. # seconds: for others to report what they see of a failure; to end
+    grace,patience,pause = 1.,3.,0.2 # seconds: for others to report what they see of a failure; to end; between two outputs of what is printed
     def __init__(self, n, envs, log_dir, setup, call):
         self.n,self.envs,self.log_dir,self.setup,self.call = n,envs,log_dir,setup,call
         self.lines,self.tails,self.failures = {},{},[] # connection -> rank; open logs of rank 0; (rank, `Failure`) of what has failed
         self.value,self.since,self.ctx,self.result,self.quiet = None,None,None,None,0.
+        self.texts,self.shown = [],0. # (stream, text) that wait to be shown; when others were
         self.ended = {} # by rank: when its process was seen to have ended
         self.folder = new_folder() # the path of a socket has to be short
         self.listener = socket.socket(socket.AF_UNIX)
@@ -132,12 +134,27 @@ def is_done(self:_Workers):
     self.result = self.ctx.wait(0)
     return self.result is not None
 
+# %% ../../../nbs/launch/notebook/03_launcher.ipynb #f1e7ad7b
+_most = 200_000 # characters shown at once: with five outputs a second, what a Jupyter server lets through (1 MB/s) before it drops messages
+
+def _shortened(text):
+    if len(text) <= _most: return text
+    return f"{text[:_most//2]}\n[fastdist: {len(text)-_most//2*2:,} characters left out: too many to show in a second]\n{text[-(_most//2):]}"
+
+@patch
+def show(self:_Workers):
+    "Show what was printed; pieces of a line, and lines, together: each output that a notebook flushes waits for another thread"
+    for name,parts in itertools.groupby(self.texts, key=lambda o: o[0]): getattr(sys, name).write(_shortened(''.join(text for _,text in parts)))
+    self.texts,self.shown = [],time.monotonic()
+    sys.stdout.flush()
+
 # %% ../../../nbs/launch/notebook/03_launcher.ipynb #27c5cac1
 @patch
 def handle(self:_Workers, rank, kind, *args):
     "Show, or note, what a worker has sent"
-    if kind=='stream': getattr(sys, args[0]).write(args[1])
-    elif kind=='display': _shell().display_pub.publish(args[0], args[1], transient=args[2], update=args[3])
+    if kind=='stream': return self.texts.append(args)
+    self.show()
+    if kind=='display': _shell().display_pub.publish(args[0], args[1], transient=args[2], update=args[3])
     elif kind=='clear': _shell().display_pub.clear_output(*args)
     elif kind=='value': self.value, = args
     elif kind=='failed':
@@ -162,8 +179,8 @@ def accept(self:_Workers):
 def show_rest(self:_Workers):
     "Show what programs that rank 0 has started, and libraries that are not Python, have written"
     for name,f in self.tails.items():
-        if text := f.read(): self.handle(0, 'stream', name, text)
-    sys.stdout.flush()
+        if text := f.read(): self.texts.append((name, text))
+    self.show()
 
 # %% ../../../nbs/launch/notebook/03_launcher.ipynb #a98a798b
 @patch
@@ -171,13 +188,23 @@ def receive(self:_Workers, timeout):
     "Handle the messages that are there; wait for one for `timeout` seconds"
     ready = wait([self.listener, *self.lines], timeout)
     for o in ready:
-        if o is self.listener: self.accept(); continue
-        try: msg = o.recv()
-        except (EOFError,OSError): del self.lines[o]
-        else: self.handle(self.lines[o], *msg)
-    if ready and time.monotonic() < self.quiet+1: return sys.stdout.flush()
-    self.quiet = time.monotonic()
+        if o is self.listener: self.accept()
+        else: self.read(o)
+    now = time.monotonic()
+    if ready and now < self.quiet+1:
+        if self.texts and now > self.shown+self.pause: self.show()
+        return
+    self.quiet = now
     self.show_rest() # not in the middle of a line
+
+@patch
+def read(self:_Workers, line, n=1000):
+    "Handle the messages of one worker, `n` at most: others, and whether they still run, are looked at in between"
+    try:
+        for _ in range(n):
+            self.handle(self.lines[line], *line.recv())
+            if not line.poll(): return
+    except (EOFError,OSError): self.lines.pop(line, None)
 
 # %% ../../../nbs/launch/notebook/03_launcher.ipynb #4f9cf1e6
 @patch
@@ -189,6 +216,7 @@ def interrupt(self:_Workers):
     end = time.monotonic()+self.patience
     with suppress(Exception): # the interrupt has come in the middle of a message
         while self.lines and time.monotonic() < end: self.receive(0.1)
+        self.show()
 
 @patch
 def close(self:_Workers):

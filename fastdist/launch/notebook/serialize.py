@@ -14,6 +14,8 @@ from fastai.basics import *
 # %% ../../../nbs/launch/notebook/00_serialize.ipynb #e930978f
 def _set_state(o, state): vars(o).update(state)
 
+def _own_shell(): return sys.modules['IPython'].get_ipython()
+
 class _Packer(cloudpickle.Pickler):
     "Writes objects to a file, and notes in `sent` what of `ns` has a name there; sends only the name of those that are `known`, by name"
     def __init__(self, file, ns, known=None):
@@ -23,6 +25,7 @@ class _Packer(cloudpickle.Pickler):
     def persistent_id(self, o): return self.known.get(id(o))
 
     def reducer_override(self, o):
+        if 'IPython' in sys.modules and isinstance(o, sys.modules['IPython'].InteractiveShell): return _own_shell,() # of who reads it: `%time`, `!ls`
         if isinstance(o, Recorder): return copyreg.__newobj__,(type(o),),vars(o),None,None,_set_state
         named = isinstance(o, (type,types.FunctionType)) and o.__module__=='__main__' and self.ns.get(o.__qualname__) is o
         if named: self.sent[o.__qualname__] = o

@@ -44,6 +44,8 @@ class _Stream(io.TextIOBase):
     def buffer(self): return self.old.buffer
 
 # %% ../../../nbs/launch/notebook/01_worker.ipynb #f505822d
+_widget = 'application/vnd.jupyter.widget-view+json'
+
 def _start_shell(line):
     "Make the shell of IPython that `get_ipython()` returns in this process"
     from IPython.core.displaypub import DisplayPublisher
@@ -51,6 +53,7 @@ def _start_shell(line):
     from traitlets.config import Config
     class Publisher(DisplayPublisher):
         def publish(self, data, metadata=None, source=None, *, transient=None, update=False, **kwargs):
+            data = {k:v for k,v in data.items() if k!=_widget} # its text is shown: the notebook's process does not have the widget
             if line is not None and line.is_mine: line.send('display', data, metadata or {}, transient or {}, update)
             elif not update: print(data.get('text/plain', ''))
         def clear_output(self, wait=False):
@@ -132,6 +135,12 @@ def _run(line, rank, setup, call):
         return False
     return True
 
+# %% ../../../nbs/launch/notebook/01_worker.ipynb #70a82204
+class _NoInput(io.TextIOWrapper):
+    "Instead of `sys.stdin`: `input` and the debugger say why nobody answers"
+    def readline(self, *args):
+        raise EOFError(f"rank {os.environ['RANK']}: a worker cannot ask, for it has no keyboard: ask in a cell, and pass the answer to the function")
+
 # %% ../../../nbs/launch/notebook/01_worker.ipynb #26233073
 def main():
     "Be a worker: the address of the notebook comes from the command line, the rank from the environment; ends the process"
@@ -141,6 +150,6 @@ def main():
     setup,call = conn.recv(),conn.recv_bytes()
     threading.Thread(target=_end_with, args=(conn,setup['pid']), daemon=True).start()
     line = _Line(conn)
-    sys.argv,sys.stdin = [''],open(os.devnull)
+    sys.argv,sys.stdin = [''],_NoInput(open(os.devnull, 'rb'))
     if rank==0: sys.stdout,sys.stderr = (_Stream(line, o) for o in ('stdout','stderr'))
     sys.exit(0 if _run(line, rank, setup, call) else 1)
