@@ -25,7 +25,7 @@ class _Packer(cloudpickle.Pickler):
     def persistent_id(self, o): return self.known.get(id(o))
 
     def reducer_override(self, o):
-        if 'IPython' in sys.modules and isinstance(o, sys.modules['IPython'].InteractiveShell): return _own_shell,() # of who reads it: `%time`, `!ls`
+        if isinstance(o, getattr(sys.modules.get('IPython'), 'InteractiveShell', ())): return _own_shell,() # `%time`, `!ls`: the reader's
         if isinstance(o, Recorder): return copyreg.__newobj__,(type(o),),vars(o),None,None,_set_state
         named = isinstance(o, (type,types.FunctionType)) and o.__module__=='__main__' and self.ns.get(o.__qualname__) is o
         if named: self.sent[o.__qualname__] = o

@@ -139,7 +139,8 @@ def _run(line, rank, setup, call):
 class _NoInput(io.TextIOWrapper):
     "Instead of `sys.stdin`: `input` and the debugger say why nobody answers"
     def readline(self, *args):
-        raise EOFError(f"rank {os.environ['RANK']}: a worker cannot ask, for it has no keyboard: ask in a cell, and pass the answer to the function")
+        raise EOFError(f"rank {os.environ['RANK']}: a worker cannot ask, for it has no keyboard: "
+                       "ask in a cell, and pass the answer to the function")
 
 # %% ../../../nbs/launch/notebook/01_worker.ipynb #26233073
 def main():
