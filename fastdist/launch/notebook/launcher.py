@@ -135,7 +135,7 @@ def is_done(self:_Workers):
     return self.result is not None
 
 # %% ../../../nbs/launch/notebook/03_launcher.ipynb #f1e7ad7b
-_most = 200_000 # characters shown at once: with five outputs a second, what a Jupyter server lets through (1 MB/s) before it drops messages
+_most = 200_000 # characters shown at once: five times a second, they are what a Jupyter server lets through (1 MB/s)
 
 def _shortened(text):
     if len(text) <= _most: return text
@@ -144,7 +144,8 @@ def _shortened(text):
 @patch
 def show(self:_Workers):
     "Show what was printed; pieces of a line, and lines, together: each output that a notebook flushes waits for another thread"
-    for name,parts in itertools.groupby(self.texts, key=lambda o: o[0]): getattr(sys, name).write(_shortened(''.join(text for _,text in parts)))
+    for name,parts in itertools.groupby(self.texts, key=lambda o: o[0]):
+        getattr(sys, name).write(_shortened(''.join(text for _,text in parts)))
     self.texts,self.shown = [],time.monotonic()
     sys.stdout.flush()
 
