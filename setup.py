@@ -27,6 +27,7 @@ setup(
     extras_require=dict(dev=cfg['dev_requirements'].split()),
     packages=find_packages(include=[name, f"{name}.*"]),
     include_package_data=False,
+    package_data={name: ['py.typed']},
     entry_points=dict(
         console_scripts=cfg['console_scripts'].split(),
         **{'torchrun.logs_specs': [f'{name}={name}.launch.logs:RankLogs']},  # PET_LOGS_SPECS=fastdist: where workers' output goes

@@ -2432,6 +2432,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                        'fastdist.trainer.args.check_own': ('trainer/args.html#check_own', 'fastdist/trainer/args.py'),
                                        'fastdist.trainer.args.check_precision': ( 'trainer/args.html#check_precision',
                                                                                   'fastdist/trainer/args.py'),
+                                       'fastdist.trainer.args.explained': ('trainer/args.html#explained', 'fastdist/trainer/args.py'),
                                        'fastdist.trainer.args.make_accelerator': ( 'trainer/args.html#make_accelerator',
                                                                                    'fastdist/trainer/args.py'),
                                        'fastdist.trainer.args.not_default': ('trainer/args.html#not_default', 'fastdist/trainer/args.py')},

@@ -33,7 +33,8 @@ class Parser(ArgumentParser):
     def parse_known_args(self, args=None, namespace=None):
         a,rest = super().parse_known_args(args, namespace)
         for o in self._actions:
-            if o.nargs is None and o.default!=[] and getattr(a, o.dest, None)==[]: self.error(f"argument {'/'.join(o.option_strings)}: expected one argument")
+            if o.nargs is None and o.default!=[] and getattr(a, o.dest, None)==[]:
+                self.error(f"argument {'/'.join(o.option_strings)}: expected one argument")
         return a,rest
 
 # %% ../../nbs/launch/00_machine.ipynb #5c0bda0e

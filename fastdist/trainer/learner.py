@@ -20,6 +20,7 @@ from ..fault.supervisor import handler_kept, scope
 from ..data.dl import DistributedDL
 from ..strategy.base import check_trainable
 from ..strategy.forward_proxy import ForwardProxy
+from .args import explained
 from .loaders import plain_dls
 from .step import draws_of
 from .trainer import DistributedTrainer
@@ -64,6 +65,7 @@ def _joins(learn, cb):
 
 # %% ../../nbs/trainer/07_learner.ipynb #b0d2e9a8
 @patch
+@explained
 @delegates(DistributedTrainer)
 def to_distributed(self:Learner,
     sync_bn=True, # Take batch norm's statistics from the global batch?
@@ -108,6 +110,7 @@ def _context(learn, cb, resumes, in_notebook):
 # %% ../../nbs/trainer/07_learner.ipynb #336655a0
 @patch
 @contextmanager
+@explained
 @delegates(DistributedTrainer)
 def distrib_ctx(self:Learner,
     sync_bn=True, # Take batch norm's statistics from the global batch?

@@ -7,6 +7,7 @@ __all__ = ['DistributedTrainer']
 
 # %% ../../nbs/trainer/06_trainer.ipynb #c62ede3a
 from contextlib import ExitStack, contextmanager
+from typing import Literal
 
 from fastai.basics import *
 from ..callbacks.activation_stats import ActivationStats, gather_stats
@@ -23,7 +24,7 @@ from ..model.activation_checkpoint import checkpoint_activations
 from ..model.batchnorm import GlobalBatchNorm, sync_batch_norm
 from ..model.compile import compile_model
 from ..model.foreach import Foreach
-from ..strategy.base import inner_opt, same_everywhere, whole_model
+from ..strategy.base import Strategy, inner_opt, same_everywhere, whole_model
 from ..strategy.select import close_strategy, make_strategy
 from .args import accelerator_args, check_args, check_launch, check_own, check_precision, make_accelerator, not_default
 from .evaluation import Evaluation, same_log
@@ -42,7 +43,7 @@ class DistributedTrainer(FollowsModel):
     def __init__(self,
         sync_bn=True, # Take batch norm's statistics from the global batch?
         watchdog=watchdog_time, # Seconds, or a `timedelta`, that workers wait for one that does not come; `None` for as long as it takes
-        strategy=None, # 'ddp', 'zero1', 'zero2', 'fsdp', 'hsdp', 'dp', 'auto', or a `Strategy`; else that of plugins or launcher, or 'ddp'
+        strategy:Literal['ddp','zero1','zero2','fsdp','hsdp','dp','auto']|Strategy=None, # By default that of plugins or launcher, or 'ddp'
         activation_checkpointing=False, # Compute activations again in the backward pass? `True`, or the modules in which to do it
         offload_to_cpu=False, # Keep what activation checkpointing keeps in CPU memory?
         **kwargs

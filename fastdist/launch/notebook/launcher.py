@@ -86,7 +86,7 @@ _program = "import sys; sys.path[:] = {path}; from fastdist.launch.notebook.work
 
 class _Workers:
     "`n` fresh processes that run a function together; they get `setup`, what they have to know, and `call`, the function in bytes"
-    grace,patience,pause = 1.,3.,0.2 # seconds: for others to report what they see of a failure; to end; between two outputs of what is printed
+    grace,patience,pause = 1.,3.,0.2 # seconds: for others to report what they see of a failure; to end; between outputs of what is printed
     def __init__(self, n, envs, log_dir, setup, call):
         self.n,self.envs,self.log_dir,self.setup,self.call = n,envs,log_dir,setup,call
         self.lines,self.tails,self.failures = {},{},[] # connection -> rank; open logs of rank 0; (rank, `Failure`) of what has failed
@@ -139,7 +139,8 @@ _most = 200_000 # characters shown at once: five times a second, they are what a
 
 def _shortened(text):
     if len(text) <= _most: return text
-    return f"{text[:_most//2]}\n[fastdist: {len(text)-_most//2*2:,} characters left out: too many to show in a second]\n{text[-(_most//2):]}"
+    head,tail,left = text[:_most//2],text[-(_most//2):],len(text)-_most//2*2
+    return f"{head}\n[fastdist: {left:,} characters left out: too many to show in a second]\n{tail}"
 
 @patch
 def show(self:_Workers):
