@@ -5,7 +5,7 @@ from fastdist.data.dl import DistributedDL
 from fastdist.callbacks.divergence import DivergenceCheck
 from fastdist.callbacks.compression import GradientCompression, LocalSGD
 from fastdist.launch.notebook.fork import check_fork
-from fastdist.launch.notebook.launcher import launch_in_notebook
+from fastdist.launch.notebook.launcher import end_workers, launch_in_notebook
 from fastdist.callbacks.data_parallel import ParallelTrainer
 from fastdist.checkpoint.resume import Resume
 from fastdist.metrics.losses import GlobalBatchLoss
@@ -15,7 +15,8 @@ from fastdist.world import (RemoteError, fail_together, get_rank, get_world_size
 
 __all__ = ['ParallelTrainer', 'DistributedDL', 'DistributedTrainer', 'rank0_first', 'setup_distrib', 'teardown_distrib',
            'get_rank', 'get_world_size', 'is_master', 'DivergenceCheck', 'GradientCompression', 'LocalSGD', 'GlobalBatchLoss',
-           'RemoteError', 'fail_together', 'print_in_order', 'rank0_only', 'rank0_read', 'check_fork', 'launch_in_notebook', 'Resume']
+           'RemoteError', 'fail_together', 'print_in_order', 'rank0_only', 'rank0_read', 'check_fork', 'launch_in_notebook',
+           'end_workers', 'Resume']
 
 # A script may import fastai.distributed as well, before or after: its names are these, as the methods of `Learner` are
 for _nm in _fastai.__all__: setattr(_fastai, _nm, globals()[_nm])

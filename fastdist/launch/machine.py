@@ -80,7 +80,7 @@ def thread_env(cores, # Of the node
 def quiet_env():
     """What the environment of workers lacks to hide what fastai's import warns of, in each of them: no script can mend it. Filters
     that the user has chosen come after it, and so count for more"""
-    return dict(PYTHONWARNINGS=','.join(filter(None, ('ignore:`torch.jit.script`:FutureWarning', os.environ.get('PYTHONWARNINGS')))))
+    return dict(PYTHONWARNINGS=','.join(filter(None, ('ignore::FutureWarning:torch.jit._script', os.environ.get('PYTHONWARNINGS')))))
 
 # %% ../../nbs/launch/00_machine.ipynb #4aa1d376
 def n_gpus():

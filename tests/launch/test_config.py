@@ -6,7 +6,8 @@ import pytest
 from harness import ROOT, free_port, launched
 from learners import diff
 
-from fastdist.launch.train import check_devices, keys, launch_args, read_config
+from fastdist.launch.config import check_devices, keys, read_config
+from fastdist.launch.train import launch_args
 
 DOCNN = ROOT/'examples'/'docnn'
 TRAIN = [sys.executable, '-m', 'fastdist', 'train']

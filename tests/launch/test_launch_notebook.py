@@ -223,7 +223,68 @@ def forever():
     assert r.error['ename'] == 'KeyboardInterrupt' and seen[0] >= 2, (r.error, seen)
     wait_for(lambda: not kernel.workers(), 'the workers have ended')
     assert 'RemoteError' not in r.text, r.text
-    assert kernel.run("print(launch_in_notebook(lambda: 6*7))").text == '42\n'
+    assert kernel.run("print(launch_in_notebook(lambda: 6*7))").text.endswith('\n42\n')
+    # the bar that it was at has stopped, and says so
+    r = kernel.run("""
+def stops():
+    class Cb(Callback):
+        def after_batch(self):
+            if self.iter==1: raise MyError()
+    learn = get_learner()
+    with learn.distrib_ctx(split_batches=True): learn.fit(2, cbs=Cb())
+launch_in_notebook(stops, n=2)
+""")
+    assert 'class="progress-bar-interrupted"' in [str(c['data']) for t, c in r.msgs if t == 'update_display_data'][-1], r.msgs[-5:]
+
+
+def test_kept_workers(kernel, tmp_path):
+    "The next call has the same processes and none of what the last has left; others where they would not do: another number, an edited module, one that has ended, a failure"
+    (tmp_path/'mine.py').write_text('answer = 1')
+    r = kernel.run(f"sys.path.insert(0, {str(tmp_path)!r})" + """
+import mine
+def who():
+    import mine
+    assert not torch.distributed.is_initialized()
+    learn = train(1)
+    import matplotlib.pyplot as plt
+    figures = plt.get_fignums()
+    plt.figure()
+    return os.getpid(), mine.answer, act, torch.rand(1).item(), figures, weights(learn)
+def call(n=2, keep=True):
+    set_seed(5)
+    return launch_in_notebook(who, n=n, keep=keep)
+a = call()
+act = nn.Tanh # what cells define anew is new
+b, c = call(), call()
+assert a[0]==b[0]==c[0] and (a[2], b[2])==(nn.ReLU, nn.Tanh), (a, b)
+assert b[3]==c[3] and not c[4], (b[3:5], c[3:5])
+assert diff(b[5], c[5])==0
+""")
+    assert r.status == 'ok', r.shown
+    assert r.text.count('fastdist: starting 2 workers') == 1 and len(kernel.workers()) == 2, r.text
+    (tmp_path/'mine.py').write_text('answer = 22')
+    r = kernel.run("""
+import importlib
+importlib.reload(mine)
+d = call()
+assert d[0]!=c[0] and d[1]==22 and diff(d[5], c[5])==0, d
+e = call(1)
+assert e[0]!=d[0]
+os.kill(e[0], signal.SIGKILL)
+f = call(1)
+assert f[0]!=e[0]
+try: launch_in_notebook(lambda: 1/0, n=1, keep=True)
+except RemoteError as err: print(err.__cause__)
+g = call(1)
+assert g[0]!=f[0]
+assert call(1, keep=False)[0]==g[0] # and they end with it
+try: call(keep=1)
+except TypeError as err: print(err)
+""")
+    assert r.status == 'ok' and 'division by zero' in r.text and 'keep=1: it is True or False' in r.text, r.shown or r.text
+    assert not kernel.workers()
+    assert kernel.run("act = nn.ReLU; g = call(1); end_workers(); end_workers()").status == 'ok'
+    assert not kernel.workers()
 
 
 def test_kernel_dies(tmp_path):

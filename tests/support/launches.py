@@ -80,7 +80,7 @@ def run(way, n, kind, folder, timeout=200):
         if way in ('python', 'fastdist launch'): del env['ACCELERATE_USE_CPU']
     begin = time.time()
     res = launched(cmd, timeout, env=env, cwd=folder)
-    assert res.returncode == 0 and res.left == {}, f'{res.stdout[-2000:]}\n{res.stderr[-3000:]}'
+    assert res.returncode == 0 and res.left == {}, f'{res.stdout[-2000:]}\n{res.stderr[:2000]}...\n{res.stderr[-3000:]}'
     if kind == 'notebook': begin, found = json.loads((folder/'result.json').read_text())
     else: found = json.loads(res.stdout.partition('found ')[2].splitlines()[0])
     return {**found, 'seconds': found['first']-begin, 'stderr': res.stderr}

@@ -62,9 +62,15 @@ def _serve(sock):
         if between == 0:
             if req['within']: _join(req['within'])
             between = os.getpid()
+            is_set, set_ = os.pipe()
             if pid := os.fork():
+                os.read(is_set, 1)
                 os.write(write, str(pid).encode())
                 os._exit(0)
+            # before whoever has asked knows of it, who may send a signal to its group
+            if req['session']: os.setsid()
+            elif req['group'] >= 0: os.setpgid(0, req['group'])
+            os.write(set_, b'.'), os.close(is_set), os.close(set_)
             while os.getppid() == between: time.sleep(0.0005)  # it asks who its parent is only when that is settled
             os.close(read), os.close(write), sock.close()
             return req, fds
@@ -113,8 +119,6 @@ def _become(req, fds, kind):
         for s in _SIGNALS: signal.signal(s, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         _prctl(_PR_SET_PDEATHSIG, 0)
-        if req['session']: os.setsid()
-        elif req['group'] >= 0: os.setpgid(0, req['group'])
         # out of the way of the numbers that they are to have
         high = [fcntl.fcntl(fd, fcntl.F_DUPFD, 1000) for fd in fds]
         if not _may_start_python(req['env']):

@@ -6,7 +6,7 @@
 __all__ = ['main']
 
 # %% ../../../nbs/launch/notebook/01_worker.ipynb #36da65e5
-import importlib,io,linecache,os,signal,sys,threading,time,warnings
+import gc,importlib,io,linecache,os,pickle,queue,signal,sys,threading,time,warnings
 from contextlib import suppress
 from multiprocessing.connection import Client
 from pathlib import Path
@@ -66,11 +66,11 @@ def _start_shell(line):
     return shell
 
 # %% ../../../nbs/launch/notebook/01_worker.ipynb #8873b7ed
-def _end_with(conn, parent):
-    "End this process, and those it has started, when the notebook has gone"
+def _listen(conn, parent, calls):
+    "Put what the notebook sends into `calls`; when it has gone, end this process, and those it has started"
     try:
         while os.getppid()==parent:
-            if conn.poll(1): conn.recv_bytes()
+            if conn.poll(1): calls.put(conn.recv_bytes())
     except (EOFError,OSError): pass
     end = os.killpg if os.getpgrp()==os.getpid() else os.kill # has it a session of its own?
     for sig in (signal.SIGTERM,signal.SIGKILL):
@@ -112,10 +112,17 @@ def _send_value(line, value, known, folder, what):
     raise TypeError(f"what {what} returned cannot be sent to the notebook, {why}. Return the part of it that you need, "
                     f"or save it in the function (learn.export, learn.save).{_save_weights(value, folder)}")
 
+# %% ../../../nbs/launch/notebook/01_worker.ipynb #38c4955d
+def _redden_bars():
+    "Progress bars that a failure has stopped turn red, where they are; fastprogress does it for those that are looped over"
+    fastprogress = sys.modules.get('fastprogress.fastprogress')
+    for o in gc.get_objects() if fastprogress else ():
+        if issubclass(type(o), fastprogress.NBProgressBar) and getattr(o, 'is_active', False):
+            o.on_update(o.last_v or 0, 'Interrupted', interrupted=True)
+
 # %% ../../../nbs/launch/notebook/01_worker.ipynb #9f7873e8
-def _run(line, rank, setup, call):
+def _run(line, rank, setup, call, shell=None):
     "Call the function, and send its value or its failure; has it returned?"
-    shell = _start_shell(line if rank==0 else None) if setup['notebook'] else None
     from fastdist.world.errors import Failure # imports fastai, after there is a shell
     pid = os.getpid()
     try:
@@ -124,6 +131,7 @@ def _run(line, rank, setup, call):
         from fastdist.launch.notebook.serialize import unpack
         (func,args,kwargs),known = unpack(call, device=torch.device('cuda', int(os.environ['LOCAL_RANK'])) if setup['gpu'] else None)
         vars(sys.modules['__main__']).update(known) # where pickle looks for them
+        with suppress(ValueError): signal.signal(signal.SIGINT, signal.default_int_handler) # a thread other than the main one cannot
         try: value = func(*args, **kwargs)
         finally:
             if shell is not None: shell.events.trigger('post_execute') # shows the plots that are left
@@ -131,6 +139,7 @@ def _run(line, rank, setup, call):
     except BaseException as e:
         if os.getpid()!=pid: raise # a copy that the function has forked
         from fastdist.fault.monitor import root_cause
+        with suppress(Exception): _redden_bars()
         line.send('failed', Failure.of(root_cause(e)))
         return False
     return True
@@ -142,15 +151,32 @@ class _NoInput(io.TextIOWrapper):
         raise EOFError(f"rank {os.environ['RANK']}: a worker cannot ask, for it has no keyboard: "
                        "ask in a cell, and pass the answer to the function")
 
+# %% ../../../nbs/launch/notebook/01_worker.ipynb #bb840f11
+def _tidy():
+    "Leave the next call no process group, no plots, and the memory of the GPU"
+    import torch
+    from fastdist.world.process_group import teardown_distrib
+    teardown_distrib()
+    if plt := sys.modules.get('matplotlib.pyplot'): plt.close('all')
+    gc.collect()
+    if torch.cuda.is_initialized(): torch.cuda.empty_cache()
+
 # %% ../../../nbs/launch/notebook/01_worker.ipynb #26233073
 def main():
     "Be a worker: the address of the notebook comes from the command line, the rank from the environment; ends the process"
+    signal.signal(signal.SIGINT, signal.SIG_DFL) # until the function is called: nobody wants to see where the imports were
     conn,rank = Client(sys.argv[1], 'AF_UNIX', os.environ['FASTDIST_SECRET'].encode()),int(os.environ['RANK'])
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     conn.send(rank)
-    setup,call = conn.recv(),conn.recv_bytes()
-    threading.Thread(target=_end_with, args=(conn,setup['pid']), daemon=True).start()
-    line = _Line(conn)
+    line,calls = _Line(conn),queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(conn,os.getppid(),calls), daemon=True).start()
     sys.argv,sys.stdin = [''],_NoInput(open(os.devnull, 'rb'))
     if rank==0: sys.stdout,sys.stderr = (_Stream(line, o) for o in ('stdout','stderr'))
-    sys.exit(0 if _run(line, rank, setup, call) else 1)
+    shell = None
+    while True:
+        setup,call = pickle.loads(calls.get())
+        if setup['notebook'] and shell is None: shell = _start_shell(line if rank==0 else None)
+        if not _run(line, rank, setup, call, shell): sys.exit(1)
+        if not setup['keep']: sys.exit(0)
+        _tidy()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        line.send('done')
