@@ -317,7 +317,7 @@ def _guard(self:Monitor):
 def report(self:Monitor, e, # The exception that ends this rank's work
            s, # `Scope`
           ):
-    "Write the error record, report to the others, and wait until they know, two seconds at most; sets `s.broken` if they end connections"
+    "Write the error record, report to the others, and wait until they know, three seconds at most; sets `s.broken` if they end connections"
     f = Failure.of(e)
     if not isinstance(e, RemoteError):
         f.others = self.others()
@@ -325,9 +325,11 @@ def report(self:Monitor, e, # The exception that ends this rank's work
     write_record(e, f)
     self._publish_failure(s, f)
     self._try(lambda: self.records.set(f'ack/{s.key}/{self.rank}', 'own'))
-    acks = [f'ack/{s.key}/{r}' for r in range(self.size)]
-    self._try(lambda: wait_until(lambda: self.store.check(acks), self.grace+1))
-    s.broken = not self._try(lambda: self.store.check(acks) and all(self.records.get(o) in ('own','left') for o in acks))
+    gone = f.rank if f.rank!=self.rank and f.kind in ('ended','stalled') else None
+    acks = [f'ack/{s.key}/{r}' for r in range(self.size) if r!=gone]
+    self._try(lambda: wait_until(lambda: self.store.check(acks), 3)) # the launcher will end those that have not said theirs yet
+    def all_ended(): return self.store.check(acks) and all(self.records.get(o) in ('own','left') for o in acks)
+    s.broken = gone is not None or not self._try(all_ended)
 
 # %% ../../nbs/fault/03_monitor.ipynb #187d7af9
 _lost_peer = ('Connection closed by peer','Connection reset by peer','Broken pipe','Socket closed',
