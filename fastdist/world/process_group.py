@@ -144,7 +144,11 @@ def _before_fork():
     # (seen in 1 of 15 fits with loader processes on Python 3.10; with the pause in none of 200)
     if dist.is_initialized(): time.sleep(0.01)
 
-if hasattr(os, 'register_at_fork'): os.register_at_fork(before=_before_fork, after_in_child=partial(torch.set_num_threads, 1))
+def _after_fork():
+    gc.freeze() # what only cycles hold stays as it is: the end of a store that serves waits for its thread, which a fork has not
+    torch.set_num_threads(1)
+
+if hasattr(os, 'register_at_fork'): os.register_at_fork(before=_before_fork, after_in_child=_after_fork)
 
 # %% ../../nbs/world/09_process_group.ipynb #389af96d
 def _by_accelerate(cpu, args):

@@ -104,8 +104,8 @@ _kept = None # `NotebookWorkers` that wait for the next call
 def end_workers():
     "End the workers that `launch_in_notebook(keep=True)` has kept; nothing where there are none"
     global _kept
+    if _kept is None or _kept.pid!=os.getpid(): return # a copy of this process may end, too
     w,_kept = _kept,None
-    if w is None or w.pid!=os.getpid(): return # a copy of this process may end, too
     with torch_quiet(): w.close()
     w.undo.close()
 

@@ -209,6 +209,7 @@ def close(self:NotebookWorkers):
         for pid in self.ctx.pids().values():
             with suppress(ProcessLookupError,PermissionError): os.killpg(pid, signal.SIGKILL) # loader processes that a worker has left
     for o in (*self.tails.values(), *self.lines, self.listener): o.close()
+    self.store = None # an error that a notebook keeps may keep the rest
     shutil.rmtree(self.folder, ignore_errors=True)
 
 # %% ../../../nbs/launch/notebook/03_workers.ipynb #bcc53764
