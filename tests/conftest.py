@@ -1,5 +1,5 @@
 """Shared by all tests: warm processes, the worlds, the core tier, and what is said at the end of what could not run."""
-import os, signal
+import fcntl, os, signal
 from pathlib import Path
 
 import fastai.basics, hypothesis, pytest
@@ -51,6 +51,15 @@ def world2(worlds): return worlds(2)
 
 @pytest.fixture(scope='session')
 def world3(worlds): return worlds(3)
+
+
+@pytest.fixture
+def default_port(tmp_path_factory):
+    "Port 29500, where Accelerate's `notebook_launcher` listens unless it is told otherwise: one test at a time has it"
+    base = tmp_path_factory.getbasetemp()
+    with open((base.parent if 'PYTEST_XDIST_WORKER' in os.environ else base)/'port-29500', 'w') as f:
+        fcntl.flock(f, fcntl.LOCK_EX)
+        yield
 
 
 @pytest.fixture(autouse=True)

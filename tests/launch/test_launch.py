@@ -15,8 +15,9 @@ COLD = [('fastdist launch', 1, 'script'), ('accelerate launch', 2, 'script'), ('
 
 
 @pytest.mark.parametrize('way,n,kind', [pytest.param(*o, marks=[pytest.mark.cold] if o in COLD else []) for o in CASES], ids=lambda o: str(o).replace(' ', '_'))
-def test_one_training(way, n, kind, tmp_path):
+def test_one_training(way, n, kind, tmp_path, request):
     "As many workers as were asked for, and the weights of fastai alone"
+    if way == 'notebook_launcher': request.getfixturevalue('default_port')
     found = run(way, n, kind, tmp_path)
     print(f'| {way} | {kind} | {n} | {found["seconds"]:.1f} s to the first step |')
     assert found['n'] == n

@@ -328,7 +328,7 @@ def test_script(tmp_path):
     assert not r.left
 
 
-def test_forks(kernel):
+def test_forks(kernel, default_port):
     "Accelerate's `notebook_launcher` with 3 workers and with 1, after torch's threads were used; `check_fork` says what stands in its way"
     r = kernel.run("""
 from accelerate import Accelerator, notebook_launcher

@@ -20,7 +20,7 @@ def test_clean(tutorial):
         if c.cell_type == 'code': assert c.outputs == [] and c.execution_count is None, c.source
 
 
-def test_runs(tutorial, tmp_path):
+def test_runs(tutorial, tmp_path, default_port):
     file = shutil.copy(tutorial, tmp_path)
     # without the OMP_NUM_THREADS that the harness sets: a user's kernel has none, and forked workers depend on it
     r = launched([*EXECUTE, file], 270, env={'CUDA_VISIBLE_DEVICES': '', 'OMP_NUM_THREADS': None}, cwd=tmp_path)

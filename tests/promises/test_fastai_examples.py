@@ -122,10 +122,11 @@ AS_FILES = [o for o in RUNS if o not in (*IN_FORKS, 'tabular', 'dataloader_spawn
 @pytest.mark.parametrize('launcher,cmd,script,runs', [
     ('fastdist', FASTDIST, AS_SCRIPTS, AS_FILES), ('notebook', PYTHON, IN_NOTEBOOK, IN_FORKS), ('accelerate', ACCELERATE, AS_SCRIPTS, ['tabular']),
     ('fastdist', FASTDIST, AS_SCRIPTS, ['dataloader_spawn'])], ids=['fastdist', 'notebook', 'accelerate', 'spawned'])
-def test_as_they_stand(launcher, cmd, script, runs, folder, tmp_path):
+def test_as_they_stand(launcher, cmd, script, runs, folder, tmp_path, request):
     "With their augmentations, dropout and loader processes: each fit shows one table, with numbers in each column"
     (tmp_path/'fastdist_shapes').symlink_to(more_shapes(tmp_path) if runs == ['dataloader_spawn'] else folder)
     (tmp_path/'all.py').write_text(script.format(folder=FOLDER, runs={o: kwargs_of(RUNS[o][0]) if launcher == 'notebook' else RUNS[o][0] for o in runs}))
+    if launcher == 'notebook': request.getfixturevalue('default_port')
     r = launched([*cmd, tmp_path/'all.py'], 550, cwd=tmp_path,
                  env={'ACCELERATE_USE_CPU': 'true', 'CUDA_VISIBLE_DEVICES': '', 'PYTHONPATH': f'{ROOT}:{FOLDER}', 'TMPDIR': str(tmp_path)})
     assert r.returncode == 0 and not r.left, r.stderr[-3000:]
