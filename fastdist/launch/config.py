@@ -85,7 +85,7 @@ keys = dict(
     sync_bn=_flag("take batch norm's statistics from the global batch", True),
     split_batches=_flag("split each batch between the workers, so that their number changes nothing but the time; "
                         "otherwise each has batches of its own", False),
-    fit=_Key("the method of Learner that trains, and so the schedule; or a table: it as method, and its arguments, such as wd and pct_start",
+    fit=_Key("the method of Learner that trains, and so the schedule; or a table: it as method, and its arguments, such as pct_start",
              'fit_one_cycle', (str,dict), f"one of {', '.join(_methods)}, or a table", lambda v: isinstance(v, dict) or v in _methods),
     context=_Key("a table: more arguments of distrib_ctx, such as gradient_accumulation_steps and activation_checkpointing", {}, dict,
                  "a table of arguments"),
@@ -97,8 +97,7 @@ keys = dict(
     resume=_Key("folder of checkpoints: training saves there, and goes on from there when the same command is typed again; "
                 "by default there is none", need="the name of a folder", ok=lambda v: v.strip()!=''),
     resume_every=_Key("how often it saves: so many steps, seconds, minutes, hours or epochs", '1 epoch', str,
-                      "a text such as '200 steps', '10m' or '1 epoch'",
-                      _is_period),
+                      "a text such as '200 steps', '10m' or '1 epoch'", _is_period),
     seed=_count("seed of all random numbers, the same in all workers", 0, first=0, end=2**32),
     log_dir=_Key("folder of the workers' logs, and of config.toml, which has all values of the run; by default only the logs of a run that "
                  "fails stay, in a folder for temporary files", need="the name of a folder", ok=lambda v: v.strip()!=''),

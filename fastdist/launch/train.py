@@ -125,7 +125,7 @@ def _described(c):
     "All values, and the origin of each"
     res = []
     for k in keys:
-        if getattr(c, k) is None: continue
+        if getattr(c, k) is None or k=='resume_every' and c.resume is None: continue
         where = c._source.where((k,))[1].partition(f': {k}')[0] if k in c._source.values else 'default'
         res.append(f"{f'{k} = {toml(getattr(c, k))}':50} # {where}")
     return '\n'.join(res)

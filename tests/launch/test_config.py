@@ -35,6 +35,11 @@ MINE = '''
         "Says in each batch whether there is a process group, and of how many"
         def before_batch(self): Path(f"group{os.environ.get('RANK', 0)}").write_text(str(dist.get_world_size() if dist.is_initialized() else None))
 
+    class Said(Callback):
+        "Says what it was told"
+        def __init__(self, word): self.word = word
+        def after_fit(self): print('said', self.word, self.learn.gradient_clip.max_norm, flush=True)
+
     def get(n=23, bs=5, fails=None):
         if fails is not None and int(os.environ.get('RANK', 0))==fails: raise ValueError("no data here")
         dls = DataLoaders(TfmdDL(Items(n), bs=bs, shuffle=True), TfmdDL(Items(17, 1), bs=bs))
@@ -103,6 +108,16 @@ FAULTS = [  # the config, words of the command line, and the beginnings of what 
     (f'{GOOD}\nsave = "no/l.pkl"', [], ['c.toml:2: save = "no/l.pkl": no is not a folder']),
     (f'{GOOD}\nstrategy = "dp"\ndistributed_world_size = 2', [], ['c.toml:2: strategy = "dp": it uses all GPUs from one process']),
     (f'{GOOD}\nseed = [\n -1,\n]\nepochs = 0', [], ['c.toml:2: seed = [-1]: an integer of at least 0', 'c.toml:5: epochs = 0']),
+    (f'{GOOD}\nfit = "fit_sgdr"', [], ['c.toml:2: fit = "fit_sgdr": one of fit, fit_one_cycle, fit_flat_cos, fine_tune, or a table is needed']),
+    (f'{GOOD}\n[fit]\nmethod = "fit_flat_cos"\npct_strt = 0.5\nn_epoch = 3', [], [
+        'c.toml:4: fit.pct_strt = 0.5: fit_flat_cos has no such argument: did you mean pct_start?', 'c.toml:5: fit.n_epoch = 3: it is the key epochs, and stands above the line [fit]']),
+    (f'{GOOD}\n[fit]\nmethod = "fit_sgdr"', [], ['c.toml:3: fit.method = "fit_sgdr": one of fit, fit_one_cycle, fit_flat_cos, fine_tune is needed']),
+    (f'{GOOD}\n[context]\nwatchdg = 9\nsync_bn = true', [], [
+        'c.toml:3: context.watchdg = 9: distrib_ctx has no such argument: did you mean watchdog?', 'c.toml:4: context.sync_bn = true: it is the key sync_bn, and stands above the line [context]']),
+    (f'{GOOD}\n[callbacks]\nSaveModelCallbck = {{}}\nGradientClip = 0.1\n"nowhere:Cb" = {{}}', [], [
+        'c.toml:3: callbacks.SaveModelCallbck: fastai and fastdist have no such callback: did you mean SaveModelCallback?',
+        'c.toml:4: callbacks.GradientClip = 0.1: a table of its arguments is needed', 'c.toml:5: callbacks.nowhere:Cb: there is no such module']),
+    (GOOD, ['callbacks.GradientClip.max_norm=1', 'context=1'], ['argument context=1: a table of arguments is needed']),
     (GOOD, ['epochs', 'save="a', 'epochs.x=3'], ['argument epochs: what follows the config is like key=value', 'argument save="a: "a is not complete', 'argument epochs.x=3: a'])]
 
 
@@ -192,6 +207,44 @@ def test_number_of_workers_changes_nothing(folder, monkeypatch):
         assert found[n] == pytest.approx(found[1], abs=2e-6)
         assert diff(w, one) < 1e-7  # losses are float32 in fastai
     assert not list(folder.glob('*.trial'))
+
+
+def test_tables(folder, monkeypatch):
+    "A schedule, a callback of fastai's, one of one's own and an argument of the context: as the same calls in one process. The values of a run are beside its logs"
+    tables = """
+[fit]
+method = "fit_flat_cos"
+pct_start = 0.5
+[context]
+gradient_accumulation_steps = 1
+[callbacks]
+GradientClip = {max_norm = 0.05}
+"mine:Said" = {word = "a b"}
+"""
+    (folder/'c.toml').write_text(textwrap.dedent(CONFIG) + tables)
+    res = train('c.toml', 'distributed_world_size=2', 'save=l.pkl', 'log_dir=run', cwd=folder)
+    figures(res)
+    assert res.stdout.count('said a b 0.05') == 1
+    assert {o.name for o in (folder/'run').iterdir()} == {'config.toml', *(f'rank{r}.{o}.log' for r in range(2) for o in ('stdout', 'stderr'))}
+    written = [o.partition(' # ')[0].rstrip() for o in (folder/'run'/'config.toml').read_text().splitlines()]
+    again = train('run/config.toml', '--dry-run', env={'PYTHONPATH': f'{ROOT}:{folder}'}, cwd=folder)
+    assert again.returncode == 0, again.stderr
+    shown = [o.partition(' # ')[0].rstrip() for o in again.stdout.splitlines()]
+    assert written == shown[:len(written)] and 'fit = {method = "fit_flat_cos", pct_start = 0.5}' in written
+    code = """
+from mine import *
+from fastai.callback.all import *
+set_seed(0)
+learn = get()
+learn.fit_flat_cos(2, 0.05, pct_start=0.5, cbs=GradientClip(0.05))
+learn.export('plain.pkl')
+"""
+    res = launched([sys.executable, '-c', code], 100, env=NO_GPU, cwd=folder)
+    assert res.returncode == 0, res.stderr
+    assert diff(*exported(folder, monkeypatch, 'l.pkl', 'plain.pkl')) < 1e-7
+    (folder/'c.toml').write_text(textwrap.dedent(CONFIG) + '[callbacks.GradientClip]\nmax_nrm = 1')
+    res = train('c.toml', cwd=folder)
+    assert res.returncode == 1 and "c.toml:5: callbacks.GradientClip: TypeError: " in res.stderr and 'Traceback' not in res.stderr, res.stderr
 
 
 def test_learning_rate(folder, monkeypatch):
