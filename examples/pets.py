@@ -22,8 +22,10 @@ if __name__ == '__main__':
     args = p.parse_args()
 
     # rank 0 downloads, the others wait and then find it there; so it is with the pretrained weights
-    path = args.path or rank0_first(untar_data, URLs.PETS)/'images'
+    try: path = args.path or rank0_first(untar_data, URLs.PETS)/'images'
+    except OSError as e: p.error(f"the images could not be downloaded ({e}): --path is a folder that has them")
     # the seed: all workers must hold back the same images
     dls = ImageDataLoaders.from_name_func(path, get_image_files(path), is_cat, seed=42, bs=args.bs, item_tfms=Resize(args.size))
-    learn = rank0_first(vision_learner, dls, getattr(models, args.arch), pretrained=args.pretrained, metrics=error_rate)
+    try: learn = rank0_first(vision_learner, dls, getattr(models, args.arch), pretrained=args.pretrained, metrics=error_rate)
+    except OSError as e: p.error(f"the weights of {args.arch} could not be downloaded ({e}): --no-pretrained does without")
     with learn.distrib_ctx(in_notebook=False): learn.fine_tune(args.epochs)

@@ -10,7 +10,7 @@ PAGE = ROOT/'docs'/'launch.md'
 
 def screen(command, folder):
     "What a person sees: a progress bar as it is at its end, frames of libraries left out, no path of this machine"
-    env = {**os.environ, 'PYTHONWARNINGS': 'ignore', 'PYTHONPATH': str(ROOT), 'PATH': f'{Path(sys.executable).parent}:{os.environ["PATH"]}', 'COLUMNS': '100'}
+    env = {**os.environ, 'PYTHONPATH': str(ROOT), 'PATH': f'{Path(sys.executable).parent}:{os.environ["PATH"]}', 'COLUMNS': '100'}
     out = subprocess.run(command, shell=True, cwd=folder, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=600).stdout.decode()
     # a carriage return begins the line anew, over what was there
     lines = [o.rstrip().split('\r')[-1].rstrip() for o in out.split('\n')]

@@ -6,10 +6,10 @@
 __all__ = ['is_logger', 'HiddenLoggers', 'console_bars']
 
 # %% ../../nbs/callbacks/02_loggers.ipynb #5d1f0003
-import multiprocessing
+import multiprocessing,os,sys
 from contextlib import contextmanager
 
-import fastai.callback.progress
+import fastai.callback.progress,fastprogress.fastprogress
 from fastai.basics import *
 from fastprogress.fastprogress import ConsoleMasterBar, ConsoleProgressBar
 
@@ -48,14 +48,21 @@ class HiddenLoggers:
         return cbs
 
 # %% ../../nbs/callbacks/02_loggers.ipynb #70b73653
+def _is_watched():
+    "Is there somebody who sees a bar move?"
+    return IN_NOTEBOOK or 'PYCHARM_HOSTED' in os.environ or hasattr(sys.stdout, 'isatty') and sys.stdout.isatty()
+
 @contextmanager
 def console_bars():
-    "A context in which fastai's progress bars are text, in a fork of a notebook's kernel"
-    # whose front end takes text from it and nothing else
-    bars,old = fastai.callback.progress,{}
+    "A context in which fastai's progress bars are text, in a fork of a notebook's kernel, and not there where nobody sees them move"
+    bars,texts,old = fastai.callback.progress,fastprogress.fastprogress,{}
+    no_bar = texts.NO_BAR
+    # the kernel's front end takes text from a fork and nothing else
     if IN_NOTEBOOK and multiprocessing.parent_process() is not None: old = {o:getattr(bars, o) for o in ('master_bar','progress_bar')}
     try:
         if old: bars.master_bar,bars.progress_bar = ConsoleMasterBar,ConsoleProgressBar
+        texts.NO_BAR = no_bar or not _is_watched() # fastprogress means to look, but does not call `isatty`
         yield
     finally:
+        texts.NO_BAR = no_bar
         for nm,o in old.items(): setattr(bars, nm, o)

@@ -169,12 +169,12 @@ def _how(process, record):
     return f"failed with exit status {code}",code
 
 # %% ../../nbs/launch/05_cli.ipynb #b94d1d48
-def _why(rank, record, logs):
-    "What is to be shown of why a worker has failed, whose logs are `logs`, by rank: '' where rank 0's screen has it"
+def _why(rank, record, logs, status=1):
+    "What is to be shown of why a worker has failed, with this exit status; `logs` are by rank. '' where rank 0's screen has it"
     from fastdist.launch.logs import last_words
     log = logs.get(rank)
-    # it could report nothing; or has printed why it calls `sys.exit`
-    own = record is None or record.kind=='ended' or record.type=='SystemExit' and rank > 0
+    # it could report nothing; or has printed why it calls `sys.exit`, perhaps after an error that it has caught
+    own = record is None or record.kind=='ended' or record.type=='SystemExit' and rank > 0 or status > 1
     words = last_words(log) if own and log else ''
     if not words and record is not None:
         if record.kind=='ended': return f"fastdist: worker {rank} {record.text}" # as those that wait for it have found
@@ -192,7 +192,7 @@ def _show_failure(failures, folder, n):
     logs = {r:last_log(folder, r) for r in (0,rank) if start <= r < start+n}
     # the others have its report, unless it had lost them; and rank 0 is on another node's screen
     elsewhere = 0 not in logs and record is not None and record.kind!='store'
-    if not elsewhere and (why := _why(rank, record, logs)): print(why, file=sys.stderr)
+    if not elsewhere and (why := _why(rank, record, logs, getattr(process, 'exitcode', 1))): print(why, file=sys.stderr)
     (how,code),log = _how(process, record),logs.get(rank)
     who = f"worker {rank} {how} first, and"
     if record is not None and record.kind=='stalled' and record.rank is None: # nobody was first

@@ -1,7 +1,7 @@
 "The Python of the pages in docs/ that show no command runs as it stands there, on two workers; docs/launch.md and docs/resume.md have what `python tools/screens.py` runs"
 import sys
 
-from harness import ROOT, launched
+from harness import ROOT, launched, warnings_in
 
 # What the pages take for granted: a learner, and what a loop of one's own has
 SCRIPT = '''
@@ -24,5 +24,5 @@ def test_pages_run(tmp_path):
     (tmp_path/'s.py').write_text(SCRIPT)
     pages = dict(strategies=2, metrics=1, world=1)
     r = launched([sys.executable, '-m', 'fastdist', 'launch', '-n', '2', 's.py', *(ROOT/'docs'/f'{o}.md' for o in pages)], 200, cwd=tmp_path)
-    assert r.returncode == 0, r.stderr
+    assert r.returncode == 0 and not warnings_in(r.stderr), r.stderr
     assert [o for o in r.stdout.splitlines() if o.startswith('ran')] == [f'ran {o} 2' for o, n in pages.items() for _ in range(n)]

@@ -3,7 +3,7 @@ import shutil, sys
 
 import nbformat
 import pytest
-from harness import ROOT, launched
+from harness import ROOT, launched, warnings_in
 
 TUTORIALS = ROOT/'nbs'/'tutorials'
 EXECUTE = [sys.executable, '-c', 'from nbclient.cli import main; main()', '--inplace', '--kernel_name=python3', '--timeout=240']
@@ -29,6 +29,7 @@ def test_runs(tutorial, tmp_path, default_port):
     cells = [c for c in nbformat.read(file, 4).cells if c.cell_type == 'code']
     assert [c.execution_count for c in cells] == list(range(1, len(cells)+1))
     assert not [o for c in cells for o in c.outputs if o.output_type == 'error']
+    assert not [w for c in cells for o in c.outputs for w in warnings_in(o.get('text', ''))]
     launch, = [c for c in cells if c.source.startswith('notebook_launcher')]
     assert ''.join(o.get('text', '') for o in launch.outputs).count('valid_loss') == 1  # one table, in the cell
     fresh, = [c for c in cells if c.source.startswith('learn = launch_in_notebook')]

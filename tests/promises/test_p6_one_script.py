@@ -2,7 +2,7 @@
 import re, sys
 
 import pytest
-from harness import ROOT, launched
+from harness import ROOT, launched, warnings_in
 
 EXAMPLES = ROOT/'examples'
 PYTHON = [sys.executable]
@@ -15,7 +15,7 @@ def run(cmd, cwd, env=None, timeout=200):
     "What `cmd` prints, as a terminal would leave it: of lines that are written over, the last state"
     r = launched(cmd, timeout, env={'CUDA_VISIBLE_DEVICES': '', **(env or {})}, cwd=cwd)  # two workers, also where there is one GPU
     assert r.returncode == 0, f'{r.stdout}\n{r.stderr}'
-    assert not r.left
+    assert not r.left and not warnings_in(r.stderr), r.stderr
     return '\n'.join(line.rstrip('\r').rpartition('\r')[2] for line in r.stdout.split('\n'))
 
 

@@ -3,7 +3,7 @@
 `World(n)` keeps n workers of torchrun alive, so that many tests share one start: `world(fn, *args)` runs `fn` on every rank.
 `launched(cmd, timeout)` runs any command to its end and says which processes it left behind.
 """
-import os, pickle, queue, resource, secrets, shutil, signal, socket, subprocess, sys, tempfile, threading, time
+import os, pickle, queue, re, resource, secrets, shutil, signal, socket, subprocess, sys, tempfile, threading, time
 from dataclasses import dataclass
 from multiprocessing.connection import Listener, wait
 from pathlib import Path
@@ -32,6 +32,11 @@ def _env(mark, extra=None):
     env = {'RES_OPTIONS': 'timeout:1 attempts:1', **env, 'OMP_NUM_THREADS': '1', 'PYTHONUNBUFFERED': '1', 'PYTHONFAULTHANDLER': '1',
            'PYTHONPATH': path, **(extra or {}), MARK: mark}
     return {k: v for k, v in env.items() if v is not None}
+
+
+def warnings_in(text):
+    "Lines that warn of what a user has not written; not those of fastai's import, which `fastdist launch` hides, and of a kernel without ipywidgets"
+    return [o for o in text.splitlines() if re.search(r'Warning|OMP_NUM_THREADS|^\[[WE]\d{4} ', o) and not any(s in o for s in ('torch.jit.script', 'IProgress'))]
 
 
 def processes(mark, sid=None):

@@ -29,6 +29,7 @@ class _Stream(io.TextIOBase):
     encoding,errors = 'utf-8','replace'
     def __init__(self, line, name):
         self.line,self.name,self.old = line,name,getattr(sys, f'__{name}__')
+        self.terminal = False # is it a terminal, where it comes out?
 
     def write(self, s):
         "Send it; from a loader process, put it into the log"
@@ -38,6 +39,7 @@ class _Stream(io.TextIOBase):
         return len(s)
 
     def writable(self): return True
+    def isatty(self): return self.terminal
     def flush(self): self.old.flush()
     def fileno(self): return self.old.fileno()
     @property
@@ -170,10 +172,12 @@ def main():
     line,calls = _Line(conn),queue.SimpleQueue()
     threading.Thread(target=_listen, args=(conn,os.getppid(),calls), daemon=True).start()
     sys.argv,sys.stdin = [''],_NoInput(open(os.devnull, 'rb'))
-    if rank==0: sys.stdout,sys.stderr = (_Stream(line, o) for o in ('stdout','stderr'))
+    streams = [_Stream(line, o) for o in ('stdout','stderr')]
+    if rank==0: sys.stdout,sys.stderr = streams
     shell = None
     while True:
         setup,call = pickle.loads(calls.get())
+        for o in streams: o.terminal = setup['terminal']
         if setup['notebook'] and shell is None: shell = _start_shell(line if rank==0 else None)
         if not _run(line, rank, setup, call, shell): sys.exit(1)
         if not setup['keep']: sys.exit(0)
