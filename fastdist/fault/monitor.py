@@ -153,7 +153,7 @@ def _break_off(self:Monitor):
 @patch
 def _end_process(self:Monitor, f):
     "The main thread is in code that no signal reaches"
-    stack = ''.join(traceback.format_stack(sys._current_frames().get(self.main)))
+    stack = ''.join(f'  {frame_text(o)}\n' for o in reversed(stack_of(self.main)))
     e = f.as_error()
     write_record(e, f)
     print(f"fastdist: rank {self.rank} is at\n{stack}fastdist: {e}", file=sys.stderr)
