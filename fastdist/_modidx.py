@@ -1732,6 +1732,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                                  'fastdist/launch/notebook/workers.py'),
                                                   'fastdist.launch.notebook.workers.NotebookWorkers.accept': ( 'launch/notebook/workers.html#notebookworkers.accept',
                                                                                                                'fastdist/launch/notebook/workers.py'),
+                                                  'fastdist.launch.notebook.workers.NotebookWorkers.answer': ( 'launch/notebook/workers.html#notebookworkers.answer',
+                                                                                                               'fastdist/launch/notebook/workers.py'),
                                                   'fastdist.launch.notebook.workers.NotebookWorkers.begin': ( 'launch/notebook/workers.html#notebookworkers.begin',
                                                                                                               'fastdist/launch/notebook/workers.py'),
                                                   'fastdist.launch.notebook.workers.NotebookWorkers.close': ( 'launch/notebook/workers.html#notebookworkers.close',

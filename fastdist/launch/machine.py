@@ -33,7 +33,8 @@ class Parser(ArgumentParser):
     def parse_known_args(self, args=None, namespace=None):
         a,rest = super().parse_known_args(args, namespace)
         for o in self._actions:
-            if o.nargs is None and o.default!=[] and getattr(a, o.dest, None)==[]:
+            v = getattr(a, o.dest, None)
+            if o.nargs is None and v!=o.default and (v==[] or isinstance(v, list) and [] in v):
                 self.error(f"argument {'/'.join(o.option_strings)}: expected one argument")
         return a,rest
 

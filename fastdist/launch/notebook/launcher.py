@@ -114,7 +114,7 @@ atexit.register(end_workers)
 def _take(kind):
     "The workers that were kept, if they are good for a call of this kind; `None` where they are not, and have been ended"
     global _kept
-    good = _kept is not None and _kept.kind==kind and _kept.is_idle()
+    good = _kept is not None and _kept.kind==kind and _kept.answer()
     if not good or any(_kept.files.get(f, t)!=t for f,t in _edited().items()): return end_workers()
     w,_kept = _kept,None
     return w

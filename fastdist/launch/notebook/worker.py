@@ -177,6 +177,9 @@ def main():
     shell = None
     while True:
         setup,call = pickle.loads(calls.get())
+        if setup is None: # only asked whether it is there
+            line.send('done')
+            continue
         for o in streams: o.terminal = setup['terminal']
         if setup['notebook'] and shell is None: shell = _start_shell(line if rank==0 else None)
         if not _run(line, rank, setup, call, shell): sys.exit(1)

@@ -82,7 +82,8 @@ def run(self:NotebookWorkers, setup, # As of `begin`
     with torch_quiet():
         try:
             if self.ctx is None: self.start()
-            for line in list(self.lines): line.send((setup,call))
+            for line in list(self.lines):
+                with suppress(OSError): line.send((setup,call)) # `is_done` will say that a worker has ended
             while not self.is_done(): self.receive(0.1)
             while self.lines and wait(self.lines, 0): self.receive(0)
             self.show_rest()
@@ -188,6 +189,17 @@ def read(self:NotebookWorkers, line, n=1000):
             self.handle(self.lines[line], *line.recv())
             if not line.poll(): return
     except (EOFError,OSError): self.lines.pop(line, None)
+
+# %% ../../../nbs/launch/notebook/03_workers.ipynb #c3d2ea54
+@patch
+def answer(self:NotebookWorkers):
+    "Do all wait for another function, and say so when asked? `is_idle` does not see the end of one that is just being killed"
+    if not self.is_idle(): return False
+    self.done,end = set(),time.monotonic()+self.patience
+    with suppress(OSError):
+        for line in self.lines: line.send((None,None))
+        while len(self.done) < self.n==len(self.lines) and time.monotonic() < end: self.receive(0.1)
+    return self.is_idle()
 
 # %% ../../../nbs/launch/notebook/03_workers.ipynb #4f9cf1e6
 @patch
