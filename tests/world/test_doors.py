@@ -122,13 +122,14 @@ def under_attack(folder, no_secret):
     job = f"fastdist//{json.loads(intruder.get(f'fastdist//came/2/start/{came}')[64:])}"
     def write(**keys):
         for k, v in keys.items(): intruder.set(f'{job}/{k}', v)
+        intruder.check([f'{job}/{k}' for k in keys])  # answered when they have been written: `set` does not wait for that
     def here(): dist.barrier()
     if no_secret: current_world().cache['secret'] = monitor().records.secret = None
     here()
     world_store().set('x', [1, Path('a')])
     here()
     if r:
-        assert intruder.check([f'{job}/user/value/x'])  # these are the keys
+        wait_for(lambda: intruder.check([f'{job}/user/value/x']), 'what has been set under these keys is there')
         write(**{f'user/{k}/x': v for k, v in (('value', bomb), ('by/0', bytes(32)+bomb))})
         write(**{'rank0/first/1': json.dumps(['value', 1]), 'rank0/first/1/0': bomb, 'rank0/read/2': json.dumps(['value', 1]), 'rank0/read/2/0': bomb})
     here()
@@ -156,7 +157,9 @@ def under_attack(folder, no_secret):
         looked(m.n)
         m.others()  # reads heartbeats
     res.append([m.threads[0].is_alive(), m.job.failure is None, m.records.refused])
-    if r: m.store.set('fail/9/9', wrong[-1])
+    if r:
+        m.store.set('fail/9/9', wrong[-1])
+        m.store.get('fail/9/9')  # it is there
     here()
     if not r: m._publish_failure(Scope('9/9'), Failure(0, 'n1', text='true'))
     here()

@@ -116,6 +116,7 @@ def install(library):
         setattr(module, k, v)
         setattr(torch.cuda, k, v)
     torch._register_device_module('fakegpu', module)
+    torch.accelerator.current_stream = module.current_stream  # torch's own takes any event for its own, and reads beyond the end of ours
     torch.utils.generate_methods_for_privateuse1_backend(for_module=True, for_storage=True)
     torch.Tensor.cuda = lambda self, device=None, *args, **kwargs: self.to(torch.device('fakegpu', index_of(device)))
     torch.Tensor.is_cuda = property(lambda self: self.device.type == 'fakegpu')
