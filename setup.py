@@ -13,7 +13,7 @@ name = cfg['lib_name']
 init = (here/name/'__init__.py').read_text(encoding='utf-8')
 
 setup(
-    name=name,
+    name=cfg['dist_name'],
     version=re.search(r'^__version__ = "(.+)"', init, re.M)[1],
     description=cfg['description'],
     long_description=(here/'README.md').read_text(encoding='utf-8'),
@@ -22,12 +22,14 @@ setup(
     author=cfg['author'],
     license_expression=cfg['license'],
     license_files=['LICENSE'],
+    classifiers=cfg['classifiers'].strip().splitlines(),
     python_requires='>='+cfg['min_python'],
     install_requires=cfg['requirements'].split(),
     extras_require=dict(dev=cfg['dev_requirements'].split()),
+    package_dir={'': '.'},  # an editable install is then a path, which type checkers and editors follow; they do not follow an import hook
     packages=find_packages(include=[name, f"{name}.*"]),
     include_package_data=False,
-    package_data={name: ['py.typed']},
+    package_data={name: ['py.typed'], '*': ['*.pyi']},
     entry_points=dict(
         console_scripts=cfg['console_scripts'].split(),
         **{'torchrun.logs_specs': [f'{name}={name}.launch.logs:RankLogs']},  # PET_LOGS_SPECS=fastdist: where workers' output goes

@@ -6,14 +6,17 @@
 __all__ = ['lazy_names']
 
 # %% ../nbs/00_lazy.ipynb #1a2b3c03
+import ast
 from importlib import import_module
+from pathlib import Path
 
 # %% ../nbs/00_lazy.ipynb #1a2b3c06
 def lazy_names(package, # `__name__` of the package
-               files, # `dict` from a module, relative to the package, to the names that it offers, with spaces between
+               file, # `__file__` of the package: the stub beside it imports each name from its module
               ):
     "`(__getattr__, __all__)` of a package: each name is imported from its module at its first use; an `AttributeError` for others"
-    home = {name:file for file,names in files.items() for name in names.split()}
+    imports = [o for o in ast.parse(Path(file).with_suffix('.pyi').read_text(encoding='utf-8')).body if isinstance(o, ast.ImportFrom)]
+    home = {a.name:'.'*o.level+o.module for o in imports for a in o.names}
     def __getattr__(name):
         if name not in home: raise AttributeError(f"module {package!r} has no attribute {name!r}")
         return getattr(import_module(home[name], package), name)

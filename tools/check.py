@@ -115,7 +115,7 @@ def check_metadata(root):
         run_py('from setuptools import build_meta as b; b.prepare_metadata_for_build_wheel(".")', tmp)
         meta = PathDistribution(next(tmp.glob('*.dist-info'))).metadata
     cfg = settings(root)
-    want = {'Name':cfg['lib_name'], 'Version':version(root), 'Summary':cfg['description'], 'Author':cfg['author'],
+    want = {'Name':cfg['dist_name'], 'Version':version(root), 'Summary':cfg['description'], 'Author':cfg['author'],
             'Keywords':cfg['keywords'].replace(' ', ','), 'License-Expression':cfg['license'], 'Requires-Python':f">={cfg['min_python']}"}
     res = [f'setup.py: the built package has {k} {meta[k]!r}, not {v!r}: take it from settings.ini' for k,v in want.items() if meta[k] != v]
     stated = cfg['requirements'].split() + [f'{o}; extra == "dev"' for o in cfg['dev_requirements'].split()]

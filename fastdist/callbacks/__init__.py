@@ -1,7 +1,4 @@
 """What a user adds to a fit"""
 from ..lazy import lazy_names
 
-__getattr__,__all__ = lazy_names(__name__, {
-    '.data_parallel': 'ParallelTrainer',
-    '.compression': 'GradientCompression LocalSGD',
-    '.divergence': 'DivergenceCheck DivergenceError check_same'})
+__getattr__,__all__ = lazy_names(__name__, __file__)

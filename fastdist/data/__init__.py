@@ -1,5 +1,4 @@
 """Which samples are this worker's"""
 from ..lazy import lazy_names
 
-__getattr__,__all__ = lazy_names(__name__, {
-    '.dl': 'DistributedDL'})
+__getattr__,__all__ = lazy_names(__name__, __file__)

@@ -1,8 +1,4 @@
 """How a model lives on many workers"""
 from ..lazy import lazy_names
 
-__getattr__,__all__ = lazy_names(__name__, {
-    '.base': 'Strategy',
-    '.ddp': 'Replica',
-    '.zero': 'ShardedSteps ShardedGradients',
-    '.fsdp': 'FullyShard'})
+__getattr__,__all__ = lazy_names(__name__, __file__)

@@ -1,5 +1,4 @@
 """Puts all of it onto a `Learner`"""
 from ..lazy import lazy_names
 
-__getattr__,__all__ = lazy_names(__name__, {
-    '.learner': 'DistributedTrainer'})
+__getattr__,__all__ = lazy_names(__name__, __file__)
