@@ -387,7 +387,7 @@ def main(args # Arguments after `fastdist launch`
     if a.dry_run: print(shlex.join(f'{k}={v}' for k,v in o.env.items()), shlex.join(o.command)); return 0
     srun = o.command[0]=='srun'
     folder = None if srun else _log_to(o, a)
-    logs = f'; logs in {folder}' if folder else ''
+    logs = f'\nfastdist: logs in {folder}' if folder else ''
     if ':0' in o.env.get('PET_REDIRECTS', ':0'): print(f'fastdist: {o.summary}{logs}', file=sys.stderr, flush=True)
     if srun:
         from fastdist.world.secret import secret_env

@@ -221,6 +221,7 @@ def forever():
             kernel.km.interrupt_kernel()
     r = kernel.run("launch_in_notebook(forever, n=2)", during=interrupt)
     assert r.error['ename'] == 'KeyboardInterrupt' and seen[0] >= 2, (r.error, seen)
+    assert r.error['traceback'] == ['KeyboardInterrupt: the workers have been ended']
     wait_for(lambda: not kernel.workers(), 'the workers have ended')
     assert 'RemoteError' not in r.text, r.text
     assert kernel.run("print(launch_in_notebook(lambda: 6*7))").text.endswith('\n42\n')
@@ -338,6 +339,7 @@ with (one := get_learner()).no_bar(): one.fit(1)
 
 def fork_train():
     set_seed(5) # a fork's `random` begins anew
+    for _ in range(50): print('one', 'of', 'three')
     learn = get_learner()
     with learn.distrib_ctx(split_batches=True, in_notebook=True): learn.fit(1)
     assert not torch.distributed.is_initialized()
@@ -349,6 +351,7 @@ check_fork()
     assert r.status == 'ok', r.shown
     r = kernel.run("notebook_launcher(fork_train, num_processes=3)")
     assert r.status == 'ok', r.shown
+    assert r.text.count('one of three\n') == 150, r.text  # their lines are not mixed
     assert r.text.count('valid_loss') + sum('valid_loss' in str(c['data']) for t, c in r.msgs if t == 'display_data') <= 1
     r = kernel.run("assert diff(weights(one), weights(get_learner().load('forked'))) < 1e-7\nassert 'kept' not in globals()")
     assert r.status == 'ok', r.shown

@@ -6,13 +6,13 @@
 __all__ = ['check_fork']
 
 # %% ../../../nbs/launch/notebook/02_fork.ipynb #2dd97200
-import ast,os,threading
+import ast,os,sys,threading
 
 import torch, torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from fastai.basics import *
-from .serialize import namespace
+from .serialize import namespace, rich_shell
 
 # %% ../../../nbs/launch/notebook/02_fork.ipynb #359e6998
 def _is_on(o, device='cuda', depth=2):
@@ -85,3 +85,26 @@ def check_fork():
     cells = ns.get('In')
     problems = [f'- {o}' for o in _fork_problems(ns, cells if isinstance(cells, list) else [''])]
     if problems: raise RuntimeError('\n'.join(["workers that are forks of this process cannot train:", *problems]))
+
+# %% ../../../nbs/launch/notebook/02_fork.ipynb #d243344f
+class _Lines:
+    "A stream to which others write too: hands on whole lines"
+    def __init__(self, stream): self.stream,self.text,self.lock = stream,'',threading.Lock()
+    def __getattr__(self, nm): return getattr(self.stream, nm)
+    def writelines(self, lines): self.write(''.join(lines))
+
+    def write(self, s):
+        with self.lock:
+            lines,end,self.text = (self.text+s).rpartition('\n')
+            if end: self.stream.write(lines+end)
+        return len(s)
+
+    def flush(self):
+        with self.lock: text,self.text = self.text,''
+        if text: self.stream.write(text)
+        self.stream.flush()
+
+def _write_lines():
+    if rich_shell() is not None: sys.stdout,sys.stderr = (o if isinstance(o, _Lines) else _Lines(o) for o in (sys.stdout,sys.stderr))
+
+if hasattr(os, 'register_at_fork'): os.register_at_fork(after_in_child=_write_lines)

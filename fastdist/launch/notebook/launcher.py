@@ -133,6 +133,13 @@ def _workers(n, cpu, log_dir):
     print(f"fastdist: starting {plural(n, 'worker')} on {on}", file=sys.stderr if rich_shell() is None else sys.stdout, flush=True)
     return w
 
+# %% ../../../nbs/launch/notebook/04_launcher.ipynb #ad46c635
+def _interrupted():
+    "What a notebook shows in one line"
+    res = KeyboardInterrupt('the workers have been ended')
+    res._render_traceback_ = lambda: [f'KeyboardInterrupt: {res}'] # IPython asks for it
+    return res
+
 # %% ../../../nbs/launch/notebook/04_launcher.ipynb #f246ca0f
 def launch_in_notebook(func, # Called in every worker; cells may define it, and what it uses
                        *args, # Passed to `func`
@@ -153,7 +160,7 @@ def launch_in_notebook(func, # Called in every worker; cells may define it, and 
     except RemoteError as e:
         w.undo.pop_all() # the logs stay
         raise e.with_traceback(None) # the frames of this module help nobody
-    except KeyboardInterrupt: raise KeyboardInterrupt('the workers have been ended') from None
+    except KeyboardInterrupt: raise _interrupted() from None
     finally:
         if w.is_idle(): _kept,w.files = w,_edited()
         else: w.undo.close()
