@@ -4,6 +4,7 @@ from configparser import ConfigParser
 from contextlib import contextmanager
 from importlib.metadata import PathDistribution
 from pathlib import Path
+from zipfile import ZipFile
 from packaging.requirements import Requirement
 import readme, readme_commands
 
@@ -114,10 +115,13 @@ def check_metadata(root):
     with copy(root, 'pyproject.toml', 'setup.py', 'settings.ini', 'README.md', 'LICENSE', 'fastdist') as tmp:
         run_py('from setuptools import build_meta as b; b.prepare_metadata_for_build_wheel(".")', tmp)
         meta = PathDistribution(next(tmp.glob('*.dist-info'))).metadata
+        run_py('from setuptools import build_meta as b; b.build_editable(".")', tmp)
+        with ZipFile(next(tmp.glob('*.whl'))) as z: path, = (z.read(o).decode() for o in z.namelist() if o.endswith('.pth'))
     cfg = settings(root)
     want = {'Name':cfg['dist_name'], 'Version':version(root), 'Summary':cfg['description'], 'Author':cfg['author'],
             'Keywords':cfg['keywords'].replace(' ', ','), 'License-Expression':cfg['license'], 'Requires-Python':f">={cfg['min_python']}"}
-    res = [f'setup.py: the built package has {k} {meta[k]!r}, not {v!r}: take it from settings.ini' for k,v in want.items() if meta[k] != v]
+    hook = ['setup.py: an editable install is an import hook, which type checkers do not follow: set package_dir'] if 'import' in path else []
+    res = hook + [f'setup.py: the built package has {k} {meta[k]!r}, not {v!r}: take it from settings.ini' for k,v in want.items() if meta[k] != v]
     stated = cfg['requirements'].split() + [f'{o}; extra == "dev"' for o in cfg['dev_requirements'].split()]
     stated,built = ({str(Requirement(o)) for o in l} for l in (stated, meta.get_all('Requires-Dist') or []))
     return (res + [f'setup.py: {o!r} is in settings.ini but not in the built package: take it from there' for o in sorted(stated - built)]

@@ -84,7 +84,7 @@ FAULTS = [Fault(*o) for o in [
      '    write_record(e, f)\n    self._publish_failure(s, f)\n', '    write_record(e, f)\n',
      ['tests/fault/test_faults.py::test_reaches_all[collective]']),
     ('wrong-worker-blamed', 'P2', "the launcher blames another worker than the one that failed first",
-     'return cause.rank,process,own if', 'return max(failures),process,own if',
+     'return cause.rank,failures.get(cause.rank),own if', 'return max(failures),failures.get(cause.rank),own if',
      ['tests/promises/test_p2_no_hang.py::test_ends_at_once[leaves_last]']),
     ('exit-status-lost', 'P2', "fastdist launch ends with 0 whatever its workers end with",
      'patch_environment(**o.env): status = _run(', 'patch_environment(**o.env): status = 0*_run(',
@@ -154,7 +154,7 @@ FAULTS = [Fault(*o) for o in [
      '[[r for r,o in enumerate(nodes) if', '[[r for r,o in enumerate(sorted(nodes)) if',
      ['tests/comm/test_collectives.py::test_node_group[ranks1]']),
     ('prints-cut', 'P6', "ends of lines that workers print do not come into the notebook",
-     "if kind=='stream': getattr", "if kind=='stream' and args[1].strip(): getattr",
+     "if kind=='stream': return self.texts.append(args)", "if kind=='stream': return self.texts.append(args) if args[1].strip() else None",
      ['tests/launch/test_launch_notebook.py::test_script']),
     ('interface-unchecked', 'P6', "fastdist check says ready although the network interface does not exist",
      'node.node_findings(backend),node.gpu_findings', 'node.gpu_findings',
@@ -180,7 +180,7 @@ FAULTS = [Fault(*o) for o in [
      'import fastai.distributed # before', 'pass # before',
      ['tests/promises/test_p8_import.py::test_either_order']),
     ('torch-in-the-command-line', 'P8', "fastdist train imports torch before it has read the config: seconds, to say that a key is wrong",
-     'from .machine import n_gpus, plural, why_cpu\n', 'from .machine import n_gpus, plural, why_cpu\nimport torch\n',
+     'from .machine import n_gpus, nearest, why_cpu\n', 'from .machine import n_gpus, nearest, why_cpu\nimport torch\n',
      ['tests/launch/test_config.py::test_wrong_config_at_once']),
     ('thread-at-import', 'P8', "an import starts a thread",
      'World.on_begin(monitor)\n', 'World.on_begin(monitor)\nimport threading,time\nthreading.Thread(target=time.sleep, args=(1e6,), daemon=True).start()\n',
@@ -201,14 +201,19 @@ def copy(tests=None):
     return to
 
 
-def plant(fault, root):
-    "Put the fault into the tree at `root`; a `ValueError` says why it cannot be"
+def place(fault, root):
+    "The file of the tree at `root` that the fault goes into; a `ValueError` says why it cannot be"
     found = {f: f.read_text(encoding='utf-8').count(fault.old) for f in sorted((root/'fastdist').rglob('*.py'))}
     found = {f: n for f, n in found.items() if n}
     if sum(found.values()) != 1:
         at = ', '.join(f'{n} in {f.relative_to(root)}' for f, n in found.items()) or 'none'
         raise ValueError(f'{fault.name} cannot be planted: {fault.old!r} has to stand in one place of fastdist/, and there are: {at}')
-    file, = found
+    return next(iter(found))
+
+
+def plant(fault, root):
+    "Put the fault into the tree at `root`"
+    file = place(fault, root)
     file.write_text(file.read_text(encoding='utf-8').replace(fault.old, fault.new), encoding='utf-8')
     compile(file.read_text(encoding='utf-8'), str(file), 'exec')  # a fault that no Python can be is found by everything
 

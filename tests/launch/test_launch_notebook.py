@@ -265,7 +265,7 @@ assert diff(b[5], c[5])==0
     assert r.text.count('fastdist: starting 2 workers') == 1 and len(kernel.workers()) == 2, r.text
     (tmp_path/'mine.py').write_text('answer = 22')
     r = kernel.run("""
-import importlib
+import importlib, psutil
 importlib.reload(mine)
 d = call()
 assert d[0]!=c[0] and d[1]==22 and diff(d[5], c[5])==0, d
@@ -274,6 +274,19 @@ assert e[0]!=d[0]
 os.kill(e[0], signal.SIGKILL)
 f = call(1)
 assert f[0]!=e[0]
+os.kill(f[0], signal.SIGSTOP)
+h = call(1)
+assert h[0]!=f[0]
+from unittest.mock import patch
+from fastdist.launch.notebook.workers import NotebookWorkers
+def answer_and_end(self): # it is killed after it has said that it is there
+    p = psutil.Process(h[0])
+    p.kill()
+    while p.status()!=psutil.STATUS_ZOMBIE: time.sleep(0.01)
+    return True
+with patch.object(NotebookWorkers, 'answer', answer_and_end):
+    try: call(1)
+    except RemoteError as err: print(err)
 try: launch_in_notebook(lambda: 1/0, n=1, keep=True)
 except RemoteError as err: print(err.__cause__)
 g = call(1)
@@ -282,6 +295,7 @@ assert call(1, keep=False)[0]==g[0] # and they end with it
 try: call(keep=1)
 except TypeError as err: print(err)
 """)
+    assert 'rank 0 of 1 was killed by signal 9' in r.text, r.shown or r.text
     assert r.status == 'ok' and 'division by zero' in r.text and 'keep=1: it is True or False' in r.text, r.shown or r.text
     assert not kernel.workers()
     assert kernel.run("act = nn.ReLU; g = call(1); end_workers(); end_workers()").status == 'ok'

@@ -105,6 +105,7 @@ class _Lines:
         self.stream.flush()
 
 def _write_lines():
+    "In a fork of a notebook's process"
     if rich_shell() is not None: sys.stdout,sys.stderr = (o if isinstance(o, _Lines) else _Lines(o) for o in (sys.stdout,sys.stderr))
 
 if hasattr(os, 'register_at_fork'): os.register_at_fork(after_in_child=_write_lines)
