@@ -269,15 +269,14 @@ def _notice(self:Monitor, now, limit):
 
 @patch
 def _kill(self:Monitor, ranks, f):
-    "A process that is stopped on this machine cannot end itself, and cannot say why it ends: that is `Failure` `f`"
+    "A process of this machine that runs no Python cannot say why it ends: `Failure` `f`; one that is stopped cannot end itself"
     for b in (self.watch.beats.get(r) for r in ranks):
         if b is None or b.host!=host_name(): continue
         try:
             p = psutil.Process(b.pid)
-            if p.status()!=psutil.STATUS_STOPPED: continue
             # its own word for where that is, rather than one of the store's
             if file := p.environ().get('TORCHELASTIC_ERROR_FILE'): write_record_of(file, f)
-            p.kill()
+            if p.status()==psutil.STATUS_STOPPED: p.kill()
         except psutil.Error: pass
 
 # %% ../../nbs/fault/03_monitor.ipynb #2f1eedb6

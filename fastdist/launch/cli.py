@@ -149,12 +149,15 @@ def _first_failure(failures):
     """(rank, torch's `ProcessFailure` or `None`, `Failure` or `None`) of the worker that failed first, of a `dict` of torch's by rank:
     one that stopped because of another has that one's `Failure` in its error record, and may have ended before it"""
     from fastdist.world.errors import read_record
-    first = min(failures, key=lambda r: failures[r].timestamp)
-    cause = read_record(failures[first].error_file_data)
+    records = {r:read_record(o.error_file_data) for r,o in failures.items()}
+    told = any(o is not None and o.kind!='stopped' for o in records.values())
+    # the launcher has ended it because of others; torch's times are whole seconds, and may say that it was the first
+    ended = {r for r,o in failures.items() if told and records[r] is None and o.exitcode==-signal.SIGTERM}
+    first = min(set(failures)-ended, key=lambda r: (failures[r].timestamp, r))
+    cause = records[first]
     if cause is None or cause.rank is None: return first,failures[first],cause
-    process = failures.get(cause.rank)
-    own = process and read_record(process.error_file_data)
-    return cause.rank,process,own if own is not None and own.rank==cause.rank else cause
+    own = records.get(cause.rank)
+    return cause.rank,failures.get(cause.rank),own if own is not None and own.rank==cause.rank else cause
 
 # %% ../../nbs/launch/05_cli.ipynb #ce8c4116
 def _how(process, record):

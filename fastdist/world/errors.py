@@ -209,8 +209,9 @@ def _write(file, f, message, text):
 def write_record_of(file, # Error file of another process of this user's, on this machine
                     f, # Its `Failure`
                    ):
-    "Write the error record of a process that cannot do it, for it is about to be killed"
-    try: _write(file, replace(f, by=f.rank), f.text, f.text)
+    "Write the error record of a process that cannot do it, and has not done it"
+    try:
+        if not os.path.exists(file): _write(file, replace(f, by=f.rank), f.text, f.text)
     except OSError: pass # its launcher has gone, and its files
 
 # %% ../../nbs/world/08_errors.ipynb #fa2dc11d
