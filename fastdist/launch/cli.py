@@ -153,7 +153,7 @@ def _first_failure(failures):
     told = any(o is not None and o.kind!='stopped' for o in records.values())
     # the launcher has ended it because of others; torch's times are whole seconds, and may say that it was the first
     ended = {r for r,o in failures.items() if told and records[r] is None and o.exitcode==-signal.SIGTERM}
-    first = min(set(failures)-ended, key=lambda r: (failures[r].timestamp, r))
+    first = min((r for r in failures if r not in ended), key=lambda r: failures[r].timestamp) # or that which torch saw first
     cause = records[first]
     if cause is None or cause.rank is None: return first,failures[first],cause
     own = records.get(cause.rank)
