@@ -7,6 +7,7 @@ __all__ = ['Scope', 'Monitor', 'running_monitor', 'loader_begins', 'of_group', '
 
 # %% ../../nbs/fault/03_monitor.ipynb #cc018a47
 import dis,json,os,signal,sys,threading,time,traceback
+from contextlib import suppress
 from dataclasses import asdict,dataclass
 
 import psutil, torch.distributed as dist
@@ -241,7 +242,7 @@ def _watch_all(self:Monitor, now, s):
     print(f"fastdist: {text}", file=sys.stderr, flush=True)
     f = self.watch.failure(found, text)
     self._publish_failure(s, f)
-    if found.why=='silent': self._kill(found.missing, f)
+    self._end_stopped(found, f)
     self.deliver(s, f)
 
 # %% ../../nbs/fault/03_monitor.ipynb #b2bd2508
@@ -268,16 +269,16 @@ def _notice(self:Monitor, now, limit):
     self.noticed = found is not None
 
 @patch
-def _kill(self:Monitor, ranks, f):
-    "A process of this machine that runs no Python cannot say why it ends: `Failure` `f`; one that is stopped cannot end itself"
-    for b in (self.watch.beats.get(r) for r in ranks):
+def _end_stopped(self:Monitor, found, f):
+    "End what is stopped of late ranks on this machine, loader processes too; say for silent ones why they end: `Failure` `f`"
+    for b in (self.watch.beats.get(r) for r in found.missing):
         if b is None or b.host!=host_name(): continue
-        try:
+        with suppress(psutil.Error):
             p = psutil.Process(b.pid)
             # its own word for where that is, rather than one of the store's
-            if file := p.environ().get('TORCHELASTIC_ERROR_FILE'): write_record_of(file, f)
-            if p.status()==psutil.STATUS_STOPPED: p.kill()
-        except psutil.Error: pass
+            if found.why=='silent' and (file := p.environ().get('TORCHELASTIC_ERROR_FILE')): write_record_of(file, f)
+            for o in (*p.children(recursive=True), p):
+                if o.status()==psutil.STATUS_STOPPED: o.kill()
 
 # %% ../../nbs/fault/03_monitor.ipynb #2f1eedb6
 @patch
