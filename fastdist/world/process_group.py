@@ -158,6 +158,8 @@ def _by_accelerate(cpu, args):
     from accelerate import PartialState
     if PartialState._shared_state and PartialState().num_processes==1: # made before the launcher's variables were
         PartialState._reset_state()
+    # torch names a group by a count that a start which failed in one rank alone has left higher in the others: they would not meet
+    dist.distributed_c10d._world.group_count = 0
     with _threads_kept(): state = PartialState(cpu=cpu, **args)
     if 'device_id' not in args: return
     state.device = torch.device(state.device.type, args['device_id'].index) # it takes the one that is numbered like the local rank

@@ -235,3 +235,4 @@ def test_one_visible_gpu_each(gpu_worlds):
     assert gpu_worlds(2)(one_visible, 2, False) == [(0, 0)]*2
     refused = [o for o in gpu_worlds(2)(one_visible, 2, True) if 'CUDA_VISIBLE_DEVICES=0 shows 1 GPU, which other workers' in o]
     assert len(refused) == 1
+    assert gpu_worlds(2)(one_visible, 2, False) == [(0, 0)]*2  # that one rank alone was refused does not part them
