@@ -367,6 +367,22 @@ check_fork()
     assert r.status == 'ok', r.shown
     assert r.text.count('one of three\n') == 150, r.text  # their lines are not mixed
     assert r.text.count('valid_loss') + sum('valid_loss' in str(c['data']) for t, c in r.msgs if t == 'display_data') <= 1
+    r = kernel.run("""
+import matplotlib.pyplot as plt
+%matplotlib inline
+def draw():
+    rank = int(os.environ['RANK'])
+    plt.plot([rank]); plt.show() if rank==1 else None
+    list(DataLoader(list(range(6)), num_workers=1)) # its processes are forks too
+    if rank==2: display('of rank 2')
+    plt.plot([7])
+plt.plot([1,2])
+notebook_launcher(draw, num_processes=3)
+""")
+    shown = [c['data'] for t, c in r.msgs if t == 'display_data']
+    # rank 1's by plt.show(), rank 0's at its end, the cell's own at the cell's
+    assert r.status == 'ok' and sum('image/png' in o for o in shown) == 3 and any('of rank 2' in o['text/plain'] for o in shown), (r.shown, r.msgs)
+    assert 'fork' not in r.text, r.text
     r = kernel.run("assert diff(weights(one), weights(get_learner().load('forked'))) < 1e-7\nassert 'kept' not in globals()")
     assert r.status == 'ok', r.shown
     r = kernel.run("assert notebook_launcher(fork_train, num_processes=1) is None\nassert diff(weights(kept[0]), weights(one)) < 1e-7 and kept[1]==1")

@@ -6,13 +6,14 @@
 __all__ = ['check_fork']
 
 # %% ../../../nbs/launch/notebook/02_fork.ipynb #2dd97200
-import ast,os,sys,threading
+import ast,multiprocessing.util,os,sys,threading
 
 import torch, torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from fastai.basics import *
 from .serialize import namespace, rich_shell
+from ...world.ranks import from_env
 
 # %% ../../../nbs/launch/notebook/02_fork.ipynb #359e6998
 def _is_on(o, device='cuda', depth=2):
@@ -104,8 +105,19 @@ class _Lines:
         if text: self.stream.write(text)
         self.stream.flush()
 
-def _write_lines():
-    "In a fork of a notebook's process"
-    if rich_shell() is not None: sys.stdout,sys.stderr = (o if isinstance(o, _Lines) else _Lines(o) for o in (sys.stdout,sys.stderr))
+# %% ../../../nbs/launch/notebook/02_fork.ipynb #7a8d1879
+def _show_figures():
+    "In rank 0 of several workers: the figures that it has drawn, and not shown"
+    e,inline = from_env(),sys.modules.get('matplotlib_inline.backend_inline')
+    if inline and e.world_size > 1 and e.rank==0: inline.flush_figures()
 
-if hasattr(os, 'register_at_fork'): os.register_at_fork(after_in_child=_write_lines)
+def _be_shown(_=None):
+    "In a process that `multiprocessing` has forked from a notebook's: what it prints and displays is shown"
+    if (shell := rich_shell()) is None: return
+    sys.stdout,sys.stderr = (o if isinstance(o, _Lines) else _Lines(o) for o in (sys.stdout,sys.stderr))
+    if session := getattr(shell.display_pub, 'session', None): session.check_pid = False
+    if multiprocessing.current_process().daemon: return # of a loader
+    if plt := sys.modules.get('matplotlib.pyplot'): plt.close('all') # the notebook's own, which shows them itself
+    multiprocessing.util.Finalize(None, _show_figures, exitpriority=0)
+
+multiprocessing.util.register_after_fork(_be_shown, _be_shown)
