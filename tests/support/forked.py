@@ -2,7 +2,7 @@
 import multiprocessing, os, pickle, sys, time, traceback
 from multiprocessing.connection import wait
 
-import cloudpickle
+import by_value, cloudpickle
 from harness import TESTS
 
 SLURM = ('SLURM', 'ENVIRONMENT', 'RANK', 'WORLD_SIZE', 'LOCAL_', 'GROUP_', 'MASTER_', 'TORCHELASTIC', 'ACCELERATE', 'FASTDIST')
@@ -16,7 +16,7 @@ def run(msg, env, conn):
         fn, args = pickle.loads(msg)
         reply = True, fn(*args)
     except BaseException as e: reply = False, (type(e).__name__, str(e), traceback.format_exc())
-    conn.send_bytes(cloudpickle.dumps(reply))
+    conn.send_bytes(by_value.dumps(reply))
     conn.close()
     import atexit
     atexit._run_exitfuncs()  # multiprocessing would leave them out
@@ -32,7 +32,7 @@ def start(fn, envs, *args):
         _context.set_forkserver_preload(['fastdist.world', 'forked'])
     module = sys.modules[fn.__module__]
     if (getattr(module, '__file__', None) or '').startswith(str(TESTS)): cloudpickle.register_pickle_by_value(module)
-    msg, procs, lines = cloudpickle.dumps((fn, args)), [], []
+    msg, procs, lines = by_value.dumps((fn, args)), [], []
     for env in envs:
         ours, theirs = _context.Pipe(duplex=False)
         p = _context.Process(target=run, args=(msg, {'RES_OPTIONS': 'timeout:1 attempts:1', **env}, theirs))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Listener, wait
 from pathlib import Path
 
-import cloudpickle
+import by_value, cloudpickle
 import warm
 
 SUPPORT = Path(__file__).resolve().parent
@@ -163,7 +163,7 @@ class World:
             # by this process and reached like that of torchrun's agent. Within one call nothing is different from a script under torchrun.
             from torch.distributed import TCPStore
             self.store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
-        msg = cloudpickle.dumps(({'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': str(self.store.port)}, fn, args, kwargs))
+        msg = by_value.dumps(({'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': str(self.store.port)}, fn, args, kwargs))
         try: return self._call(msg, timeout, grace)
         except WorkerError: raise
         except BaseException:  # Ctrl-C: the answers still to come would be taken for those of the next call

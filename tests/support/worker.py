@@ -3,7 +3,7 @@ import faulthandler, gc, os, pickle, queue, shutil, signal, sys, threading, trac
 from multiprocessing.connection import Client
 from pathlib import Path
 
-import cloudpickle
+import by_value
 
 
 def main(folder):
@@ -38,9 +38,9 @@ def main(folder):
         try:
             env, fn, args, kwargs = pickle.loads(msg)
             os.environ.update(env)
-            return cloudpickle.dumps((True, fn(*args, **kwargs)))
+            return by_value.dumps((True, fn(*args, **kwargs)))
         except BaseException:  # SystemExit as well: only a process that really dies counts as dead
-            return cloudpickle.dumps((False, traceback.format_exc()))
+            return by_value.dumps((False, traceback.format_exc()))
 
     gc.freeze()  # what the imports made stays: no need to look at it after every call
     threading.Thread(target=listen, daemon=True).start()

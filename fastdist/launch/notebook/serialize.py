@@ -6,7 +6,7 @@
 __all__ = ['rich_shell', 'namespace', 'pack', 'unpack', 'why_not']
 
 # %% ../../../nbs/launch/notebook/00_serialize.ipynb #b89b5f92
-import copyreg,functools,io,pickle,sys,types
+import copyreg,functools,io,marshal,pickle,sys,types
 
 import cloudpickle, torch
 from fastai.basics import *
@@ -26,6 +26,8 @@ class _Packer(cloudpickle.Pickler):
 
     def reducer_override(self, o):
         if isinstance(o, getattr(sys.modules.get('IPython'), 'InteractiveShell', ())): return _own_shell,() # `%time`, `!ls`: the reader's
+        # with its file, which cloudpickle 3.1.3 leaves out: a traceback names the cell
+        if isinstance(o, types.CodeType): return marshal.loads,(marshal.dumps(o),)
         if isinstance(o, Recorder): return copyreg.__newobj__,(type(o),),vars(o),None,None,_set_state
         named = isinstance(o, (type,types.FunctionType)) and o.__module__=='__main__' and self.ns.get(o.__qualname__) is o
         if named: self.sent[o.__qualname__] = o
