@@ -89,9 +89,10 @@ def _join(pid):
         os.close(fd)
 
 
-def _settle():
-    "A seed ends with whom it serves. It is of the same session and group, as those that it starts are to be, and hears no signal that is sent to these"
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+def _settle(with_thread=True):
+    """A seed ends with whom it serves, or with the thread that has made it. It is of the same session and group, as those that it starts are to be, and
+    hears no signal that is sent to these"""
+    if with_thread: _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     _libc.prctl(_PR_SET_NAME, NAME.encode(), 0, 0, 0)
     for s in _SIGNALS: signal.signal(s, signal.SIG_IGN)
 
@@ -290,7 +291,7 @@ def _main():
     gc.collect()
     gc.freeze()
     _use_huge_pages()
-    _settle()
+    _settle(with_thread=False)  # a notebook's cells run in a thread of that notebook: the seed serves the next one as well
     _send(sock, 'ready')
     req, fds = _serve(sock)
     req = _become(req, fds, kind)
@@ -468,3 +469,15 @@ def install(all_kinds=False):
 
 
 if __name__ == '__main__': _main()
+
+
+def in_notebooks(cells):
+    "nbdev's `test_setup`: what the cells of notebooks start is warm, too; each process that runs notebooks makes a seed when it first needs one"
+    install(all_kinds=True)
+    os.register_at_fork(after_in_child=_own)
+
+
+def _own():
+    global _owner
+    _owner = os.getpid()
+    _seeds.clear()
