@@ -98,9 +98,9 @@ def _without_others(part, shape, rows_of):
 # %% ../../nbs/strategy/04_sharding.ipynb #41e0b7e7
 _piece = 2**25 # bytes that are gathered at once
 
-def _in_pieces(part, shape, rows_of, group, device=None):
+def _in_pieces(part, shape, rows_of, group, device):
     "What `gather_rows` returns: no more memory than that, and a piece where `part` is"
-    res,n = part.new_empty(shape, device=device or part.device),-(-shape[0]//rows_of.size)
+    res,n = part.new_empty(shape, device=device),-(-shape[0]//rows_of.size)
     k = max(_piece//max(res.nbytes//max(shape[0], 1)*rows_of.size, 1), 1) # rows of a worker
     ranks = range(rows_of.size) if group is None else rows_of.mesh.mesh.tolist()
     for i in range(0, n, k):
@@ -118,15 +118,16 @@ def gather_rows(part, # This worker's rows
                 device=None, # Where the whole is to be; there where `part` is, if `None`
                ):
     "The whole tensor, in all workers; without the others it is `nan` where their rows were"
-    if not len(shape): return part.clone()
-    if group is False: return _without_others(part, shape, rows_of)
+    device = device or part.device
+    if not len(shape): return part.to(device, copy=True)
+    if group is False: return _without_others(part, shape, rows_of).to(device)
     if group is not None: part = part.cpu()
     try: return _in_pieces(part, shape, rows_of, group, device)
     except RuntimeError: # one that was in the new group has gone since
         if group is None: raise
         warn(f"rank {get_rank()}: a worker has gone with its rows of a tensor, which is nan there now: "
              "load a checkpoint before you go on with this learner")
-        return _without_others(part, shape, rows_of)
+        return _without_others(part, shape, rows_of).to(device)
 
 # %% ../../nbs/strategy/04_sharding.ipynb #16c15457
 def _largest(ts):

@@ -239,7 +239,7 @@ def test_one_visible_gpu_each(gpu_worlds):
 
 
 def leaving(ctx, n_in):
-    "The most bytes of the device that are in use while a context ends, and those after it, in parameters of the model"
+    "The most bytes of the device that are in use while a context ends, in sizes of the model, and where the optimizer's state is then"
     import fastdist.all
     from fastdist.world import setup_distrib
     setup_distrib()
@@ -253,15 +253,15 @@ def leaving(ctx, n_in):
     with learn.distrib_ctx(**ctx):
         learn.fit(2)
         torch.cuda.reset_peak_memory_stats()
-    found.leaving, found.after = torch.cuda.max_memory_allocated()/size, torch.cuda.memory_allocated()/size
+    found.leaving = torch.cuda.max_memory_allocated()/size
     found.devices = {str(v.device) for s in learn.opt.state.values() for v in s.values() if isinstance(v, torch.Tensor) and v.dim()}
     return found
 
 
 @pytest.mark.parametrize('strategy,n,most', [('zero1', 2, 5), ('zero2', 2, 4), ('zero2', 3, 4)])
 def test_whole_states_come_back_without_their_shards(gpu_worlds, strategy, n, most):
-    """They are gathered in CPU memory: when the context ends the device has parameters, gradients and state (1 + 1 + 2 with Adam), in zero1
-    the buckets of DistributedDataParallel as well (1), and nothing beside"""
+    """They are gathered in CPU memory: when the context ends the device has parameters, gradients and state (1 + 1 + 2 with Adam), and nothing
+    beside; with zero1 there is 1 more, of which it is not known who keeps it (DistributedDataParallel's buckets, likely)"""
     for o in gpu_worlds(n)(leaving, ctx_of(strategy), 512):
         assert o.leaving < most*1.05, o
         assert len(o.devices) == 1 and 'fakegpu' in min(o.devices), o

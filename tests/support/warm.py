@@ -468,8 +468,7 @@ def install(all_kinds=False):
     psutil.Process.children = without_seeds
 
 
-if __name__ == '__main__': _main()
-
+# --- what nbdev calls
 
 def in_notebooks(cells):
     "nbdev's `test_setup`: what the cells of notebooks start is warm, too; each process that runs notebooks makes a seed when it first needs one"
@@ -480,6 +479,10 @@ def in_notebooks(cells):
 
 
 def _own():
+    "A process that was forked from another: a seed serves none but whoever has made it"
     global _owner
     _owner = os.getpid()
     _seeds.clear()
+
+
+if __name__ == '__main__': _main()
