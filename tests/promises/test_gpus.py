@@ -115,12 +115,12 @@ def test_an_error_in_one_worker(gpu_worlds, strategy):
 
 class Begins(Callback):
     "Counts where the host waits, and what is sent, in each step of a fit but the first two"
-    order = -1000
+    order, first = -1000, 2
     def before_fit(self): self.found, self.sent = [], []
     def before_batch(self):
         from fakegpu import HostSyncs, nccl
         self.counter = None
-        if not self.training or self.iter < 2: return
+        if not self.training or self.iter < self.first: return
         self.counter, self.start = HostSyncs(), len(nccl.sent)
         self.counter.__enter__()
 
@@ -166,6 +166,58 @@ def test_the_host_waits_for_no_kernel_of_a_step(gpu_worlds, strategy, loss, n, b
             assert {k: n for k, n in step.items() if k[1] != 'fastai'} == {('event', 'fastdist', 'trainer/step.py', '_agreed'): 1}, step
             assert sum(step.values()) == 2, step
             assert len(messages_of) == messages, messages_of
+
+
+class Dense(Callback):
+    "Several labels a sample"
+    order = -60
+    def before_batch(self): self.learn.yb = (torch.stack([self.y, (self.y+1)%3], -1),)
+    def after_pred(self): self.learn.pred = torch.stack([self.pred, self.pred*.5], 1)
+
+
+class LeavesOut(Callback):
+    "Labels that do not count, as a callback may mark them"
+    order = -50
+    def before_batch(self): self.learn.yb = (torch.where(self.y == 1, -100, self.y),)
+
+
+class Batches(Items):
+    "Samples that are batches, of sizes that only a reader knows"
+    def __len__(self): return len(self.x)//8
+    def __getitem__(self, i): return self.x[i*8:i*8+6+i%3], self.y[i*8:i*8+6+i%3]
+
+
+MORE = dict(dense=lambda: [Dense()], left_out=lambda: [LeavesOut()], accumulated=lambda: [GradientAccumulation(12)],
+            unsized=lambda: [], plain=lambda: [])
+
+
+def more_waits(ctx, case, loss='plain', bs=6):
+    "As `waits`, of batches in which more has to be agreed on"
+    import fastdist.all
+    every = [] if ctx is None else [Begins(), Ends()]
+    cbs = [cb for o in case.split() for cb in MORE[o]()]
+    learn = quiet(learner(n=57, bs=bs, n_val=6, lr=0.05, opt=SGD, dtype=torch.float32, cbs=[*cbs, *every], loss=LOSSES[loss]()))
+    if 'unsized' in case: learn.dls = DataLoaders(DataLoader(Batches(80, dtype=torch.float32), bs=None), learn.dls.valid)
+    if every: learn.begins.first = 5
+    with learn.distrib_ctx(**ctx) if every else contextlib.nullcontext(): learn.fit(1)
+    return learn.begins.found if every else None, report(learn)
+
+
+AGREED = [('ddp', 'dense', 'plain', 1), ('zero2', 'dense left_out', 'plain', 1), ('fsdp', 'left_out', 'plain', 1), ('ddp', 'left_out', 'plain', 1),
+          ('ddp', 'accumulated', 'weighted', 1), ('zero1', 'accumulated', 'weighted', 1), ('ddp', 'unsized', 'weighted', 1), ('zero1', 'unsized left_out', 'plain', 1),
+          ('ddp', 'plain', 'weighted', 2), ('fsdp', 'left_out', 'weighted', 2), ('zero2', 'left_out', 'plain', 2)]
+
+
+@pytest.mark.parametrize('strategy,case,loss,steps', AGREED)
+def test_nor_where_more_has_to_be_agreed_on(gpu_worlds, strategy, case, loss, steps):
+    """Several labels a sample, labels that callbacks leave out in each batch, weighted losses with accumulated gradients (fastai's, Accelerate's),
+    samples whose number only their reader knows"""
+    alone = more_waits(None, case, loss, bs=6*steps)[1]
+    for found, learned in gpu_worlds(2)(more_waits, {**ctx_of(strategy), **(dict(gradient_accumulation_steps=2) if steps == 2 else {})}, case, loss):
+        assert diff(learned.weights, alone.weights) < 1e-5
+        assert len(found) == 5 or 'unsized' in case, len(found)
+        for step in found:
+            assert {k: n for k, n in step.items() if k[1] != 'fastai'} == {('event', 'fastdist', 'trainer/step.py', '_agreed'): 1}, step
 
 
 def to_rank_0(sizes):
