@@ -1,8 +1,10 @@
 """P6: what runs on the CPU runs on GPUs, with the same numbers; a worker stays on its own. The GPUs are pretended (support/fakegpu), nccl's rules are its own."""
-import os
+import os, signal, time
 
-import pytest
+import fakegpu, pytest
 from fastai.callback.training import GradientClip
+from forked import started
+from harness import free_port
 from learners import *
 from strategies import ctx_of
 
@@ -288,3 +290,31 @@ def test_one_visible_gpu_each(gpu_worlds):
     refused = [o for o in gpu_worlds(2)(one_visible, 2, True) if 'CUDA_VISIBLE_DEVICES=0 shows 1 GPU, which other workers' in o]
     assert len(refused) == 1
     assert gpu_worlds(2)(one_visible, 2, False) == [(0, 0)]*2  # that one rank alone was refused does not part them
+
+
+def killed_over_links(rank, library, url):
+    "What the others get, and how many seconds after, when rank 1 of 3 is killed while they wait for it in a collective of GPUs"
+    import fakegpu, torch.distributed as dist
+    fakegpu.install(library)
+    from fakegpu import nccl
+    nccl.deaf = True
+    from fastdist.world import RemoteError, distributed_init, fail_together
+    distributed_init(init_method=url, rank=rank, world_size=3)
+    t = torch.ones(4, device='cuda')
+    try:
+        with fail_together():
+            dist.all_reduce(t)
+            begin = time.monotonic()
+            if rank == 1: os.kill(os.getpid(), signal.SIGKILL)
+            dist.all_reduce(t)
+            return t.sum().item()
+    except RemoteError as e: return e.rank, e.kind, time.monotonic()-begin, str(e)
+
+
+def test_a_killed_worker_is_noticed_by_its_heartbeat(gpu_worlds):
+    "Links between GPUs tell nobody: the collective would wait until the watchdog's 600 s are over"
+    url = f'tcp://127.0.0.1:{free_port()}'
+    envs = [{'I': str(i), 'FAKEGPU_COUNT': '3'} for i in range(3)]
+    res = started(lambda library: killed_over_links(int(os.environ['I']), library, url), envs, str(fakegpu.build()), timeout=120)
+    assert res[1] is None
+    for r in (0, 2): assert res[r][:2] == (1, 'ended') and res[r][2] < 60 and 'rank 1 (host' in res[r][3] and 'ended without a traceback' in res[r][3], res[r]
