@@ -6,13 +6,14 @@
 __all__ = ['stack_of', 'frame_text', 'user_frames', 'RankState', 'Beat', 'own_beat', 'Neighbour', 'Watch', 'Stall', 'failure_at']
 
 # %% ../../nbs/fault/00_watchdog.ipynb #cefb54a3
-import faulthandler,os,re,sys,threading
+import faulthandler,json,os,re,sys,threading
 from collections import Counter
 from dataclasses import dataclass,field
 
-import fastdist, torch.distributed as dist
+import fastdist, torch, torch.distributed as dist
 from fastcore.basics import patch
 from ..world.errors import Failure, has_ended
+from ..world.state import current_world
 from ..world.ranks import from_env, get_rank, get_world_size, host_name
 
 # %% ../../nbs/fault/00_watchdog.ipynb #af8c3bf3
@@ -77,6 +78,23 @@ def _sequence_numbers():
         return sum(b._get_sequence_number_for_group() for b in every.values())
     return {world.pg_names[o]:begun(o) for o in groups}
 
+# %% ../../nbs/fault/00_watchdog.ipynb #8a75489e
+def _recorded():
+    "[begun, ended] of the collectives of each process group that torch has recorded, where these differ"
+    res = {}
+    for o in ('gloo','nccl'):
+        dump = getattr(torch._C._distributed_c10d, f"_dump_{o.replace('gloo', 'fr')}_trace_json", None)
+        status = json.loads(dump(includeCollectives=False)).get('pg_status', {}) if dump else {}
+        found = {k:[int(v[f'last_{e}_collective']) for e in ('enqueued','completed')] for k,v in status.items()}
+        res.update({f'{o}, process group {k}':v for k,v in found.items() if v[0] > v[1]})
+    return res
+
+def _in_flight():
+    "The same of those that have begun in this world"
+    now = _recorded()
+    before = current_world().cached('in_flight_before', lambda: now)
+    return {k:v for k,v in now.items() if before.get(k)!=v}
+
 # %% ../../nbs/fault/00_watchdog.ipynb #f1d47e9e
 @dataclass
 class RankState:
@@ -102,6 +120,7 @@ class Beat:
     follows:bool=False # Has it left because of another rank?
     stacks:int=None # Number of its file descriptor by which others ask where it is
     loaders:dict=field(default_factory=dict) # Where its loader processes are, by pid, where that has been asked
+    in_flight:dict=field(default_factory=dict) # [collectives begun, ended], by process group, where these differ
 
     @property
     def who(self): return f"rank {self.rank} (host {self.host}, process {self.pid})"
@@ -121,7 +140,7 @@ def own_beat(n, # Goes up with each
              stacks=None, # Number of the file descriptor of its `Stacks`
             ):
     "The `Beat` of this rank"
-    return Beat(n, get_rank(), host_name(), os.getpid(), _sequence_numbers(), stack_of(thread), left, follows, stacks)
+    return Beat(n, get_rank(), host_name(), os.getpid(), _sequence_numbers(), stack_of(thread), left, follows, stacks, in_flight=_in_flight())
 
 # %% ../../nbs/fault/00_watchdog.ipynb #4f60ac53
 class Neighbour:
@@ -161,7 +180,7 @@ def update(self:Watch, beat, # A `Beat`
     if old is not None and old.n==beat.n: return
     self.beats[r],self.last_beat[r] = beat,now
     if old is None or old.seqs!=beat.seqs: self.stepped[r] = self.moved[r] = now
-    elif old.stack!=beat.stack: self.moved[r] = now
+    elif (old.stack,old.in_flight)!=(beat.stack,beat.in_flight): self.moved[r] = now
 
 @patch
 def forgive(self:Watch, seconds # For which this process was stopped itself (Ctrl-Z, a laptop that was closed), and has heard nothing
@@ -203,7 +222,8 @@ def _behind(self:Watch, group, now, limit):
 def _apart(self:Watch, now, limit):
     "All ranks wait, and at least one of them in a collective. Those are missing that are not where most are, if most are at one place"
     here = [b for b in self.beats.values() if not b.left]
-    in_collective = lambda b: any('torch/distributed' in f[0].replace(os.sep, '/') for f in b.stack[:6])
+    # torch's recorder knows nothing of what one rank sends to another, and may be off
+    in_collective = lambda b: b.in_flight or any('torch/distributed' in f[0].replace(os.sep, '/') for f in b.stack[:6])
     if len(here)!=len(self.last_beat) or len(here)==1 or any(now-self.moved[b.rank] <= limit for b in here): return
     if not any(map(in_collective, here)): return
     at = {b.rank:repr((_collective_of(b.stack),(user_frames(b.stack) or b.stack)[:1])) for b in here}
@@ -230,6 +250,7 @@ def _location(beat):
     if beat.left: return f"    {beat.left}"
     lines = [f"    {'called from ' if i else ''}{frame_text(f)}" for i,f in enumerate(beat.frames())]
     for pid,fs in beat.loaders.items(): lines.append(f"    its loader process {pid} is at {', called from '.join(map(frame_text, fs[:3]))}")
+    for nm,(begun,ended) in beat.in_flight.items(): lines.append(f"    of {begun} collectives that it has begun, {ended} have ended ({nm})")
     return '\n'.join(lines) or "    (its heartbeat has no stack)"
 
 def _headline(stall):

@@ -292,8 +292,8 @@ def test_one_visible_gpu_each(gpu_worlds):
     assert gpu_worlds(2)(one_visible, 2, False) == [(0, 0)]*2  # that one rank alone was refused does not part them
 
 
-def killed_over_links(rank, library, url):
-    "What the others get, and how many seconds after, when rank 1 of 3 is killed while they wait for it in a collective of GPUs"
+def over_links(rank, library, url, fn):
+    "What `fn` raises in each of 3 workers, and how many seconds after, where links between GPUs tell nobody of what goes wrong"
     import fakegpu, torch.distributed as dist
     fakegpu.install(library)
     from fakegpu import nccl
@@ -302,19 +302,41 @@ def killed_over_links(rank, library, url):
     distributed_init(init_method=url, rank=rank, world_size=3)
     t = torch.ones(4, device='cuda')
     try:
-        with fail_together():
+        with fail_together(watchdog=600 if fn is killed else 3):
             dist.all_reduce(t)
             begin = time.monotonic()
-            if rank == 1: os.kill(os.getpid(), signal.SIGKILL)
-            dist.all_reduce(t)
-            return t.sum().item()
+            fn(rank, t)
     except RemoteError as e: return e.rank, e.kind, time.monotonic()-begin, str(e)
+
+
+def over_three(fn):
+    url, envs = f'tcp://127.0.0.1:{free_port()}', [{'I': str(i), 'FAKEGPU_COUNT': '3'} for i in range(3)]
+    return started(lambda library: over_links(int(os.environ['I']), library, url, fn), envs, str(fakegpu.build()), timeout=120)
+
+
+def killed(rank, t):
+    import torch.distributed as dist
+    if rank == 1: os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(t)
 
 
 def test_a_killed_worker_is_noticed_by_its_heartbeat(gpu_worlds):
     "Links between GPUs tell nobody: the collective would wait until the watchdog's 600 s are over"
-    url = f'tcp://127.0.0.1:{free_port()}'
-    envs = [{'I': str(i), 'FAKEGPU_COUNT': '3'} for i in range(3)]
-    res = started(lambda library: killed_over_links(int(os.environ['I']), library, url), envs, str(fakegpu.build()), timeout=120)
+    res = over_three(killed)
     assert res[1] is None
     for r in (0, 2): assert res[r][:2] == (1, 'ended') and res[r][2] < 60 and 'rank 1 (host' in res[r][3] and 'ended without a traceback' in res[r][3], res[r]
+
+
+def parted(rank, t):
+    import torch.distributed as dist
+    if rank == 2:
+        work = dist.broadcast(t, 0, async_op=True)
+        work.wait()
+    work = dist.all_reduce(t, async_op=True)
+    work.wait()
+
+
+def test_workers_that_part_ways_are_found_wherever_they_stand(gpu_worlds):
+    "On GPUs the main thread is not in the collective, but where it waits for the device, in a line of the user's own"
+    for o in over_three(parted):
+        assert o[:2] == (2, 'stalled') and 'the ranks are at different calls' in o[3] and 'of 2 collectives that it has begun, 1 have ended (nccl' in o[3], o
