@@ -2233,6 +2233,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                        'fastdist/strategy/ddp.py'),
                                        'fastdist.strategy.ddp.Replica._check_reduced': ( 'strategy/ddp.html#replica._check_reduced',
                                                                                          'fastdist/strategy/ddp.py'),
+                                       'fastdist.strategy.ddp.Replica._check_views': ( 'strategy/ddp.html#replica._check_views',
+                                                                                       'fastdist/strategy/ddp.py'),
                                        'fastdist.strategy.ddp.Replica._step': ( 'strategy/ddp.html#replica._step',
                                                                                 'fastdist/strategy/ddp.py'),
                                        'fastdist.strategy.ddp.Replica._wrap': ( 'strategy/ddp.html#replica._wrap',

@@ -222,6 +222,33 @@ def test_nor_where_more_has_to_be_agreed_on(gpu_worlds, strategy, case, loss, st
             assert {k: n for k, n in step.items() if k[1] != 'fastai'} == {('event', 'fastdist', 'trainer/step.py', '_agreed'): 1}, step
 
 
+def wide():
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(4, 1000), nn.ReLU(), nn.Linear(1000, 1000), nn.ReLU(), nn.Linear(1000, 3))
+
+
+def with_views(strategy, views):
+    "Weights after a fit, and the most bytes that it took, with gradients in memory of their own or in that of the messages"
+    import fastdist.all
+    from accelerate.utils import DistributedDataParallelKwargs
+    learn = quiet(learner(n=36, bs=6, n_val=6, lr=0.05, dtype=torch.float32, model=wide, cbs=GradientAccumulation(12)))
+    class Peak(Callback):
+        "That of later steps: DDP makes its buckets anew after the first"
+        def before_batch(self):
+            if self.training and self.iter == 3: torch.cuda.reset_peak_memory_stats()
+        def after_train(self): self.bytes = torch.cuda.max_memory_allocated()
+    with learn.distrib_ctx(**ctx_of(strategy), kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=views)]): learn.fit(1, cbs=(peak := Peak()))
+    return weights(learn), peak.bytes, sum(p.nbytes for p in learn.model.parameters())
+
+
+@pytest.mark.parametrize('strategy', ['ddp', 'zero1'])
+def test_gradients_that_are_views_of_messages(gpu_worlds, strategy):
+    "The same weights, with the memory of one model less"
+    for (w, own, size), (v, views, _) in zip(gpu_worlds(2)(with_views, strategy, False), gpu_worlds(2)(with_views, strategy, True), strict=True):
+        assert diff(w, v) == 0
+        assert own-views > .9*size, (own/size, views/size)
+
+
 def to_rank_0(sizes):
     "What rank 0 receives of unequal parts, and by which collectives, in a group that has nccl alone"
     import torch.distributed as dist
