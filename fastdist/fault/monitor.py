@@ -13,7 +13,7 @@ from dataclasses import asdict,dataclass
 import psutil, torch.distributed as dist
 from fastcore.basics import patch
 from .interrupt import Interrupts, is_default, is_ending
-from .stacks import Stacks, ask_children, ask_stack, begin_loader_process, crashes
+from .stacks import Stacks, ask_children, ask_stack, begin_loader_process, crashes, dump_collectives
 from .watchdog import Beat, Neighbour, Watch, failure_at, frame_text, own_beat, stack_of, user_frames
 from ..notices import notice
 from ..world.errors import (Failure, RemoteError, _base, _connections, _light, end_after_first, end_connections, has_ended, in_short,
@@ -178,6 +178,13 @@ def _kill_stopped_children():
 
 # %% ../../nbs/fault/03_monitor.ipynb #56ec6416
 @patch
+def _dump(self:Monitor):
+    "Write what this rank has called last beside the logs, before it is broken off"
+    try: files = dump_collectives(self.rank)
+    except Exception as e: return print(f"fastdist: rank {self.rank} could not write what it has called: {e}", file=sys.stderr, flush=True)
+    if files: print(f"fastdist: what rank {self.rank} has called last is in {' and '.join(files)}", file=sys.stderr, flush=True)
+
+@patch
 def _receive(self:Monitor, s, f, now):
     "Another rank has failed"
     if f.kind=='stalled' or now >= self.deadline.setdefault(s.key, now+self.grace): self.deliver(s, f)
@@ -192,7 +199,9 @@ def deliver(self:Monitor, s, # `Scope`
         if self.in_main: signal.pthread_kill(self.main, signal.SIGURG)
     with self.delivering:
         if not s.left: s.failure = f
-        if f.kind=='stalled': _kill_stopped_children()
+        if f.kind=='stalled':
+            _kill_stopped_children()
+            self._dump()
         if s.left: return # it fails, or has ended, by itself, and reports it
         self._try(lambda: self.records.set(f'ack/{s.key}/{self.rank}', 'aborted'))
         reacts()
