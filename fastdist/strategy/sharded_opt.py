@@ -154,14 +154,14 @@ def _shard(self:_OptRows, p, o):
     "What is remembered of `p`: this worker's rows, if it has the parameter's shape"
     if isinstance(o, DTensor): return o if self.whole_norm else local(o) # made with the optimizer, of sharded parameters
     if not isinstance(o, Tensor) or o.shape!=p.shape: return o
-    return self.as_wanted(p, self.rows_of.of(o.to(local(p).device)).clone())
+    return self.as_wanted(p, self.rows_of.of(o).to(local(p).device, copy=True)) # the rows alone, from where the whole is
 
 @patch
 def _gather(self:_OptRows, p, o, group=None):
-    "What is remembered of `p`, whole; `group` as for `gather_rows`"
+    "What is remembered of `p`, whole, in CPU memory where it is in rows; `group` as for `gather_rows`"
     if not isinstance(o, Tensor) or not p.dim(): return local(o)
     if isinstance(o, DTensor) and (group is None or o.shape!=p.shape): return o.full_tensor()
-    return gather_rows(local(o), p.shape, self.rows_of, group) if local(o).shape==self.rows(p).shape else o
+    return gather_rows(local(o), p.shape, self.rows_of, group, 'cpu') if local(o).shape==self.rows(p).shape else o
 
 @patch
 def zero_grad(self:_OptRows, *args, **kwargs):
@@ -225,3 +225,5 @@ def release(self:ShardedOptimizer, group=None):
     if group is False: self.opt.clear_state() # without the others it is not to be had
     else: _each_state(self.opt, lambda p,o: self._gather(p, o, group))
     self.parts.clear()
+    # to the device when all shards have left it: it never has both
+    _each_state(self.opt, lambda p,o: o.to(local(p).device) if isinstance(o, Tensor) and o.dim() and o.shape==p.shape else o)

@@ -98,9 +98,9 @@ def _without_others(part, shape, rows_of):
 # %% ../../nbs/strategy/04_sharding.ipynb #41e0b7e7
 _piece = 2**25 # bytes that are gathered at once
 
-def _in_pieces(part, shape, rows_of, group):
-    "What `gather_rows` returns: no more memory than that, and a piece"
-    res,n = part.new_empty(shape),-(-shape[0]//rows_of.size)
+def _in_pieces(part, shape, rows_of, group, device=None):
+    "What `gather_rows` returns: no more memory than that, and a piece where `part` is"
+    res,n = part.new_empty(shape, device=device or part.device),-(-shape[0]//rows_of.size)
     k = max(_piece//max(res.nbytes//max(shape[0], 1)*rows_of.size, 1), 1) # rows of a worker
     ranks = range(rows_of.size) if group is None else rows_of.mesh.mesh.tolist()
     for i in range(0, n, k):
@@ -115,12 +115,13 @@ def gather_rows(part, # This worker's rows
                 shape, # Of the whole tensor
                 rows_of, # `Rows`
                 group=None, # Another process group (gloo) than that of the mesh, of all workers; `False` if there is none any more
+                device=None, # Where the whole is to be; there where `part` is, if `None`
                ):
     "The whole tensor, in all workers; without the others it is `nan` where their rows were"
     if not len(shape): return part.clone()
     if group is False: return _without_others(part, shape, rows_of)
     if group is not None: part = part.cpu()
-    try: return _in_pieces(part, shape, rows_of, group)
+    try: return _in_pieces(part, shape, rows_of, group, device)
     except RuntimeError: # one that was in the new group has gone since
         if group is None: raise
         warn(f"rank {get_rank()}: a worker has gone with its rows of a tensor, which is nan there now: "

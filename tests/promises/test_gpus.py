@@ -425,3 +425,32 @@ def test_workers_that_part_ways_are_found_wherever_they_stand(gpu_worlds, tmp_pa
         assert o[:2] == (2, 'stalled') and 'the ranks are at different calls' in o[3] and 'of 2 collectives that it has begun, 1 have ended (nccl' in o[3], o
     for r, name in enumerate(('all_reduce', 'all_reduce', 'broadcast')):  # what nccl's flight recorder knows is beside the logs
         assert [o['profiling_name'].replace('allreduce', 'all_reduce') for o in json.loads((tmp_path/f'nccl_rank{r}.json').read_text())['entries']] == [f'nccl:{name}']
+
+
+def leaving(ctx, n_in):
+    "The most bytes of the device that are in use while a context ends, and those after it, in parameters of the model"
+    import fastdist.all
+    from fastdist.world import setup_distrib
+    setup_distrib()
+    set_seed(1)
+    model = nn.Sequential(*[nn.Linear(n_in, n_in, bias=False) for _ in range(6)], nn.Linear(n_in, 3))
+    size = sum(p.nbytes for p in model.parameters())
+    x, y, found = torch.randn(12, n_in), torch.randint(0, 3, (12,)), SimpleNamespace()
+    dls = DataLoaders(*[DataLoader(list(zip(x, y)), bs=6, num_workers=0) for _ in range(2)])
+    dls.to(torch.device('cuda', torch.cuda.current_device()))
+    learn = quiet(Learner(dls, model, CrossEntropyLossFlat(), opt_func=Adam, lr=1e-3))
+    with learn.distrib_ctx(**ctx):
+        learn.fit(2)
+        torch.cuda.reset_peak_memory_stats()
+    found.leaving, found.after = torch.cuda.max_memory_allocated()/size, torch.cuda.memory_allocated()/size
+    found.devices = {str(v.device) for s in learn.opt.state.values() for v in s.values() if isinstance(v, torch.Tensor) and v.dim()}
+    return found
+
+
+@pytest.mark.parametrize('strategy,n,most', [('zero1', 2, 5), ('zero2', 2, 4), ('zero2', 3, 4)])
+def test_whole_states_come_back_without_their_shards(gpu_worlds, strategy, n, most):
+    """They are gathered in CPU memory: when the context ends the device has parameters, gradients and state (1 + 1 + 2 with Adam), in zero1
+    the buckets of DistributedDataParallel as well (1), and nothing beside"""
+    for o in gpu_worlds(n)(leaving, ctx_of(strategy), 512):
+        assert o.leaving < most*1.05, o
+        assert len(o.devices) == 1 and 'fakegpu' in min(o.devices), o
