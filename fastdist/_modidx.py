@@ -2002,6 +2002,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                     'fastdist/model/batchnorm.py'),
                                           'fastdist.model.batchnorm.GlobalBatchNorm._norm_by_kernels': ( 'model/batchnorm.html#globalbatchnorm._norm_by_kernels',
                                                                                                          'fastdist/model/batchnorm.py'),
+                                          'fastdist.model.batchnorm.GlobalBatchNorm._norm_derived': ( 'model/batchnorm.html#globalbatchnorm._norm_derived',
+                                                                                                      'fastdist/model/batchnorm.py'),
                                           'fastdist.model.batchnorm.GlobalBatchNorm._update': ( 'model/batchnorm.html#globalbatchnorm._update',
                                                                                                 'fastdist/model/batchnorm.py'),
                                           'fastdist.model.batchnorm.GlobalBatchNorm.expect': ( 'model/batchnorm.html#globalbatchnorm.expect',

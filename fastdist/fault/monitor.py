@@ -184,11 +184,13 @@ def _dump(self:Monitor):
     except Exception as e: return print(f"fastdist: rank {self.rank} could not write what it has called: {e}", file=sys.stderr, flush=True)
     if files: print(f"fastdist: what rank {self.rank} has called last is in {' and '.join(files)}", file=sys.stderr, flush=True)
 
+# %% ../../nbs/fault/03_monitor.ipynb #5d1f0a02
 @patch
 def _receive(self:Monitor, s, f, now):
     "Another rank has failed"
     if f.kind=='stalled' or now >= self.deadline.setdefault(s.key, now+self.grace): self.deliver(s, f)
 
+# %% ../../nbs/fault/03_monitor.ipynb #5d1f0a09
 @patch
 def deliver(self:Monitor, s, # `Scope`
             f, # `Failure` of another rank

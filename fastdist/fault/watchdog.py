@@ -140,7 +140,8 @@ def own_beat(n, # Goes up with each
              stacks=None, # Number of the file descriptor of its `Stacks`
             ):
     "The `Beat` of this rank"
-    return Beat(n, get_rank(), host_name(), os.getpid(), _sequence_numbers(), stack_of(thread), left, follows, stacks, in_flight=_in_flight())
+    who = get_rank(),host_name(),os.getpid()
+    return Beat(n, *who, _sequence_numbers(), stack_of(thread), left, follows, stacks, in_flight=_in_flight())
 
 # %% ../../nbs/fault/00_watchdog.ipynb #4f60ac53
 class Neighbour:

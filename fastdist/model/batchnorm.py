@@ -114,9 +114,16 @@ def _input_grad(g, x, weight, mean, invstd, sums, products):
     res = F.batch_norm(x, torch.zeros_like(k), torch.ones_like(k), k, -a*sums-k*mean, False, 0., 0.) # x*k + ..., in one pass
     return res.addcmul_(g, a.view([1,-1]+[1]*(x.dim()-2)))
 
+# %% ../../nbs/model/03_batchnorm.ipynb #ec85f657
+def _derivable_grads(g, needs, eps, x, weight, bias, *_):
+    "The same, with gradients of their own"
+    ins = [o for o,need in zip((x,weight,bias), needs) if need]
+    grads = iter(torch.autograd.grad(_global_norm(x, weight, bias, eps, True)[0], ins, g, create_graph=True))
+    return [next(grads) if need else None for need in needs]
+
 # %% ../../nbs/model/03_batchnorm.ipynb #ec85f656
 class _KernelNorm(torch.autograd.Function):
-    "Normalize `x` with the statistics of all workers' samples, by torch's kernels; returns also mean, biased variance and count, in float64"
+    "Normalize `x` with the statistics of all workers' samples, by torch's kernels; also mean, biased variance and count"
     @staticmethod
     def forward(ctx, x, weight, bias, eps):
         stats = mean,var,n = _global_stats(x, eps)
@@ -140,13 +147,6 @@ def _kernel_grads(g, needs, eps, x, weight, bias, mean, invstd, n):
     dist.all_reduce(both)
     return _input_grad(g, x, weight, mean, invstd, *(both/n).to(mean.dtype).chunk(2)),gw,gb
 
-# %% ../../nbs/model/03_batchnorm.ipynb #ec85f657
-def _derivable_grads(g, needs, eps, x, weight, bias, *_):
-    "The same, with gradients of their own"
-    ins = [o for o,need in zip((x,weight,bias), needs) if need]
-    grads = iter(torch.autograd.grad(_global_norm(x, weight, bias, eps, True)[0], ins, g, create_graph=True))
-    return [next(grads) if need else None for need in needs]
-
 # %% ../../nbs/model/03_batchnorm.ipynb #87723bed
 def _check_count(n, x):
     "A `ValueError` as torch's, if the global batch has one value of each channel"
@@ -162,12 +162,13 @@ class GlobalBatchNorm(_BatchNorm):
     def forward(self, x):
         self._check_input_dim(x)
         if not self.training or dist.get_world_size()==1: return self._norm_alone(x)
-        if self.share.empty or torch.compiler.is_compiling(): y,*stats = _global_norm(x, self.weight, self.bias, self.eps, self.share.counts)
-        else: y,*stats = self._norm_by_kernels(x)
-        mean,var,n = stats
+        derived = self.share.empty or torch.compiler.is_compiling()
+        y,mean,var,n = self._norm_derived(x) if derived else self._norm_by_kernels(x)
         if self.share.empty: _check_count(n, x) # else each worker has one at least
         self._update(mean, var, n)
         return y
+
+    def _norm_derived(self, x): return _global_norm(x, self.weight, self.bias, self.eps, self.share.counts)
 
     def __reduce_ex__(self, proto):
         # A copy or a pickle is of the layer as its user knows it

@@ -182,6 +182,7 @@ def _check_views(self:Replica, opt):
         'gradient_as_bucket_view', True, f"{type(opt).__name__}.zero_grad, which is fastai's, detaches gradients in place, and torch "
         "refuses that for views: give the class a zero_grad of its own, or leave it False")
 
+# %% ../../nbs/strategy/03_ddp.ipynb #5d1f0a06
 @patch
 def set_opt(self:Replica, opt):
     "Let an optimizer that needs a closure step by the loss of all workers"

@@ -282,6 +282,7 @@ def _scale_left(self:TrainingStep, left):
     for cb in accs: cb.weight = cb.weight*(left/self.total)
     if not accs: scale_all([p.grad for p in self.learn.model.parameters() if p.grad is not None], self.total/divisor(left))
 
+# %% ../../nbs/trainer/03_step.ipynb #5d1f0a04
 @patch
 def _go_by_left(self:TrainingStep):
     "Where the data set or a callback has left samples out, gradients are the mean over those that are left"

@@ -40,7 +40,6 @@ def write_end(store, # torch's store of the job
     store.set(f'gone/{s.rank}', o)
     if s.local_rank==0 and s.node_rank is not None: store.set(f'gone/node {s.node_rank}', o)
     store.set('gone', '')
-    store.add('ended', 1)
 
 def read_end(store, # torch's store of the job
              who, # A rank, or 'node 2' for the first rank of that node
