@@ -1259,6 +1259,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                          'fastdist.fault.watchdog.frame_text': ( 'fault/watchdog.html#frame_text',
                                                                                  'fastdist/fault/watchdog.py'),
                                          'fastdist.fault.watchdog.own_beat': ('fault/watchdog.html#own_beat', 'fastdist/fault/watchdog.py'),
+                                         'fastdist.fault.watchdog.recorded_before': ( 'fault/watchdog.html#recorded_before',
+                                                                                      'fastdist/fault/watchdog.py'),
                                          'fastdist.fault.watchdog.stack_of': ('fault/watchdog.html#stack_of', 'fastdist/fault/watchdog.py'),
                                          'fastdist.fault.watchdog.user_frames': ( 'fault/watchdog.html#user_frames',
                                                                                   'fastdist/fault/watchdog.py')},

@@ -14,7 +14,7 @@ import psutil, torch.distributed as dist
 from fastcore.basics import patch
 from .interrupt import Interrupts, is_default, is_ending
 from .stacks import Stacks, ask_children, ask_stack, begin_loader_process, crashes, dump_collectives
-from .watchdog import Beat, Neighbour, Watch, failure_at, frame_text, own_beat, stack_of, user_frames
+from .watchdog import Beat, Neighbour, Watch, failure_at, frame_text, own_beat, recorded_before, stack_of, user_frames
 from ..notices import notice
 from ..world.errors import (Failure, RemoteError, _base, _connections, _light, end_after_first, end_connections, has_ended, in_short,
                                    write_record, write_record_of)
@@ -52,6 +52,7 @@ class Monitor:
         self.records,self.job,self.count = Records(self.store),Scope('job'),0
         self.scopes,self.stop_now,self.n,self.ok = [self.job],threading.Event(),0,time.monotonic()
         self.neighbour = Neighbour()
+        recorded_before()
         self.watch,self.groups,self.deadline,self.noticed,self.broken = Watch(self.size, self.ok),None,{},False,False
         self.aborted = False # have kernels that waited for other ranks been ended, so that what they were to write is garbage?
         self.delivering,self.interrupts,self.stacks = threading.Lock(),Interrupts(),None
