@@ -474,6 +474,8 @@ if __name__ == '__main__': _main()
 def in_notebooks(cells):
     "nbdev's `test_setup`: what the cells of notebooks start is warm, too; each process that runs notebooks makes a seed when it first needs one"
     install(all_kinds=True)
+    # a warm process finds the package by this alone, whatever the environment has installed
+    os.environ['PYTHONPATH'] = os.pathsep.join(o for o in (ROOT, os.environ.get('PYTHONPATH')) if o)
     os.register_at_fork(after_in_child=_own)
 
 
