@@ -5,6 +5,9 @@ from pathlib import Path
 import fastai.basics, hypothesis, pytest
 
 os.environ.setdefault('OMP_NUM_THREADS', '1')  # one core for each of xdist's processes
+# torch asks for the name of each address that it connects to: a name server that does not answer costs 5 s otherwise, in this process as well,
+# which holds the stores of the worlds
+os.environ.setdefault('RES_OPTIONS', 'timeout:1 attempts:1')
 import cpu, fakegpu, warm
 from harness import Worlds
 from hosts import Slurm, why_no_slurm
@@ -118,6 +121,15 @@ def pytest_xdist_make_scheduler(config, log):
         def _split_scope(self, nodeid):
             file = nodeid.partition('::')[0]
             return file if file.endswith(('test_slurm.py', 'test_hosts.py', 'test_launch_notebook.py', 'test_gpus.py', 'test_compile.py', 'test_strategy_words.py')) else nodeid
+
+        def remove_node(self, node):
+            "A test that was ended by its limit, and its process with it, has failed: xdist gives it to the next process, and so on for ever"
+            work = self.assigned_work[node]
+            crashed = next((o for unit in work.values() for o, done in unit.items() if not done), None)
+            for unit in work.values(): unit.update({crashed: True} if crashed in unit else {})
+            self.assigned_work[node] = {k: unit for k, unit in work.items() if not all(unit.values())}
+            super().remove_node(node)
+            return crashed
     return ByFileOrTest(config, log)
 
 

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 
 from fastai.basics import *
 from fastai.data.load import DataLoader as FastaiDataLoader
-from .adapter import IfLoaderHas, LoaderMethod, LoaderProxy
+from .adapter import IfLoaderHas, LoaderMethod, LoaderProxy, copied_beside
 from .fastai_dl import FastaiAdapter
 from .loaders import SeveralAdapter, n_batches
 from .orders import compare_with_rank0, same_order, same_shuffled
@@ -261,7 +261,8 @@ def _restore_streams(self:DistributedDL):
 def _sent(self:DistributedDL, b):
     "Batch `b` where it goes, as the loader transforms it there"
     device = self._adapter.device if self._device is None else self._device
-    return self._adapter.finish(b if device is None else to_device(b, device, self.non_blocking))
+    beside = self.non_blocking and device is not None and torch.device(device).type!='cpu'
+    return self._adapter.finish(b if device is None else copied_beside(b, torch.device(device)) if beside else to_device(b, device))
 
 # %% ../../nbs/data/07_dl.ipynb #ba21f87e
 @patch

@@ -13,8 +13,8 @@ from dataclasses import asdict,dataclass
 import psutil, torch.distributed as dist
 from fastcore.basics import patch
 from .interrupt import Interrupts, is_default, is_ending
-from .stacks import Stacks, ask_children, ask_stack, begin_loader_process, crashes
-from .watchdog import Beat, Watch, failure_at, frame_text, own_beat, stack_of, user_frames
+from .stacks import Stacks, ask_children, ask_stack, begin_loader_process, crashes, dump_collectives
+from .watchdog import Beat, Neighbour, Watch, failure_at, frame_text, own_beat, recorded_before, stack_of, user_frames
 from ..notices import notice
 from ..world.errors import (Failure, RemoteError, _base, _connections, _light, end_after_first, end_connections, has_ended, in_short,
                                    write_record, write_record_of)
@@ -51,6 +51,8 @@ class Monitor:
         except RuntimeError: self.store = store
         self.records,self.job,self.count = Records(self.store),Scope('job'),0
         self.scopes,self.stop_now,self.n,self.ok = [self.job],threading.Event(),0,time.monotonic()
+        self.neighbour = Neighbour()
+        recorded_before()
         self.watch,self.groups,self.deadline,self.noticed,self.broken = Watch(self.size, self.ok),None,{},False,False
         self.aborted = False # have kernels that waited for other ranks been ended, so that what they were to write is garbage?
         self.delivering,self.interrupts,self.stacks = threading.Lock(),Interrupts(),None
@@ -123,6 +125,7 @@ def _look(self:Monitor, now):
         if f is not None and f.by!=self.rank: self._receive(s, f, now)
     s = self.watched
     if s is not None and self.n%10==6: self._watch_all(now, s)
+    if self.n%10==3 and len(self.scopes) > 1: self._look_at_neighbour(self.scopes[-1])
 
 # %% ../../nbs/fault/03_monitor.ipynb #ed3b4904
 @patch
@@ -147,9 +150,9 @@ def others(self:Monitor, most=64 # Ranks
 @patch
 def _break_off(self:Monitor):
     "End the collectives that this rank waits in"
+    if self._try(abort_gpu_collectives): self.aborted = True # before the store is asked: it has a reply for each rank
     for r in range(self.size):
         if r!=self.rank: end_connections(self._try(lambda: self.records.get(f'links/{r}')) or [])
-    if self._try(abort_gpu_collectives): self.aborted = True
 
 @patch
 def _end_process(self:Monitor, f):
@@ -176,10 +179,19 @@ def _kill_stopped_children():
 
 # %% ../../nbs/fault/03_monitor.ipynb #56ec6416
 @patch
+def _dump(self:Monitor):
+    "Write what this rank has called last beside the logs, before it is broken off"
+    try: files = dump_collectives(self.rank)
+    except Exception as e: return print(f"fastdist: rank {self.rank} could not write what it has called: {e}", file=sys.stderr, flush=True)
+    if files: print(f"fastdist: what rank {self.rank} has called last is in {' and '.join(files)}", file=sys.stderr, flush=True)
+
+# %% ../../nbs/fault/03_monitor.ipynb #5d1f0a02
+@patch
 def _receive(self:Monitor, s, f, now):
     "Another rank has failed"
     if f.kind=='stalled' or now >= self.deadline.setdefault(s.key, now+self.grace): self.deliver(s, f)
 
+# %% ../../nbs/fault/03_monitor.ipynb #5d1f0a09
 @patch
 def deliver(self:Monitor, s, # `Scope`
             f, # `Failure` of another rank
@@ -190,7 +202,9 @@ def deliver(self:Monitor, s, # `Scope`
         if self.in_main: signal.pthread_kill(self.main, signal.SIGURG)
     with self.delivering:
         if not s.left: s.failure = f
-        if f.kind=='stalled': _kill_stopped_children()
+        if f.kind=='stalled':
+            _kill_stopped_children()
+            self._dump()
         if s.left: return # it fails, or has ended, by itself, and reports it
         self._try(lambda: self.records.set(f'ack/{s.key}/{self.rank}', 'aborted'))
         reacts()
@@ -279,6 +293,20 @@ def _end_stopped(self:Monitor, found, f):
             if found.why=='silent' and (file := p.environ().get('TORCHELASTIC_ERROR_FILE')): write_record_of(file, f)
             for o in (*p.children(recursive=True), p):
                 if o.status()==psutil.STATUS_STOPPED: o.kill()
+
+# %% ../../nbs/fault/03_monitor.ipynb #4bf57895
+_no_word = "ended without a traceback (killed, or out of memory?)"
+
+@patch
+def _look_at_neighbour(self:Monitor, s):
+    "End the scope if a rank of this machine is gone that has not left it: over links between GPUs those that wait for it would not notice"
+    r = self.neighbour.rank
+    if r is None or s.left or s.failure is not None: return
+    b = self.records.get(f'beat/{r}', Beat)
+    if not self.neighbour.has_ended(b) or self.store.check([f'ack/{s.key}/{r}']): return
+    f = failure_at(b, r, 'ended', _no_word)
+    self._publish_failure(s, f)
+    self.deliver(s, f)
 
 # %% ../../nbs/fault/03_monitor.ipynb #2f1eedb6
 @patch
@@ -380,7 +408,7 @@ def _gone(self:Monitor):
     for r,b in beats().items():
         if b is None or b.follows: continue
         if b.left: return failure_at(b, r, 'ended', f"does not take part any more: {b.left}")
-        f = failure_at(b, r, 'ended', "ended without a traceback (killed, or out of memory?)")
+        f = failure_at(b, r, 'ended', _no_word)
         # one that is stopped has no heartbeat either
         if before[r] is not None and before[r].n==b.n and (b.host!=host_name() or has_ended(f)): return f
 

@@ -158,7 +158,9 @@ class RankLogs(DefaultLogsSpecs):
         if text := _started_again(env, self.nodes, self.restarts):
             print(f"fastdist: {text}; logs in {self.folder}", file=sys.stderr, flush=True)
         self.nodes,self.restarts = env.get('GROUP_WORLD_SIZE'),int(env.get('TORCHELASTIC_RESTART_COUNT', 0))
-        for local,env in envs.items(): _redirect(dest, local, _new_logs(self.folder, env['RANK']))
+        for local,env in envs.items():
+            env['FASTDIST_RUN_LOGS'] = str(self.folder.resolve()) # where the watchdog writes what a worker has called
+            _redirect(dest, local, _new_logs(self.folder, env['RANK']))
         return dest
 
 # %% ../../nbs/launch/02_logs.ipynb #fb16654a

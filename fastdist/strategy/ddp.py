@@ -15,6 +15,7 @@ from fastai.basics import *
 from .base import Strategy, callback_results, check_trainable, needs_closure, unused_error
 from .backward import Backwards, average_grads, used_elsewhere
 from .forward_proxy import ForwardProxy
+from ..world.errors import refuse
 from ..world.ranks import get_rank
 
 # %% ../../nbs/strategy/03_ddp.ipynb #1316c146
@@ -174,9 +175,19 @@ def _average_all(self:Replica):
 
 # %% ../../nbs/strategy/03_ddp.ipynb #c1b49692
 @patch
+def _check_views(self:Replica, opt):
+    views = self.handler is not None and self.handler.gradient_as_bucket_view
+    # of fastai's own class it is replaced, by one that zeros them where they are (`ForeachOptimizer`)
+    if views and type(opt) is not Optimizer and getattr(type(opt), 'zero_grad', None) is Optimizer.zero_grad: refuse(
+        'gradient_as_bucket_view', True, f"{type(opt).__name__}.zero_grad, which is fastai's, detaches gradients in place, and torch "
+        "refuses that for views: give the class a zero_grad of its own, or leave it False")
+
+# %% ../../nbs/strategy/03_ddp.ipynb #5d1f0a06
+@patch
 def set_opt(self:Replica, opt):
     "Let an optimizer that needs a closure step by the loss of all workers"
     self._find_loose(opt)
+    self._check_views(opt)
     if self.by_closure is opt: return
     self.release()
     if opt is None or not needs_closure(opt): return

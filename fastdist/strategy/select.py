@@ -50,9 +50,6 @@ def check_ddp(ddp, # `DistributedDataParallelKwargs` or `None`
              ):
     "Raise a `ValueError` for a setting that `strategy` cannot follow"
     if ddp is None: return
-    if ddp.gradient_as_bucket_view:
-        refuse('gradient_as_bucket_view', True,
-               "fastai's optimizers detach gradients in place, which torch refuses for views: leave it False")
     for k in ('check_reduction','dim'):
         if getattr(ddp, k): refuse(k, getattr(ddp, k), "torch does nothing with it any more: leave it out")
     _check_hook(ddp)

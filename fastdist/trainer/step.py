@@ -12,7 +12,7 @@ import torch.distributed as dist
 from fastai.basics import *
 from fastai.callback.rnn import RNNRegularizer
 from fastai.callback.training import GradientAccumulation
-from ..callbacks.grad_accumulation import AccumulateSteps
+from ..callbacks.grad_accumulation import AccumulateSteps, divisor, scale_all
 from ..comm.pack import tensors_in
 from ..metrics.losses import GlobalBatchLoss, LossCheck, is_summed, kept_labels, loss_divisor
 from ..metrics.metrics import metric_kind
@@ -71,17 +71,20 @@ def _sum_weights(self:TrainingStep):
 @patch
 def _left(self:TrainingStep, kept, bs):
     "The samples that are left of `bs` rows: callbacks may leave some out, or mark them as not to be counted"
-    # to look at a number on a GPU is to wait for it: not without cause
-    if kept is None or self.uneven is False and kept.device.type!='cpu': kept = self.bs
+    on_gpu = kept is not None and kept.device.type!='cpu' # to look at a number there is to wait for it: not without cause
+    if on_gpu and not _has_parameters(self.learn.loss_func): return kept.to(self.device, torch.float64)*(self.samples/bs)
+    if kept is None or on_gpu and self.uneven is False: kept = self.bs
     return self.samples*float(kept)/bs
 
 # %% ../../nbs/trainer/03_step.ipynb #d424ecb9
 @patch
 def _stays_unread(self:TrainingStep, div):
     "May what the shares weigh stay on the GPU? To look at a number there is to wait for it"
-    if div is None or self.whole or self.total is None or _is_on_cpu(self.device): return False
-    # `GradientAccumulation` counts on the host; parameters of the loss have gradients that do not go through the predictions
-    return not self.learn._grab_cbs(GradientAccumulation) and not _has_parameters(self.learn.loss_func)
+    if div is None and self.total is not None or self.whole or _is_on_cpu(self.device): return False
+    # parameters of the loss have gradients that do not go through the predictions
+    if _has_parameters(self.learn.loss_func): return False
+    # it counts on the host: what is dealt out, once it is known that nothing of that is left out
+    return not self.learn._grab_cbs(GradientAccumulation) or self.uneven is False and self.total is not None
 
 @patch
 def _number(self:TrainingStep, t):
@@ -95,6 +98,10 @@ def _numbers(self:TrainingStep, *os):
 
 # %% ../../nbs/trainer/03_step.ipynb #534a4926
 @patch
+def _note_left(self:TrainingStep, left, total):
+    self.uneven = bool(self.uneven or total is not None and left!=total)
+
+@patch
 def batch_weight(self:TrainingStep):
     "What the mean in the loss of the global batch divides by: the number of its samples, for most losses"
     if self.sums is None and self.total is None: self._sum_weights() # asked for before there is a loss
@@ -102,8 +109,9 @@ def batch_weight(self:TrainingStep):
     if isinstance(self.sums, Tensor):
         self.summing.wait()
         if self.unread: return self.sums[0]
-        self.sums = self.sums.tolist()
+        self.sums,dealt = self.sums.tolist(),self.rows
         self.rows = int(self.sums[1])
+        if not self.by_samples and dealt is not None: self._note_left(self.rows, dealt)
         if self.total is None: self.total = self.rows
     return self.sums[0]
 
@@ -172,10 +180,6 @@ def check_draws(self:TrainingStep, strategy # `Strategy` that shards what the op
         "or draw from a torch.Generator of your own")
 
 # %% ../../nbs/trainer/03_step.ipynb #82f0acf4
-@patch
-def _note_left(self:TrainingStep, left, total):
-    self.uneven = bool(self.uneven or total is not None and left!=total)
-
 @patch
 def _agreed(self:TrainingStep):
     """(samples that are left in this batch, was Ctrl-C pressed in a worker?), the same in all;
@@ -272,22 +276,27 @@ def count_rows(self:TrainingStep):
     if not found and not self.whole and self.sums is None: self._go_by_left()
 
 @patch
+def _scale_left(self:TrainingStep, left):
+    "Of the samples that the gradients were divided by, `left` are there; where no label counts the gradients are 0"
+    accs = self.learn._grab_cbs(AccumulateSteps)
+    for cb in accs: cb.weight = cb.weight*(left/self.total)
+    if not accs: scale_all([p.grad for p in self.learn.model.parameters() if p.grad is not None], self.total/divisor(left))
+
+# %% ../../nbs/trainer/03_step.ipynb #5d1f0a04
+@patch
 def _go_by_left(self:TrainingStep):
     "Where the data set or a callback has left samples out, gradients are the mean over those that are left"
-    # the message has been there for long, with those of the gradients; on a GPU it is not looked at before the step without cause
-    if self.loss is None or self.uneven is False and self.loss.device.type!='cpu': return
-    self.sent.wait()
+    if self.loss is None: return
+    self.sent.wait() # the message has been there for long, with those of the gradients
+    # on a GPU it is not looked at before the step: where this worker has samples, the data set has not left out all
+    if self.loss.device.type!='cpu' and (self.counts or self.uneven is False): return self._scale_left(self.loss[1])
     left = self.loss[1].item()
     self._note_left(left, self.total) # from now on it is known
     if left==self.total: return
     if not left and not self.loss[4]: # the data set has left out all: no batch
         self.learn.yb = ()
         raise CancelBatchException()
-    if accs := self.learn._grab_cbs(AccumulateSteps):
-        for cb in accs: cb.weight *= left/self.total
-        return
-    for p in self.learn.model.parameters() if left else (): # where no label counts the gradients are 0
-        if p.grad is not None: p.grad.mul_(self.total/left)
+    self._scale_left(left)
 
 # %% ../../nbs/trainer/03_step.ipynb #6cc5cf86
 @patch

@@ -22,7 +22,7 @@ from ..fault.supervisor import check_watchdog, handler_kept, scope, watchdog_tim
 from ..metrics.metrics import EpochTotals
 from ..model.activation_checkpoint import checkpoint_activations
 from ..model.batchnorm import GlobalBatchNorm, sync_batch_norm
-from ..model.compile import compile_model
+from ..model.compile import GraphSteps, compile_model
 from ..model.foreach import Foreach
 from ..strategy.base import Strategy, inner_opt, same_everywhere, whole_model
 from ..strategy.select import close_strategy, make_strategy
@@ -148,7 +148,9 @@ def _checkpoint(self:DistributedTrainer):
 @patch
 def _compile(self:DistributedTrainer):
     "Compile the model, as Accelerate's arguments say"
-    if self.settings.dynamo is not None: self.undo.callback(compile_model(self.learn.model, self.settings.dynamo))
+    if self.settings.dynamo is None: return
+    self.undo.callback(compile_model(self.learn.model, self.settings.dynamo))
+    self.add(GraphSteps(self.settings.dynamo))
 
 # %% ../../nbs/trainer/06_trainer.ipynb #20a2d764
 @patch

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ..notices import notice
 from .ranks import host_name
 from .secret import given_secret, open_json, signed_json
-from .store import wait_until
+from .store import unset, wait_until
 
 # %% ../../nbs/world/06_arrival.ipynb #bf918839
 def has_agent():
@@ -62,22 +62,30 @@ def _changing_nodes(s):
     return ("; where torchrun's nodes come and go (--nnodes 1:2), set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for each torchrun: "
             "otherwise it gives nodes different stores")
 
+# %% ../../nbs/world/06_arrival.ipynb #f51931b2
+def _ended(stores, missing):
+    "How one of those that have not come has ended, `None` where all of them run. Who has not come is asked where anybody has ended"
+    gone = [st for st in stores if st.check(['gone'])]
+    return next((o for r in (missing() if gone else ()) for st in gone if (o := read_end(st, r))), None)
+
+
 # %% ../../nbs/world/06_arrival.ipynb #44aa51de
 def wait_until_come(s, # `Start` of this process
                     missing, # Function without arguments that returns the ranks that have not come
                     stores, # Parts of torch's store, into one of which who ends writes that
                     limit, # Seconds
+                    here=None, # Function without arguments: have all come? By default, does `missing` find no rank?
                    ):
-    "Wait until `missing` finds no rank; a `MissingRanks` names those that have not come"
-    def ended(late): return next((o for st in stores if st.check(['gone']) for r in late if (o := read_end(st, r))), None)
+    "Wait until all have come; a `MissingRanks` names those that have not. Who that is, is asked when somebody has ended, or is late"
+    here = here or (lambda: not missing())
+    def ended(): return _ended(stores, missing)
     def say():
         late = missing()
         if set(range(s.rank)) - set(late): return # a lower rank says it
         notice(f"rank {s.rank} waits for {s.world_size} workers, of which ranks {late} have not come yet{_changing_nodes(s)}")
     try:
-        wait_until(lambda: not (late := missing()) or ended(late), limit, say)
-        if not (late := missing()): return
-        end = ended(late)
+        if wait_until(lambda: here() or ended(), limit, say) is True or not (late := missing()): return
+        end = ended()
     except dist.DistError as e: raise ConnectionError(
         f"rank {s.rank} waited for {s.world_size} workers, and rank 0, or the launcher, which held their store, has ended: "
         "see what it printed") from e
@@ -91,10 +99,10 @@ def wait_until_come(s, # `Start` of this process
 # %% ../../nbs/world/06_arrival.ipynb #69ab41af
 def _greet(hall, s, name, seen):
     "Rank 0: reply to those that have come with the name of this start. A worker of an earlier one has ended, and reads no reply"
-    for r in range(1, s.world_size):
-        for o in hall.get(f'came/{r}').decode().split() if hall.check([f'came/{r}']) else ():
-            if o not in seen: hall.set(f'start/{o}', signed_json(name, given_secret(s.world_size), f'start/{o}'))
-            seen.add(o)
+    if not hall.check(['came']): return
+    new = [f'start/{o}' for o in dict.fromkeys(hall.get('came').decode().split()) if o not in seen]
+    if new: hall.multi_set(new, [signed_json(name, given_secret(s.world_size), k) for k in new])
+    seen.update(k[len('start/'):] for k in new)
 
 def _check_one(s, n):
     if n > 1: raise ValueError(f"two workers say that they are rank {s.rank} of {s.world_size}: give each a rank of its own")
@@ -104,8 +112,8 @@ def _begin(raw, s, limit, ends, agent=True):
     with it: nobody else can lead a worker to an earlier start's part of the store `raw`, whose failures are signed too"""
     hall,me = dist.PrefixStore(f'{_job(s)}/came/{s.world_size}', raw),secrets.token_hex(8)
     if s.rank==0: return me,partial(_greet, hall, s, me, set())
-    hall.append(f'came/{s.rank}', f'{me} ')
-    if not agent: _check_one(s, len(hall.get(f'came/{s.rank}').split())) # rank 0 may have replied to the other, and look no more
+    if not agent: _check_one(s, hall.add(f'came/{s.rank}', 1)) # rank 0 may have replied to the other, and look no more
+    hall.append('came', f'{me} ')
     wait_until_come(s, lambda: [] if hall.check([f'start/{me}']) else [0], [ends], limit)
     secret = given_secret(s.world_size)
     return open_json(hall.get(f'start/{me}'), secret, f'start/{me}', s.rank, secret is not None),None
@@ -121,8 +129,10 @@ def wait_for_all(raw, # torch's store of the job
     name,greet = _begin(raw, s, limit, ends, agent) if s.world_size > 1 else ('',None)
     store = dist.PrefixStore(f'{_job(s)}/{name}', raw) if name else ends
     _check_one(s, store.add(f'came/{s.rank}', 1))
-    def missing():
+    if store.add('all', 1)==s.world_size: store.set('all_here', '')
+    def here():
         if greet is not None: greet()
-        return [r for r in range(s.world_size) if not store.check([f'came/{r}'])]
-    wait_until_come(s, missing, [store] if store is ends else [store,ends], limit)
+        return store.check(['all_here'])
+    def missing(): return [int(k[len('came/'):]) for k in unset(store, [f'came/{r}' for r in range(s.world_size)])]
+    wait_until_come(s, missing, [store] if store is ends else [store,ends], limit, here)
     return store,name

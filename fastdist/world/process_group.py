@@ -61,7 +61,7 @@ def _leave():
     try:
         if o is None: return end_alone(how)
         write_end(o.store, o.start, how)
-        if o.serves: wait_until(lambda: all(o.store.check([f'gone/{r}']) for r in range(o.start.world_size)), 5)
+        if o.serves: wait_until(lambda: o.store.check([f'gone/{r}' for r in range(o.start.world_size)]), 5)
     except Exception: pass # whoever held the store has gone before
 
 atexit.register(_leave)

@@ -163,12 +163,13 @@ def ranks_on_hosts(store, # torch's store, which all workers have
     "(local rank, local world size, node rank), by the hosts that ranks write into the store; a `TimeoutError` names ranks that have not"
     store.set(f'host/{rank}', _host_id())
     keys,start = [f'host/{r}' for r in range(world_size)],time.monotonic()
-    while missing := [r for r,k in enumerate(keys) if not store.check([k])]:
+    if store.add('hosts', 1)==world_size: store.set('all_hosts', '')
+    while not store.check(['all_hosts']):
         if time.monotonic()-start > limit: raise TimeoutError(
-            f"rank {rank} waited {limit} s to learn which ranks are on which host, and ranks {missing} have not written theirs: "
-            "call this in all ranks, or set LOCAL_RANK")
+            f"rank {rank} waited {limit} s to learn which ranks are on which host, and ranks "
+            f"{[r for r,k in enumerate(keys) if not store.check([k])]} have not written theirs: call this in all ranks, or set LOCAL_RANK")
         time.sleep(0.01)
-    hosts = [store.get(k).decode() for k in keys]
+    hosts = [o.decode() for o in store.multi_get(keys)]
     mine = hosts[rank]
     return hosts[:rank].count(mine), hosts.count(mine), list(dict.fromkeys(hosts)).index(mine)
 

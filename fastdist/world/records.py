@@ -13,6 +13,7 @@ from ..notices import notice
 from .process_group import all_sign, job_secret
 from .ranks import get_rank
 from .secret import SignatureError, open_json, signed_json
+from .store import unset
 
 # %% ../../nbs/world/10_records.ipynb #ff662790
 def _is_a(o, cls):
@@ -37,13 +38,9 @@ class Records:
 
 # %% ../../nbs/world/10_records.ipynb #236d23f7
 @patch
-def get(self:Records, key, # Name
-        cls=None, # A dataclass
-       ):
-    "What a rank has written, as a `cls` if that is given; `None` if there is nothing, or nothing that a rank has written"
-    if not self.store.check([key]): return
+def _opened(self:Records, data, key, cls):
     try:
-        o = open_json(self.store.get(key), self.secret, key, self.rank, self.all_sign)
+        o = open_json(data, self.secret, key, self.rank, self.all_sign)
         if cls is None: return o
         if _is_a(o, cls): return cls(**o)
         why = f"rank {self.rank}: {key} is no {cls.__name__}"
@@ -51,3 +48,23 @@ def get(self:Records, key, # Name
     except TypeError: why = f"rank {self.rank}: {key} lacks a part of a {cls.__name__}"
     if not self.refused: notice(f"{why}. It is ignored, and so is what else is like that")
     self.refused = True
+
+@patch
+def get(self:Records, key, # Name
+        cls=None, # A dataclass
+       ):
+    "What a rank has written, as a `cls` if that is given; `None` if there is nothing, or nothing that a rank has written"
+    if self.store.check([key]): return self._opened(self.store.get(key), key, cls)
+
+
+# %% ../../nbs/world/10_records.ipynb #1f6cab54
+@patch
+def get_all(self:Records, keys:list, # Names
+            cls=None, # A dataclass
+           ):
+    "What ranks have written under `keys`, as `get` has each: in two requests, where all are there"
+    missing = set(unset(self.store, keys))
+    there = [k for k in keys if k not in missing]
+    found = dict(zip(there, self.store.multi_get(there))) if there else {}
+    return [self._opened(found[k], k, cls) if k in found else None for k in keys]
+

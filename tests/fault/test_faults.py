@@ -1,5 +1,5 @@
 "P2: whatever goes wrong in one worker of a plain loop ends it in all of them, within seconds, and each says why"
-import os, pickle, re, signal, subprocess, sys, textwrap, time
+import json, os, pickle, re, signal, subprocess, sys, textwrap, time
 
 import pytest
 from forked import start, started
@@ -100,6 +100,9 @@ def test_ends_and_says_why(tmp_path, fault):
     written = {o.name: o.read_text() for o in (tmp_path/'logs').iterdir()}
     stdout, stderr = (''.join(v for k, v in written.items() if o in k) for o in ('stdout', 'stderr'))
     assert 'got through' not in stdout and 'called' not in stdout
+    if fault == 'sleeps':  # torch's recorder, of each rank: what waits is there, and what rank 1 has not called is not
+        calls = [[o['profiling_name'] for o in json.loads(written[f'gloo_rank{r}.json'])['entries']] for r in range(3)]
+        assert calls[0] == calls[2] == [*calls[1], 'gloo:all_reduce'], calls
     for o in [f['says']] if isinstance(f['says'], str) else f['says']: assert o in stderr + res.stderr, (res.stderr, written)
     if f['who'] is not None: assert f'worker {f["who"]} ' in res.stderr.splitlines()[-1], res.stderr
     error = 'ValueError: no disk'  # once on the screen, and nothing but the launcher's own line after it

@@ -167,3 +167,83 @@ def test_fit(world3):
     for (w, v), (got, values) in zip(want, world3(fit_compiled, 'aot_eager', True), strict=True):
         assert diff(got, w) < 1e-12
         assert all(diff(a, b) < 1e-6 for a, b in zip(values, v))
+
+
+class Wide(Module):
+    "Four layers, none in a block, so that the model is compiled as one"
+    def __init__(self): self.a, self.b, self.c, self.d = nn.Linear(4, 600), nn.Linear(600, 600), nn.Linear(600, 600), nn.Linear(600, 3)
+    def forward(self, x): return self.d(self.c(self.b(self.a(x).relu()).relu()).relu())
+
+
+class Orders(Callback):
+    "Notes, of each batch, when a compiled part of the backward runs (B), and when a message of gradients is sent (M)"
+    def before_fit(self): self.noted = []
+    def before_batch(self): self.noted.append('')
+    def note(self, what): self.noted[-1] += what
+    def comm_hook(self):
+        import torch.distributed as dist
+        def hook(_, bucket):
+            self.note('M')
+            return dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True).get_future().then(lambda o: o.value()[0])
+        return None, hook
+
+
+def order_of_messages():
+    "What `Orders` has noted of a model that is compiled as one"
+    import fastdist.all
+    from accelerate.utils import DistributedDataParallelKwargs
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+    torch._dynamo.reset()
+    orders, real = Orders(), torch.compile
+    def bw(gm, _):
+        def run(*args):
+            orders.note('B')
+            return gm.forward(*args)
+        return make_boxed_func(run)
+    backend = aot_autograd(fw_compiler=lambda gm, _: make_boxed_func(gm.forward), bw_compiler=bw)
+    torch.compile = lambda f, **kwargs: real(f, **{**kwargs, 'backend': backend})
+    learn = quiet(learner(n=24, bs=6, n_val=6, model=lambda: Wide(), dtype=torch.float32, cbs=orders))
+    try:
+        with learn.distrib_ctx(split_batches=True, dynamo_backend='aot_eager', kwargs_handlers=[DistributedDataParallelKwargs(bucket_cap_mb=1.2)]): learn.fit(1)
+    finally: torch.compile = real
+    return orders.noted
+
+
+def test_messages_of_a_model_that_is_compiled_as_one(world2):
+    "They go between the parts of the backward, for torch cuts the graph where DDP's buckets end: the first is sent before the last part runs"
+    for noted in world2(order_of_messages):
+        for o in noted[1:4]: assert o.count('B') > 1 and o.count('M') > 1 and o.index('M') < o.rindex('B'), noted
+
+
+class Keeps(Callback):
+    "Keeps predictions of all batches"
+    def before_fit(self): self.preds = []
+    def after_pred(self): self.preds.append(self.pred.detach())
+
+
+def kept(mode):
+    "Predictions that were kept, where compiled code writes each time into the same memory, as CUDA graphs do; and how many steps these were told of"
+    import fastdist.all
+    from accelerate.utils import TorchDynamoPlugin
+    learn, real, mark, marks, memory = quiet(learner(n=24, bs=6, n_val=6, shuffle=False, cbs=Keeps())), torch.compile, torch.compiler.cudagraph_mark_step_begin, [], {}
+    class Same(torch.autograd.Function):
+        "Into the same memory as the last one of this shape"
+        @staticmethod
+        def forward(ctx, y): return memory.setdefault(y.shape, torch.empty_like(y)).copy_(y)
+        @staticmethod
+        def backward(ctx, g): return g
+    def compiled(f, **kwargs):
+        g = real(f, backend='eager')
+        return lambda *args: Same.apply(g(*args))
+    torch.compile, torch.compiler.cudagraph_mark_step_begin = compiled, lambda: marks.append(1)
+    try:
+        with learn.distrib_ctx(split_batches=True, dynamo_plugin=TorchDynamoPlugin(backend='inductor', mode=mode)): learn.fit(1)
+    finally: torch.compile, torch.compiler.cudagraph_mark_step_begin = real, mark
+    return learn.keeps.preds, len(marks)
+
+
+def test_graphs_write_over_nothing_that_is_kept(world2):
+    "`mode='reduce-overhead'`: what a callback keeps of the model's outputs stays, and each batch says that it begins"
+    for preds, marks in world2(kept, 'reduce-overhead'):
+        assert len({tuple(o.flatten().tolist()) for o in preds}) == len(preds) == marks > 4

@@ -1,8 +1,10 @@
 """P6: what runs on the CPU runs on GPUs, with the same numbers; a worker stays on its own. The GPUs are pretended (support/fakegpu), nccl's rules are its own."""
-import os
+import json, operator, os, signal, time
 
-import pytest
+import fakegpu, pytest
 from fastai.callback.training import GradientClip
+from forked import started
+from harness import free_port
 from learners import *
 from strategies import ctx_of
 
@@ -115,12 +117,12 @@ def test_an_error_in_one_worker(gpu_worlds, strategy):
 
 class Begins(Callback):
     "Counts where the host waits, and what is sent, in each step of a fit but the first two"
-    order = -1000
+    order, first = -1000, 2
     def before_fit(self): self.found, self.sent = [], []
     def before_batch(self):
         from fakegpu import HostSyncs, nccl
         self.counter = None
-        if not self.training or self.iter < 2: return
+        if not self.training or self.iter < self.first: return
         self.counter, self.start = HostSyncs(), len(nccl.sent)
         self.counter.__enter__()
 
@@ -166,6 +168,141 @@ def test_the_host_waits_for_no_kernel_of_a_step(gpu_worlds, strategy, loss, n, b
             assert {k: n for k, n in step.items() if k[1] != 'fastai'} == {('event', 'fastdist', 'trainer/step.py', '_agreed'): 1}, step
             assert sum(step.values()) == 2, step
             assert len(messages_of) == messages, messages_of
+
+
+class Dense(Callback):
+    "Several labels a sample"
+    order = -60
+    def before_batch(self): self.learn.yb = (torch.stack([self.y, (self.y+1)%3], -1),)
+    def after_pred(self): self.learn.pred = torch.stack([self.pred, self.pred*.5], 1)
+
+
+class LeavesOut(Callback):
+    "Labels that do not count, as a callback may mark them"
+    order = -50
+    def before_batch(self): self.learn.yb = (torch.where(self.y == 1, -100, self.y),)
+
+
+class Batches(Items):
+    "Samples that are batches, of sizes that only a reader knows"
+    def __len__(self): return len(self.x)//8
+    def __getitem__(self, i): return self.x[i*8:i*8+6+i%3], self.y[i*8:i*8+6+i%3]
+
+
+MORE = dict(dense=lambda: [Dense()], left_out=lambda: [LeavesOut()], accumulated=lambda: [GradientAccumulation(12)],
+            unsized=lambda: [], plain=lambda: [])
+
+
+def more_waits(ctx, case, loss='plain', bs=6):
+    "As `waits`, of batches in which more has to be agreed on"
+    import fastdist.all
+    every = [] if ctx is None else [Begins(), Ends()]
+    cbs = [cb for o in case.split() for cb in MORE[o]()]
+    learn = quiet(learner(n=57, bs=bs, n_val=6, lr=0.05, opt=SGD, dtype=torch.float32, cbs=[*cbs, *every], loss=LOSSES[loss]()))
+    if 'unsized' in case: learn.dls = DataLoaders(DataLoader(Batches(80, dtype=torch.float32), bs=None), learn.dls.valid)
+    if every: learn.begins.first = 5
+    with learn.distrib_ctx(**ctx) if every else contextlib.nullcontext(): learn.fit(1)
+    return learn.begins.found if every else None, report(learn)
+
+
+AGREED = [('ddp', 'dense', 'plain', 1), ('zero2', 'dense left_out', 'plain', 1), ('fsdp', 'left_out', 'plain', 1), ('ddp', 'left_out', 'plain', 1),
+          ('ddp', 'accumulated', 'weighted', 1), ('zero1', 'accumulated', 'weighted', 1), ('ddp', 'unsized', 'weighted', 1), ('zero1', 'unsized left_out', 'plain', 1),
+          ('ddp', 'plain', 'weighted', 2), ('fsdp', 'left_out', 'weighted', 2), ('zero2', 'left_out', 'plain', 2)]
+
+
+@pytest.mark.parametrize('strategy,case,loss,steps', AGREED)
+def test_nor_where_more_has_to_be_agreed_on(gpu_worlds, strategy, case, loss, steps):
+    """Several labels a sample, labels that callbacks leave out in each batch, weighted losses with accumulated gradients (fastai's, Accelerate's),
+    samples whose number only their reader knows"""
+    alone = more_waits(None, case, loss, bs=6*steps)[1]
+    for found, learned in gpu_worlds(2)(more_waits, {**ctx_of(strategy), **(dict(gradient_accumulation_steps=2) if steps == 2 else {})}, case, loss):
+        assert diff(learned.weights, alone.weights) < 1e-5
+        assert len(found) == 5 or 'unsized' in case, len(found)
+        for step in found:
+            assert {k: n for k, n in step.items() if k[1] != 'fastai'} == {('event', 'fastdist', 'trainer/step.py', '_agreed'): 1}, step
+
+
+def wide():
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(4, 1000), nn.ReLU(), nn.Linear(1000, 1000), nn.ReLU(), nn.Linear(1000, 3))
+
+
+def with_views(strategy, views):
+    "Weights after a fit, and the most bytes that it took, with gradients in memory of their own or in that of the messages"
+    import fastdist.all
+    from accelerate.utils import DistributedDataParallelKwargs
+    learn = quiet(learner(n=36, bs=6, n_val=6, lr=0.05, dtype=torch.float32, model=wide, cbs=GradientAccumulation(12)))
+    class Peak(Callback):
+        "That of later steps: DDP makes its buckets anew after the first"
+        def before_batch(self):
+            if self.training and self.iter == 3: torch.cuda.reset_peak_memory_stats()
+        def after_train(self): self.bytes = torch.cuda.max_memory_allocated()
+    with learn.distrib_ctx(**ctx_of(strategy), kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=views)]): learn.fit(1, cbs=(peak := Peak()))
+    return weights(learn), peak.bytes, sum(p.nbytes for p in learn.model.parameters())
+
+
+@pytest.mark.parametrize('strategy', ['ddp', 'zero1'])
+def test_gradients_that_are_views_of_messages(gpu_worlds, strategy):
+    "The same weights, with the memory of one model less"
+    for (w, own, size), (v, views, _) in zip(gpu_worlds(2)(with_views, strategy, False), gpu_worlds(2)(with_views, strategy, True), strict=True):
+        assert diff(w, v) == 0
+        assert own-views > .9*size, (own/size, views/size)
+
+
+def pinned(non_blocking):
+    "Weights, what streams are told in each batch, and whether settings of torch, and the formats of a user's tensors, are as they were"
+    import fastdist.all
+    from accelerate.utils import DataLoaderConfiguration
+    from fakegpu import cuda
+    learn = quiet(learner(n=24, bs=6, n_val=6, lr=0.05, dtype=torch.float32))
+    for dl in learn.dls.loaders: dl.pin_memory = True
+    def flags(): return [getattr(o, k) for o, ks in settings for k in ks]
+    matmul, convs = (operator.attrgetter(o)(torch) for o in ('backends.cuda.matmul', 'backends.cudnn'))  # by name: cloudpickle would send the modules
+    settings = (matmul, ('allow_tf32', 'allow_bf16_reduced_precision_reduction')), (convs, ('allow_tf32', 'benchmark', 'deterministic', 'enabled'))
+    old = matmul.allow_tf32, convs.benchmark
+    matmul.allow_tf32, convs.benchmark = True, True
+    before, seen = (flags(), torch.get_float32_matmul_precision(), torch.get_default_dtype()), []
+    class Sees(Callback):
+        def before_fit(self): cuda.queued.clear()
+        def after_batch(self):
+            if self.training: seen.append(cuda.queued[:])
+            cuda.queued.clear()
+    with learn.distrib_ctx(dataloader_config=DataLoaderConfiguration(split_batches=True, non_blocking=non_blocking)):
+        learn.fit(1, cbs=Sees())
+        inside = flags(), torch.get_float32_matmul_precision(), torch.get_default_dtype()
+    after = flags(), torch.get_float32_matmul_precision(), torch.get_default_dtype()
+    matmul.allow_tf32, convs.benchmark = old
+    return weights(learn), seen, before == inside == after
+
+
+def test_pinned_batches_go_by_a_stream_of_their_own(gpu_worlds):
+    "The copy is queued beside the step before; the step waits for it on the device, and its memory is kept until then. TF32 and the like stay as the user has them"
+    for (w, seen, kept), (v, plain, also) in zip(gpu_worlds(2)(pinned, True), gpu_worlds(2)(pinned, False), strict=True):
+        assert diff(w, v) == 0 and kept and also
+        assert all(o[:5] == ['begin', 'end', 'wait', 'keep', 'keep'] for o in seen) and len(seen) == 4, seen
+        assert not any('keep' in o for o in plain), plain
+
+
+def formats(ctx):
+    "The strides of a convolution's weights, and of what it gets, in a fit: of a model and batches that a user has in channels-last"
+    import fastdist.all
+    seen = []
+    class Conv(nn.Sequential):
+        def __init__(self): super().__init__(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3))
+        def forward(self, x):
+            seen.append((self[0].weight.is_contiguous(memory_format=torch.channels_last), x.is_contiguous(memory_format=torch.channels_last)))
+            return super().forward(x)
+    class Last(Callback):
+        order = -50
+        def before_batch(self): self.learn.xb = (self.x[:, :3, None, None].expand(-1, -1, 5, 5).contiguous(memory_format=torch.channels_last),)
+    learn = quiet(learner(n=12, bs=6, n_val=6, dtype=torch.float32, model=lambda: Conv().to(memory_format=torch.channels_last), cbs=Last()))
+    with learn.distrib_ctx(**ctx): learn.fit(1)
+    return seen, learn.model[0].weight.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_channels_last_stays(gpu_worlds):
+    "A user's memory format is the model's in the context, and after it"
+    for seen, after in gpu_worlds(2)(formats, ctx_of('ddp')): assert after and all(a and b for a, b in seen) and seen, seen
 
 
 def to_rank_0(sizes):
@@ -236,6 +373,58 @@ def test_one_visible_gpu_each(gpu_worlds):
     refused = [o for o in gpu_worlds(2)(one_visible, 2, True) if 'CUDA_VISIBLE_DEVICES=0 shows 1 GPU, which other workers' in o]
     assert len(refused) == 1
     assert gpu_worlds(2)(one_visible, 2, False) == [(0, 0)]*2  # that one rank alone was refused does not part them
+
+
+def over_links(rank, library, url, fn):
+    "What `fn` raises in each of 3 workers, and how many seconds after, where links between GPUs tell nobody of what goes wrong"
+    import fakegpu, torch.distributed as dist
+    fakegpu.install(library)
+    from fakegpu import nccl
+    nccl.deaf = True
+    from fastdist.world import RemoteError, distributed_init, fail_together
+    distributed_init(init_method=url, rank=rank, world_size=3)
+    t = torch.ones(4, device='cuda')
+    try:
+        with fail_together(watchdog=600 if fn is killed else 3):
+            dist.all_reduce(t)
+            begin = time.monotonic()
+            fn(rank, t)
+    except RemoteError as e: return e.rank, e.kind, time.monotonic()-begin, str(e)
+
+
+def over_three(fn, logs=''):
+    url, envs = f'tcp://127.0.0.1:{free_port()}', [{'I': str(i), 'FAKEGPU_COUNT': '3', 'FASTDIST_RUN_LOGS': str(logs)} for i in range(3)]
+    return started(lambda library: over_links(int(os.environ['I']), library, url, fn), envs, str(fakegpu.build()), timeout=120)
+
+
+def killed(rank, t):
+    import torch.distributed as dist
+    if rank == 1: os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(t)
+
+
+def test_a_killed_worker_is_noticed_by_its_heartbeat(gpu_worlds):
+    "Links between GPUs tell nobody: the collective would wait until the watchdog's 600 s are over"
+    res = over_three(killed)
+    assert res[1] is None
+    for r in (0, 2): assert res[r][:2] == (1, 'ended') and res[r][2] < 60 and 'rank 1 (host' in res[r][3] and 'ended without a traceback' in res[r][3], res[r]
+
+
+def parted(rank, t):
+    import torch.distributed as dist
+    if rank == 2:
+        work = dist.broadcast(t, 0, async_op=True)
+        work.wait()
+    work = dist.all_reduce(t, async_op=True)
+    work.wait()
+
+
+def test_workers_that_part_ways_are_found_wherever_they_stand(gpu_worlds, tmp_path):
+    "On GPUs the main thread is not in the collective, but where it waits for the device, in a line of the user's own"
+    for o in over_three(parted, tmp_path):
+        assert o[:2] == (2, 'stalled') and 'the ranks are at different calls' in o[3] and 'of 2 collectives that it has begun, 1 have ended (nccl' in o[3], o
+    for r, name in enumerate(('all_reduce', 'all_reduce', 'broadcast')):  # what nccl's flight recorder knows is beside the logs
+        assert [o['profiling_name'].replace('allreduce', 'all_reduce') for o in json.loads((tmp_path/f'nccl_rank{r}.json').read_text())['entries']] == [f'nccl:{name}']
 
 
 def leaving(ctx, n_in):

@@ -280,7 +280,7 @@ def test_ddp_kwargs(kwargs, words):
 
 
 @pytest.mark.parametrize('kwargs,msg', [
-    (dict(gradient_as_bucket_view=True), 'gradient_as_bucket_view=True'), (dict(check_reduction=True), 'check_reduction=True'), (dict(dim=1), 'dim=1'), (dict(comm_hook='fp16'), "comm_hook='fp16'"),
+    (dict(check_reduction=True), 'check_reduction=True'), (dict(dim=1), 'dim=1'), (dict(comm_hook='fp16'), "comm_hook='fp16'"),
     (dict(comm_wrapper=Hook.FP16), 'there is no comm_hook'), (dict(comm_hook=Hook.FP16, comm_wrapper=Hook.POWER_SGD), 'comm_wrapper='),
     (dict(comm_hook=Hook.FP16, comm_state_option=dict(a=1)), "comm_state_option={'a': 1} is not accepted: it is for the hook of PowerSGD"),
     (dict(comm_hook=Hook.BATCHED_POWER_SGD), 'give POWER_SGD'), (dict(comm_hook=Hook.POWER_SGD, comm_state_option=dict(rank=1)), "comm_state_option={'rank': 1} is not accepted: torch's PowerSGDState"),

@@ -118,7 +118,7 @@ def under_attack(folder, no_secret):
     setup_distrib()
     bomb, r = pickle.dumps(Bomb(folder)), get_rank()
     intruder = dist.TCPStore(os.environ['MASTER_ADDR'], int(os.environ['MASTER_PORT']), is_master=False, wait_for_workers=False)
-    came, = intruder.get('fastdist//came/2/came/1').decode().split()[-1:]
+    came, = intruder.get('fastdist//came/2/came').decode().split()[-1:]
     job = f"fastdist//{json.loads(intruder.get(f'fastdist//came/2/start/{came}')[64:])}"
     def write(**keys):
         for k, v in keys.items(): intruder.set(f'{job}/{k}', v)
