@@ -113,7 +113,8 @@ def print_in_order(*args, # As of `print`
 def _new_node_group():
     nodes = Call('node_group', None, lambda c: (get_node_rank(), None)).infos
     group,_ = dist.new_subgroups_by_enumeration([[r for r,o in enumerate(nodes) if o==n] for n in sorted(set(nodes))])
-    dist.all_reduce(torch.zeros(1), group=group) # a worker that was through, and ended the group at once, would fail those that still connect
+    # one that is through, and ends the group at once, would fail those that still connect
+    dist.all_reduce(torch.zeros(1), group=group)
     return weakref.ref(group) # one that is held outlives its end
 
 def node_group():

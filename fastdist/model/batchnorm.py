@@ -66,38 +66,87 @@ def _global_norm(x, weight, bias, eps, counts):
     return y.to(x.dtype), mean.detach(), var.detach(), n.detach()
 
 # %% ../../nbs/model/03_batchnorm.ipynb #e7226518
-def _all_stats(x, eps, dtype):
-    "Mean, inverse standard deviation and count of each worker, by torch's kernels"
+def _local_stats(x, eps):
+    "Mean and biased variance of each channel of this worker's `x`, in float64, by torch's kernels"
+    if not x.numel(): return [x.new_zeros(x.shape[1], dtype=torch.float64)]*2
+    if x.device.type=='cpu': return [o.double() for o in torch.batch_norm_update_stats(x, None, None, 0.)]
     mean,invstd = torch.batch_norm_stats(x, eps)
-    mine = torch.cat([mean, invstd, mean.new_full((1,), x.numel()//x.shape[1])])
-    every = mine.new_empty(dist.get_world_size()*len(mine))
-    dist.all_gather_single(every, mine)
-    means,invstds,ns = every.view(-1, len(mine)).split([len(mean),len(mean),1], 1)
-    return means.contiguous(), invstds.contiguous(), ns.flatten().to(dtype)
+    return mean.double(),invstd.double().pow(-2)-eps
 
-class _KernelNorm(torch.autograd.Function):
-    "Normalize `x` with the statistics of all workers' samples, by torch's kernels for GPUs; each worker has samples"
-    @staticmethod
-    def forward(ctx, x, weight, bias, running_mean, running_var, eps, momentum):
-        means,invstds,ns = _all_stats(x, eps, torch.float32 if running_mean is None else running_mean.dtype)
-        args = running_mean,running_var,momentum,eps,ns
-        mean,invstd = torch.batch_norm_gather_stats_with_counts(x, means, invstds, *args)
-        ctx.save_for_backward(x, weight, mean, invstd, ns.to(torch.int32))
-        return torch.batch_norm_elemt(x, weight, bias, mean, invstd, eps)
+def _global_stats(x, eps, counts=True):
+    "Mean and biased variance of the global batch, by channel, and its count, in float64: one message of `2*channels+1` numbers"
+    (mean,var),n = _local_stats(x, eps),x.numel()//x.shape[1] if counts else 0
+    sums = torch.cat([mean*n, (var+mean.square())*n, torch.full_like(mean[:1], n)])
+    dist.all_reduce(sums)
+    mean,square = (sums[:-1]/sums[-1].clamp(min=1)).chunk(2) # 1: where no worker's batch counts
+    return mean, (square-mean.square()).clamp(min=0), sums[-1]
 
-    @staticmethod
-    def backward(ctx, g): return _norm_backward(g, ctx.needs_input_grad[:3], *ctx.saved_tensors)
+# %% ../../nbs/model/03_batchnorm.ipynb #e7226519
+def _dense(t):
+    "`t` without gaps, in one of the orders that torch's kernels have"
+    return t if any(t.is_contiguous(memory_format=o) for o in (torch.channels_last,torch.channels_last_3d)) else t.contiguous()
+
+def _normalized(x, weight, bias, mean, var, eps):
+    "`x` with these statistics, of float64, in one pass"
+    if not x.numel(): return x.clone()
+    acc = torch.promote_types(x.dtype, torch.float32)
+    if x.device.type=='cpu': return F.batch_norm(x, mean.to(acc), var.to(acc), weight, bias, False, 0., eps)
+    return torch.batch_norm_elemt(x, weight, bias, mean.to(acc), (var+eps).rsqrt().to(acc), eps)
 
 # %% ../../nbs/model/03_batchnorm.ipynb #ec85f655
-def _norm_backward(g, needs, x, weight, mean, invstd, ns):
-    "The gradients of the arguments of `_KernelNorm`"
-    if not any(g.is_contiguous(memory_format=o) for o in (torch.channels_last,torch.channels_last_3d)): g = g.contiguous()
-    sums,products,gw,gb = torch.batch_norm_backward_reduce(g, x, mean, invstd, weight, *needs)
-    if not needs[0]: return (None,gw,gb,*[None]*4)
-    both = torch.cat([sums,products])
+def _local_sums(g, x, weight, mean, invstd, eps):
+    "Of this worker, by channel: the sums of `g` and of its products with the centered `x`, and the gradients of weight and bias"
+    if not x.numel(): return [torch.zeros_like(mean)]*4
+    if x.device.type!='cpu': return torch.batch_norm_backward_reduce(g, x, mean, invstd, weight, True, True, True)
+    args = (g, x, weight, None, None, mean, invstd, True, eps)
+    _,gw,gb = torch.ops.aten.native_batch_norm_backward(*args, [False,True,True])
+    return gb,gw/invstd,gw,gb
+
+def _input_grad(g, x, weight, mean, invstd, sums, products):
+    "The gradient of `x`; `sums` and `products` are means over the global batch"
+    if not x.numel(): return g
+    w = None if weight is None else weight.to(mean.dtype)
+    if x.device.type!='cpu':
+        one = torch.ones(1, dtype=torch.int32, device=x.device) # what are means already the kernel divides by the count of one worker
+        return torch.batch_norm_backward_elemt(g, x, mean, invstd, w, sums, products, one)
+    a = invstd if w is None else invstd*w
+    k = -a*invstd*invstd*products
+    res = F.batch_norm(x, torch.zeros_like(k), torch.ones_like(k), k, -a*sums-k*mean, False, 0., 0.) # x*k + ..., in one pass
+    return res.addcmul_(g, a.view([1,-1]+[1]*(x.dim()-2)))
+
+# %% ../../nbs/model/03_batchnorm.ipynb #ec85f657
+def _derivable_grads(g, needs, eps, counts, x, weight, bias, *_):
+    "The same, with gradients of their own"
+    ins = [o for o,need in zip((x,weight,bias), needs) if need]
+    grads = iter(torch.autograd.grad(_global_norm(x, weight, bias, eps, counts)[0], ins, g, create_graph=True))
+    return [next(grads) if need else None for need in needs]
+
+# %% ../../nbs/model/03_batchnorm.ipynb #ec85f656
+class _KernelNorm(torch.autograd.Function):
+    "Normalize `x` with the statistics of all workers' samples, by torch's kernels; also mean, biased variance and count"
+    @staticmethod
+    def forward(ctx, x, weight, bias, eps, counts=True):
+        xa = x if counts else torch.zeros_like(x) # no inf or nan of a padding sample gets to other workers
+        stats = mean,var,n = _global_stats(xa, eps, counts)
+        acc,ctx.args = torch.promote_types(x.dtype, torch.float32),(eps,counts)
+        ctx.save_for_backward(x, weight, bias, mean.to(acc), (var+eps).rsqrt().to(acc), n)
+        ctx.mark_non_differentiable(*stats)
+        return _normalized(xa, weight, bias, mean, var, eps), *stats
+    @staticmethod
+    def backward(ctx, g, *_):
+        f = _derivable_grads if torch.is_grad_enabled() else _kernel_grads
+        return (*f(g, ctx.needs_input_grad[:3], *ctx.args, *ctx.saved_tensors), None, None)
+
+def _kernel_grads(g, needs, eps, counts, x, weight, bias, mean, invstd, n):
+    "The gradients of `x`, `weight` and `bias`; what is computed of padding samples is nothing to the samples of others"
+    g,x = _dense(g),x if counts else torch.zeros_like(x)
+    sums,products,gw,gb = _local_sums(g, x, weight, mean, invstd, eps)
+    gw,gb = (o.to(w.dtype) if need else None for o,w,need in zip((gw,gb), (weight,bias), needs[1:]))
+    if not needs[0]: return None,gw,gb
+    both = torch.cat([sums,products]) if counts else sums.new_zeros(2*len(mean))
     dist.all_reduce(both)
-    w = weight if weight is None else weight.to(mean.dtype)
-    return (torch.batch_norm_backward_elemt(g, x, mean, invstd, w, *both.split(len(sums)), ns), gw, gb, *[None]*4)
+    if not counts: return torch.zeros_like(x),gw,gb
+    return _input_grad(g, x, weight, mean, invstd, *(both/n).to(mean.dtype).chunk(2)),gw,gb
 
 # %% ../../nbs/model/03_batchnorm.ipynb #87723bed
 def _check_count(n, x):
@@ -114,9 +163,10 @@ class GlobalBatchNorm(_BatchNorm):
     def forward(self, x):
         self._check_input_dim(x)
         if not self.training or dist.get_world_size()==1: return self._norm_alone(x)
-        if not (x.device.type=='cpu' or self.share.empty or torch.compiler.is_compiling()): return self._norm_by_kernels(x)
-        y,mean,var,n = _global_norm(x, self.weight, self.bias, self.eps, self.share.counts)
-        if self.share.empty: _check_count(n, x) # else each worker has one at least
+        compiling,args = torch.compiler.is_compiling(),(x,self.weight,self.bias,self.eps,self.share.counts)
+        y,mean,var,n = _global_norm(*args) if compiling else _norm_by_kernels(*args)
+        # to look at the number is to wait for a GPU
+        if self.share.empty or x.device.type=='cpu' and not compiling: _check_count(n, x)
         self._update(mean, var, n)
         return y
 
@@ -147,20 +197,12 @@ def _norm_alone(self:GlobalBatchNorm, x):
     return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, use_batch, self._momentum(), self.eps)
 
 # %% ../../nbs/model/03_batchnorm.ipynb #7706f4ef
-def _refuse_twice(g):
-    if torch.is_grad_enabled(): raise RuntimeError(
-        f"rank {dist.get_rank()}: a gradient of a gradient (create_graph=True) through batch norm over all workers, which torch's "
-        "kernels for GPUs have not: use sync_bn=False, or another norm in this model")
-
-@patch
-def _norm_by_kernels(self:GlobalBatchNorm, x):
-    "With the kernels of torch's `SyncBatchNorm`"
-    channels_last = [o for o in (torch.channels_last,torch.channels_last_3d) if x.is_contiguous(memory_format=o)]
-    tracks = self.track_running_stats and self.running_mean is not None
-    running = (self.running_mean,self.running_var) if tracks else (None,None)
-    y = _KernelNorm.apply(x if channels_last else x.contiguous(), self.weight, self.bias, *running, self.eps, self._momentum())
-    if y.requires_grad: y.register_hook(_refuse_twice)
-    return y
+def _norm_by_kernels(x, weight, bias, eps, counts=True):
+    "By torch's kernels; those of the CPU want parameters of the type of `x`"
+    xa = x.to(torch.promote_types(x.dtype, torch.float32)) if x.device.type=='cpu' else x
+    w,b = (o if o is None or xa is x else o.to(xa.dtype) for o in (weight,bias))
+    y,*stats = _KernelNorm.apply(_dense(xa), w, b, eps, counts)
+    return y.to(x.dtype),*stats
 
 # %% ../../nbs/model/03_batchnorm.ipynb #87723bf1
 @patch

@@ -165,7 +165,10 @@ def test_fit(world3):
     "Of three workers, one of whom has nothing of the last batch: a learner's fit, with activations computed again: step for step as without. (strategy/test_strategy_models compiles alone)"
     want = world3(fit_compiled)
     for (w, v), (got, values) in zip(want, world3(fit_compiled, 'aot_eager', True), strict=True):
-        assert diff(got, w) < 1e-12
+        # a bias before a batch norm has no gradient but rounding, which Adam scales up; and what is compiled has other formulas for batch norm
+        before_bn = {k for k in w if k in ('0.bias', *(f'{i}.{j}.bias' for i in (1, 2, 3) for j in (0, 3))) or 'running_mean' in k}
+        assert diff({k: o for k, o in got.items() if k not in before_bn}, {k: o for k, o in w.items() if k not in before_bn}) < 1e-12
+        assert diff(got, w) < 1e-10
         assert all(diff(a, b) < 1e-6 for a, b in zip(values, v))
 
 

@@ -1,0 +1,97 @@
+"Batch norm over the global batch by torch's kernels: the numbers of one process, and what is sent"
+import pytest, torch
+
+from forked import started
+from learners import *
+
+SHAPES = [(7, 5), (7, 5, 6), (7, 5, 3, 2), (7, 5, 2, 3, 2)]  # samples, channels, ...
+
+
+def prepared(shape, dtype=torch.float64, last=False, affine=True, cut=slice(None), device='cpu'):
+    "A layer, the rows `cut` of its input, and of the gradient of its output"
+    torch.manual_seed(0)
+    bn = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}[len(shape)](shape[1], affine=affine)
+    for o in bn.parameters(): nn.init.uniform_(o, 0.5, 1.5)
+    x, g = torch.randn(2, *shape).double()
+    x = x*torch.linspace(0.5, 3, shape[1]).view(1, -1, *[1]*(len(shape)-2)) + 3
+    order = torch.contiguous_format if not last else torch.channels_last if x.dim() == 4 else torch.channels_last_3d
+    x, g = (o[cut].to(device, dtype).contiguous(memory_format=order) for o in (x, g))
+    return bn.to(device, dtype), x.requires_grad_(), g
+
+
+def passed(bn, x, g, twice=False):
+    "Output, gradient of the input, gradients of the parameters, and running statistics; with `twice`, gradients of those of the input"
+    y = bn(x)
+    if twice:
+        gx, = torch.autograd.grad((y*g).sum(), x, create_graph=True)
+        (gx**3).sum().backward()
+    else: y.backward(g)
+    return [o.detach().cpu() for o in (y, x.grad)], [p.grad.cpu() for p in bn.parameters() if p.grad is not None], [bn.running_mean.cpu(), bn.running_var.cpu()]
+
+
+def shared(cases, device='cpu'):
+    "The same for this worker's rows, the first of which has one alone; gradients of parameters are summed over workers"
+    import torch.distributed as dist
+    from fastdist.all import setup_distrib, teardown_distrib
+    from fastdist.model.batchnorm import sync_batch_norm
+    setup_distrib()
+    rank, size, res = dist.get_rank(), dist.get_world_size(), []
+    cut = slice(0, 1) if rank == 0 else slice(1+(rank-1)*6//(size-1), 1+rank*6//(size-1))
+    for args, twice in cases:
+        bn, x, g = prepared(*args, cut=cut, device=f'{device}:{rank}' if device == 'cuda' else device)
+        undo = sync_batch_norm(nn.Sequential(bn))
+        mine, grads, stats = passed(bn, x, g, twice)
+        undo()
+        for o in grads: dist.all_reduce(o)
+        res.append((mine, grads, stats))
+    teardown_distrib()
+    return cut, res
+
+
+def alone(args, twice):
+    bn, x, g = prepared(*args)
+    return passed(bn, x, g, twice)
+
+
+def check(results, cases, tol):
+    for cut, res in results:
+        for (args, twice), (mine, grads, stats) in zip(cases, res, strict=True):
+            want, *rest = alone(args, twice)
+            for a, b in zip([*mine, *grads, *stats], [*(o[cut] for o in want), *rest[0], *rest[1]], strict=True): assert diff(a, b) < tol, (args, twice)
+
+
+@pytest.mark.parametrize('world', [2, 3])
+def test_as_one_process(worlds, world):
+    "Shares of one row and of many, in each order of memory; gradients, and gradients of gradients"
+    cases = [((shape, torch.float64, last, affine), twice) for shape in SHAPES for last in (False, True)[:1+(len(shape) > 3)] for affine in (True, False)
+             for twice in (False, True)]
+    check(worlds(world)(shared, cases), cases, 1e-11)
+    single = [((shape, torch.float32), False) for shape in SHAPES]
+    check(worlds(world)(shared, single), single, 2e-5)
+
+
+def test_on_gpus(gpu_worlds):
+    cases = [((shape, torch.float64, False, affine), twice) for shape in SHAPES[::2] for affine in (True, False) for twice in (False, True)]
+    check(gpu_worlds(3)(shared, cases, 'cuda'), cases, 1e-9)
+
+
+def sent_by_a_layer(size):
+    "Bytes of each message of a forward and a backward, in the last of `size` workers, the others of which are pretended"
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+    from fastdist.model.batchnorm import sync_batch_norm
+    dist.init_process_group('fake', rank=size-1, world_size=size, store=FakeStore())
+    sent, counts, real = [], Counter(), dist.all_reduce
+    def all_reduce(t, *args, **kwargs):
+        sent.append(t.nbytes)
+        return real(t, *args, **kwargs)
+    dist.all_reduce = all_reduce
+    bn, x, g = prepared((7, 5, 6), torch.float32)
+    sync_batch_norm(nn.Sequential(bn))
+    with counted_collectives(counts): passed(bn, x, g)
+    return sent, dict(counts)
+
+
+def test_what_is_sent():
+    "One message forward, one backward, of the same bytes with 2 workers and with 1,024"
+    for size in (2, 3, 1024): assert started(sent_by_a_layer, [{}], size) == [([(2*5+1)*8, 2*5*4], {'allreduce': 2})]
