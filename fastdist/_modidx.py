@@ -1051,6 +1051,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                        'fastdist.fault.cancel._error': ('fault/cancel.html#_error', 'fastdist/fault/cancel.py'),
                                        'fastdist.fault.cancel._library': ('fault/cancel.html#_library', 'fastdist/fault/cancel.py'),
                                        'fastdist.fault.cancel._name': ('fault/cancel.html#_name', 'fastdist/fault/cancel.py'),
+                                       'fastdist.fault.cancel._responds': ('fault/cancel.html#_responds', 'fastdist/fault/cancel.py'),
                                        'fastdist.fault.cancel._same_call': ('fault/cancel.html#_same_call', 'fastdist/fault/cancel.py'),
                                        'fastdist.fault.cancel.may_cancel': ('fault/cancel.html#may_cancel', 'fastdist/fault/cancel.py')},
             'fastdist.fault.interrupt': { 'fastdist.fault.interrupt.Interrupts': ( 'fault/interrupt.html#interrupts',

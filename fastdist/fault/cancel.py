@@ -9,11 +9,11 @@ __all__ = ['cancels', 'may_cancel', 'Decisions']
 import threading,time
 from collections import Counter,defaultdict
 from contextlib import contextmanager, nullcontext
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from types import SimpleNamespace
 
 import torch, torch.distributed as dist
-from fastai.callback.core import (CancelBackwardException, CancelBatchException, CancelEpochException, CancelFitException,
+from fastai.callback.core import (Callback, CancelBackwardException, CancelBatchException, CancelEpochException, CancelFitException,
                                   CancelStepException, CancelTrainException, CancelValidException, event)
 from fastcore.basics import noop, patch
 from ..comm.call import _check, route, same_text
@@ -124,6 +124,15 @@ def _raise_in_all(self:Decisions, exc):
     code = self.agree(0 if exc is None else _code(exc))
     if code: raise exc if exc is not None and _code(exc)==code else _error(code)("agreed with another rank")
 
+# %% ../../nbs/fault/06_cancel.ipynb #06f1989a
+_fastai_call,_fastai_getattr = Callback.__call__,Callback.__getattr__
+
+def _responds(cb, event):
+    "Does calling `cb` for `event` do anything? fastai looks for the method in the learner and its model, too, for each callback and event"
+    t = type(cb)
+    own = t.__call__ is not _fastai_call or t.__getattr__ is not _fastai_getattr
+    return own or event=='after_fit' or event in vars(cb) or hasattr(t, event)
+
 # %% ../../nbs/fault/06_cancel.ipynb #06f1989f
 @patch
 def _has_all(self:Decisions, cb):
@@ -133,6 +142,7 @@ def _has_all(self:Decisions, cb):
 @patch
 def _run(self:Decisions, cb, event):
     "Call one callback"
+    if not _responds(cb, event): return
     if self._has_all(cb): return cb(event)
     before = {id(o) for o in self.learn.cbs}
     draws = hasattr(cb, event) and _library(cb) not in _libraries
@@ -161,7 +171,7 @@ def _call_each(self:Decisions, event):
         if event in _batch_events: return self._in_own_loop(event)
         if event in ('after_cancel_validate','after_validate'): self._close_loop(event)
     points = [] if self.inner else list(self.points.get(event, ())) # rank 0 alone may call `predict`
-    for cb in self.learn.cbs.sorted('order'):
+    for cb in sorted(self.learn.cbs, key=attrgetter('order')):
         k = self.keys.get(id(cb))
         decides = k in points
         while points and points[0]!=k and (decides or points[0][0] < cb.order): # one that other ranks have
