@@ -99,10 +99,11 @@ def sends_whole(ts, # Tensors with rows
                 size, # Number of workers
                 device, # Where the process group takes them from
                 group, # Process group
+                sums=True, # Are they to be added up, and not gathered?
                ):
     "Is a message of `ts` to have whole tensors, to be added up, in place of the rows of each worker?"
     padded = sum(_chunk(t, size)*size*(t.numel()//len(t)) for t in ts)
-    return padded > 2*sum(t.numel() for t in ts) or _by_gloo(torch.device(device), group)
+    return padded > 2*sum(t.numel() for t in ts) or sums and _by_gloo(torch.device(device), group)
 
 # %% ../../nbs/strategy/04_sharding.ipynb #b7b70025
 class RowMessage:
@@ -165,18 +166,19 @@ _piece = 25*2**20 # bytes
 def row_messages(ts, # Tensors with elements, the same shapes in all workers; a number alone is of no use here
                  rows_of, # `Rows`
                  device=None, # That of messages; that of the tensors, if `None`
-                 group=None, # Another process group than the mesh's
+                 group=None, # Another process group than the mesh's, to gather in: whole, as it may have more workers
+                sums=True, # Are they to be added up, and not gathered?
                 ):
     "Yield the `RowMessage`s for `ts`: a bucket in each, a large tensor in several"
-    group = group or rows_of.mesh.get_group()
+    pg = group or rows_of.mesh.get_group()
     for kind in groupby(ts, lambda t: (t.dtype,t.device)).values():
         for some in buckets(kind):
             t,at = some[0],torch.device(device or some[0].device)
-            whole = sends_whole(some, rows_of.size, at, group)
+            whole = group is not None or sends_whole(some, rows_of.size, at, pg, sums)
             n = 1 if whole else rows_of.size
             in_place = not whole and t.is_contiguous() and len(t)%n==0 and t.device==at
             every = [[o] for o in _cuts(t, n, in_place)] if len(some)==1 else [[(0,_chunk(o, n)) for o in some]]
-            for cuts in every: yield RowMessage(some, cuts, rows_of, whole, at, group)
+            for cuts in every: yield RowMessage(some, cuts, rows_of, whole, at, pg)
 
 # %% ../../nbs/strategy/04_sharding.ipynb #6088c382
 @patch
@@ -232,7 +234,7 @@ def send_rows(ts, # Tensors, the same in all workers, of which each worker has c
     parts = {id(t):o for t,o in zip(ts, [rows_of.of(t) for t in ts] if parts is None else parts)}
     counts,sent = group is None or get_rank() < rows_of.size,None
     device = next((o.device for o in parts.values()), None)
-    for m in row_messages([t for t in ts if t.dim() and t.numel()], rows_of, device, group):
+    for m in row_messages([t for t in ts if t.dim() and t.numel()], rows_of, device, group, sums=False):
         m.gather([parts[id(t)] for t in m.ts], counts)
         if sent is not None: sent.scatter() # while this one travels
         sent = m
