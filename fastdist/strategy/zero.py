@@ -47,38 +47,48 @@ def _is_new(g): return g is not None and not isinstance(g, DTensor) # not the sh
 
 class _RowSums:
     "Adds up the gradients of all workers, each worker's rows in that worker, where they become `p.grad`"
-    in_flight = 2 # buckets that are on their way at most
-    def __init__(self, rows_of): self.rows_of,self.kept,self.sent = rows_of,{},[]
+    in_flight = 2 # messages that are on their way at most
+    def __init__(self, rows_of): self.rows_of,self.kept,self.sent,self.pieces = rows_of,{},[],defaultdict(list)
+
+    def clear(self):
+        "Nothing has been sent yet"
+        self.sent,self.pieces = [],defaultdict(list)
 
     def keep(self, p):
         "Set aside the shard of an earlier gradient: autograd adds to what is there"
         if isinstance(p.grad, DTensor): self.kept[p],p.grad = local(p.grad.detach()),None
 
-    def receive(self):
-        "Wait for the bucket that was sent first, and take the mean"
-        works,sums,_ = self.sent.pop(0)
-        for w in works: w.wait()
-        for p,o in sums.items():
-            mean,old = o/dist.get_world_size(),self.kept.pop(p, None) # a copy, so that the rest can go
-            p.grad = self.rows_of.as_dtensor(mean if old is None else old.add_(mean), p.shape)
+    def _done(self, p, mean):
+        "`mean` is all that this worker is to have of the gradient of `p`"
+        mean,old = mean.view(self.rows_of.shape(p.shape)),self.kept.pop(p, None)
+        p.grad = self.rows_of.as_dtensor(mean if old is None else old.add_(mean), p.shape)
 
 # %% ../../nbs/strategy/06_zero.ipynb #3a7456ab
+@patch
+def receive(self:_RowSums):
+    "Wait for the message that was sent first, and take the mean"
+    m,ps = self.sent.pop(0)
+    m.work.wait()
+    own = [o for o,_ in m.mine(m.flat)]
+    flat = torch.cat([o.reshape(-1) for o in own]) # a copy, so that the rest can go
+    flat /= dist.get_world_size()
+    for p,last,o in zip(ps, m.ends(), flat.split([o.numel() for o in own])):
+        self.pieces[p].append(o)
+        if last: self._done(p, torch.cat(done) if len(done := self.pieces.pop(p)) > 1 else o)
+
 @patch
 @torch.no_grad()
 def send(self:_RowSums, ps # Parameters of a bucket, with gradients
         ):
     "Send the gradients of `ps`, each row to the worker that steps it"
-    group = self.rows_of.mesh.get_group()
-    sums = {p:p.grad for p in ps if not p.dim()} # a number is in all workers
-    works = [dist.all_reduce(g, group=group, async_op=True) for g in sums.values()]
-    with_rows = [p for p in ps if p.dim()]
-    messages = list(row_messages([p.grad for p in with_rows], self.rows_of))
+    n = self.rows_of.size
+    grads = [p.grad if p.dim() else p.grad.expand(n) for p in ps] # a number is in all workers
+    params = {id(g):p for p,g in zip(ps, grads)}
     for p in ps: p.grad = None
-    for r,o,views in messages:
-        if o.numel(): works.append(dist.reduce(o, group_dst=r, group=group, async_op=True))
-        if r==self.rows_of.rank: sums.update({with_rows[i]:v for i,v in views})
-    self.sent.append((works, sums, [o for _,o,_ in messages])) # which are not to be freed yet
-    while len(self.sent) > self.in_flight: self.receive()
+    for m in row_messages(grads, self.rows_of):
+        m.reduce()
+        self.sent.append((m,[params[id(g)] for g in m.ts]))
+        while len(self.sent) > self.in_flight: self.receive()
 
 # %% ../../nbs/strategy/06_zero.ipynb #bd17e169
 class ShardedGradients(_ShardedSteps, Strategy):
@@ -129,7 +139,8 @@ def before_backward(self:ShardedGradients):
 @patch
 def begin_backward(self:ShardedGradients):
     "Nothing of this pass has been sent yet"
-    self.next,self.sums.sent = 0,[]
+    self.next = 0
+    self.sums.clear()
     self.waiting = [set(b) for b in self.buckets]
 
 @patch

@@ -158,8 +158,8 @@ def waits(ctx, n=24, loss='plain', **kwargs):
 def test_the_host_waits_for_no_kernel_of_a_step(gpu_worlds, strategy, loss, n, bn):
     """What all have agreed on fastdist reads a step late, when it is there. fastai reads the loss, for its average.
     Of 19 samples the last batch has one, and one worker none"""
-    # the loss, gradients, parameters from each to all, gradients from all to each; parts that are gathered as one; forward and backward of batch norm
-    messages = dict(ddp=2, zero1=2+2, zero2=1+2+2, fsdp=1+(2+bn)*3)[strategy] + 2*bn + (loss != 'plain')
+    # the loss, gradients, the parameters that each has stepped, or its rows of the gradients before; parts that are gathered as one; forward and backward of batch norm
+    messages = dict(ddp=2, zero1=2+1, zero2=1+1+1, fsdp=1+(2+bn)*3)[strategy] + 2*bn + (loss != 'plain')
     alone = waits(None, n, loss, bn=bn)[1] if n != 24 else None
     for (found, sent), learned in gpu_worlds(2)(waits, ctx_of(strategy), n, loss, bn=bn):
         assert len(found) == (8 if loss == 'masked' else 2)
