@@ -22,7 +22,7 @@ def _further(m, ranks):
     """Those of `ranks` that have begun a collective which this one has not, or have left, or ended, as `Beat`s; heartbeats are a second
     old at most"""
     mine = own_beat(0, m.main).seqs
-    beats = [m._try(lambda: m.records.get(f'beat/{r}', Beat)) for r in ranks if r!=m.rank]
+    beats = m._try(lambda: m.records.get_all([f'beat/{r}' for r in ranks if r!=m.rank], Beat)) or ()
     return [b for b in beats if b is not None and (b.left or any(n > mine.get(g, n) for g,n in b.seqs.items()) or has_ended(b))]
 
 # %% ../../nbs/fault/05_same_call.ipynb #10ec8ed8

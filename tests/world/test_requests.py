@@ -78,3 +78,82 @@ def test_start(n, monkeypatch):
     few, many = start_of(2, monkeypatch), start_of(n, monkeypatch)
     assert many[0][0] <= few[0][0]+1 and many[0][1] <= few[0][1], (few, many[0])  # who comes last says so, in one request more
     for r in range(1, n): assert many[r][0] <= few[1][0]+1 and many[r][1] <= few[1][1]+1, (few, r, many[r])
+
+
+def monitor_of(n, monkeypatch, tmp_path):
+    "The `Monitor` of the first of `n` workers that all have a heartbeat, the others' in the store: (it, Counter of what it asks)"
+    import torch.distributed as dist
+    from dataclasses import asdict
+    from fastdist.fault import monitor, watchdog
+    from fastdist.fault.watchdog import Beat
+    from fastdist.world.ranks import host_name
+    monkeypatch.setenv('TORCHELASTIC_ERROR_FILE', str(tmp_path/'error.json'))
+    for o in (monitor, watchdog): monkeypatch.setattr(o, 'get_world_size', lambda: n)
+    monkeypatch.setattr(monitor, 'shared_store', lambda nm: dist.HashStore())
+    monkeypatch.setattr(monitor, 'dist', SimpleNamespace(**{**vars(dist), 'is_initialized': lambda: True}))
+    monkeypatch.setattr(watchdog, '_sequence_numbers', dict)
+    m, asked = monitor.Monitor(), Counter()
+    for r in range(n):
+        m.records.set(f'beat/{r}', asdict(Beat(1, r, host_name()+'x', 7)))
+        m.records.set(f'links/{r}', [])
+        for s in ('job', '1/1', '1/2'): m.records.set(f'ack/{s}/{r}', 'left')
+    m.store = m.records.store = Counted(m.store, asked)
+    m.tick, m.scopes = 0, [m.job, monitor.Scope('1/1', 600.), monitor.Scope('1/2')]
+    return m, asked
+
+
+def failure_of(n, monkeypatch, tmp_path):
+    "Requests of one of `n` workers, by what it does, where one of them fails"
+    from fastdist.fault.same_call import _further
+    from fastdist.world.errors import Failure
+    m, asked = monitor_of(n, monkeypatch, tmp_path)
+    res, s = {}, m.scopes[-1]
+
+    def count(what, f):
+        before = asked.total()
+        f()
+        res[what] = asked.total()-before
+    m.ok = 1e9
+    count('others', m.others)
+    count('report', lambda: m.report(ValueError('no disk'), s))
+    assert not s.broken
+    count('later', lambda: m._publish_failure(m.scopes[1], Failure(1, 'n1', text='later', by=1)))
+    count('break off', m._break_off)
+    count('gone', m._gone)
+    count('further', lambda: _further(m, range(n)))
+    m.failed, m.heard = set(), 0
+    count('heard', lambda: m._look(0))
+    assert m.deadline, 'it has seen the failure'
+    return res
+
+
+def test_failure(monkeypatch, tmp_path):
+    few, more, many = [failure_of(n, monkeypatch, tmp_path) for n in (2, 8, 256)]
+    assert few == more == many and max(few.values()) <= 12, (few, more, many)
+
+
+def looks_of(n, scopes, monkeypatch, tmp_path):
+    "Requests of a monitor in each of 10 looks, where nothing happens"
+    m, asked = monitor_of(n, monkeypatch, tmp_path)
+    m.scopes, seen = m.scopes[:scopes], []
+    for i in range(10):
+        before = asked.total()
+        m._look(1+i)
+        seen.append(asked.total()-before)
+    return seen
+
+
+def test_looks(monkeypatch, tmp_path):
+    few, more, many = [looks_of(n, 3, monkeypatch, tmp_path) for n in (2, 8, 256)]
+    assert few == more == many == [3, 1, 3, 1, 1, 3, 1, 1, 1, 1], (few, more, many)  # a heartbeat, the neighbour, the watchdog's in between
+    assert looks_of(2, 1, monkeypatch, tmp_path)[1] == 1  # one request, however many scopes there are
+
+
+def test_records():
+    import torch.distributed as dist
+    from fastdist.world.records import Records
+    for n in (2, 64, 1024):
+        asked, o = Counter(), Records(dist.HashStore())
+        for r in range(n): o.set(f'beat/{r}', r)
+        o.store = Counted(o.store, asked)
+        assert o.get_all([f'beat/{r}' for r in range(n)]) == list(range(n)) and asked.total() == 2
