@@ -1,4 +1,4 @@
-"What a worker asks the store at a start, and after a failure: as much with a thousand workers as with two"
+"What a worker asks the store at a start, after a failure and in waiting, and reads of others: as much with a thousand workers as with two"
 import threading
 from collections import Counter
 from contextlib import contextmanager
@@ -157,3 +157,76 @@ def test_records():
         for r in range(n): o.set(f'beat/{r}', r)
         o.store = Counted(o.store, asked)
         assert o.get_all([f'beat/{r}' for r in range(n)]) == list(range(n)) and asked.total() == 2
+
+
+def objects_in(strategy):
+    "Calls in which each worker reads what every other one has sent, by part of a context with a fit in it"
+    from fastdist.comm import call
+    from learners import accuracy, learner, quiet
+    from strategies import ctx_of
+    import fastdist.all
+    seen, real = Counter(), call._exchange
+
+    def exchange(frame, n, group):
+        seen[f'{part}: {call._fields(frame)[0]} from {call._fields(frame)[1]}'] += n > 1
+        return real(frame, n, group)
+    learn, part = quiet(learner(n=24, n_val=10, metrics=accuracy)), 'enter'
+    call._exchange = exchange
+    try:
+        with learn.distrib_ctx(**(ctx_of(strategy) if strategy != 'auto' else dict(strategy='auto'))):
+            part = 'fit'
+            learn.fit(2)
+            part = 'validate'
+            learn.validate()
+            part = 'leave'
+    finally: call._exchange = real
+    return dict(seen)
+
+
+@pytest.mark.parametrize('strategy', ['ddp', 'zero2', 'fsdp', 'auto'])
+def test_nobody_reads_what_all_have_sent(worlds, strategy):
+    "Nothing of a context, a fit, an epoch or a validation needs an object of each worker in each worker"
+    for r, seen in enumerate(worlds(2)(objects_in, strategy)): assert seen == {}, (r, seen)
+
+
+def looks_in(n, seconds, monkeypatch):
+    "How often a worker of `n` that waits looks, in the first seconds and in as many later ones"
+    from fastdist.world import store
+    now, looks = [0.], []
+    monkeypatch.setattr(store, 'time', SimpleNamespace(monotonic=lambda: now[0], sleep=lambda s: now.__setitem__(0, now[0]+s)))
+    def done():
+        looks.append(now[0])
+        return now[0] > 2*seconds
+    store.wait_until(done, n=n)
+    return sum(o <= seconds for o in looks), sum(o > seconds for o in looks)
+
+
+def test_waiting(monkeypatch):
+    "A store can reply to some 30,000 requests a second: all that wait for rank 0 together ask it 4,000 times at most, beside their first looks"
+    few, many = looks_in(2, 60, monkeypatch), looks_in(1000, 60, monkeypatch)
+    assert few == many and few[1] == 60*4+1
+    for n in (4000, 16_384): assert looks_in(n, 60, monkeypatch)[1]*n <= 60*4000*1.1
+
+
+def waits():
+    "Where workers wait for rank 0 or for each other: how many they say they are"
+    from fastdist.comm import rank0
+    from fastdist.fault import same_call
+    from fastdist.world import get_rank, setup_distrib
+    import time
+    setup_distrib()
+    seen, real = [], rank0.wait_until
+
+    def wait(*args, **kwargs):
+        seen.append(kwargs.get('n'))
+        return real(*args, **kwargs)
+    rank0.wait_until = same_call.wait_until = wait
+    try:
+        rank0.rank0_first(len, 'ab')
+        same_call.after_rank0()
+        same_call.all_at('it')
+    finally: rank0.wait_until = same_call.wait_until = real
+    return seen
+
+
+def test_who_waits_says_how_many(worlds): assert worlds(2)(waits) == [[2], [2, 2, 2]]
