@@ -144,14 +144,24 @@ def _look(self:Monitor, now):
     if s is not None and self.n%10==6: self._watch_all(now, s)
     if self.n%10==3 and len(self.scopes) > 1: self._look_at_neighbour(self.scopes[-1])
 
+# %% ../../nbs/fault/03_monitor.ipynb #ce81d3ed
+def _link(own, other):
+    "The name of a connection, by the addresses of both ends"
+    return 'link/' + '>'.join(f'{host}:{port}' for host,port in (own,other))
+
+@patch
+def _links(self:Monitor):
+    "Both ends of this process's connections, but for those of the store: it may be in rank 0's process, and is still needed"
+    port = getattr(_base(self.store), 'port', None)
+    return [o for o in _connections() if port not in (o[0][1],o[1][1])]
+
 # %% ../../nbs/fault/03_monitor.ipynb #ed3b4904
 @patch
 def _publish(self:Monitor):
     "Where this rank is, and what connects it to others"
     n_groups = len(dist.distributed_c10d._world.pg_map)
     if n_groups!=self.groups:
-        port = getattr(_base(self.store), 'port', None) # the store may be in rank 0's process, and is still needed
-        self.records.set(f'links/{self.rank}', [o for o in _connections() if port not in (o[0][1],o[1][1])])
+        self.records.set_all({_link(*o):self.rank for o in self._links()})
         self.groups = n_groups
     self.records.set(f'beat/{self.rank}', asdict(own_beat(self.n, self.main, stacks=self.stacks and self.stacks.fd)))
 
@@ -168,9 +178,9 @@ def others(self:Monitor, most=64 # Ranks
 def _break_off(self:Monitor):
     "End the collectives that this rank waits in"
     if self._try(abort_gpu_collectives): self.aborted = True # before the store is asked: it has a reply for each rank
-    keys = [f'links/{r}' for r in range(self.size) if r!=self.rank]
-    links = self._try(lambda: self.records.get_all(keys)) or ()
-    end_connections([o for links_of in links for o in links_of or ()])
+    ends = [(other,own) for own,other in self._links()] # as the other rank has them: it is asked for no more than these
+    found = self._try(lambda: self.records.get_all([_link(*o) for o in ends])) or ()
+    end_connections([o for o,rank in zip(ends, found) if rank not in (None,self.rank)])
 
 @patch
 def _end_process(self:Monitor, f):

@@ -92,10 +92,12 @@ def monitor_of(n, monkeypatch, tmp_path):
     monkeypatch.setattr(monitor, 'shared_store', lambda nm: dist.HashStore())
     monkeypatch.setattr(monitor, 'dist', SimpleNamespace(**{**vars(dist), 'is_initialized': lambda: True}))
     monkeypatch.setattr(watchdog, '_sequence_numbers', dict)
+    links = [(('10.0.0.1', 1), ('10.0.0.2', r)) for r in range(1, n)]
+    monkeypatch.setattr(monitor, '_connections', lambda: links)
     m, asked = monitor.Monitor(), Counter()
     for r in range(n):
         m.records.set(f'beat/{r}', asdict(Beat(1, r, host_name()+'x', 7)))
-        m.records.set(f'links/{r}', [])
+        if r: m.records.set(monitor._link(*links[r-1][::-1]), r)
         for s in ('job', '1/1', '1/2'): m.records.set(f'ack/{s}/{r}', 'left')
     m.store = m.records.store = Counted(m.store, asked)
     m.tick, m.scopes = 0, [m.job, monitor.Scope('1/1', 600.), monitor.Scope('1/2')]
