@@ -18,6 +18,7 @@ from ..strategy.base import inner_opt
 from ..world.errors import refuse
 from ..comm.pack import tensors_in
 from .fastai_patches import trainer_of
+from ..comm.call import same_text
 from ..comm.objects import all_gather_list
 from ..world.ranks import get_rank
 
@@ -31,11 +32,12 @@ def _joined(cb, cls, strategies, **args):
     if strategy not in strategies: raise ValueError(
         f"rank {get_rank()}: {nm} does not work with strategy={strategy!r}, which does not send gradients by DistributedDataParallel: "
         f"use strategy={' or '.join(map(repr, strategies))}, or leave {nm} out")
-    every = all_gather_list(repr(args))
-    other = first(r for r,o in enumerate(every) if o!=every[0])
-    if other is not None: raise ValueError(
-        f"rank {get_rank()}: {nm} has other arguments in rank {other}, {every[other]}, than in rank 0, {every[0]}: "
-        "give the same in all workers")
+    if not same_text(repr(args)):
+        every = all_gather_list(repr(args))
+        other = next(r for r,o in enumerate(every) if o!=every[0])
+        raise ValueError(
+            f"rank {get_rank()}: {nm} has other arguments in rank {other}, {every[other]}, than in rank 0, {every[0]}: "
+            "give the same in all workers")
     if len(cb.learn._grab_cbs(cls)) > 1: raise ValueError(f"rank {get_rank()}: this learner has two {nm} callbacks: leave one out")
     return trainer
 
@@ -190,7 +192,8 @@ def _average_state(model, # Whose parameters `opt` steps
     opt,named = inner_opt(opt),dict(model.named_parameters())
     state = {n:opt.state[p] for n,p in named.items() if p in opt.state}
     floats = {n:{k:v for k,v in s.items() if isinstance(v, Tensor) and (v.is_floating_point() or v.is_complex())} for n,s in state.items()}
-    every = all_gather_list({n:[(k,tuple(v.shape),v.dtype) for k,v in s.items()] for n,s in floats.items()})
+    kinds = {n:[(k,tuple(v.shape),v.dtype) for k,v in s.items()] for n,s in floats.items()}
+    every = [kinds] if same_text(repr(kinds)) else all_gather_list(kinds)
     for n in state: # such as where a GradScaler has skipped all steps of one worker
         if any(o.get(n)!=every[0].get(n) for o in every):
             opt.state.pop(named[n])

@@ -10,7 +10,7 @@ __all__ = ['all_gather_list', 'broadcast_object', 'from_rank0', 'agree', 'rank_o
 import io,weakref
 from functools import wraps
 
-import torch, torch.distributed as dist
+import torch, torch.distributed as dist, torch.nn.functional as F
 from ..world.state import current_world
 from ..world.ranks import check_rank, get_node_rank, get_rank, get_world_size, is_master
 from .pack import pack, unpack
@@ -47,18 +47,21 @@ def broadcast_object(o=None, # What rank `src` sends; in other workers it does n
     return o if i==c.me else c.load(buf, i)
 
 # %% ../../nbs/comm/02_objects.ipynb #56677bba
+_small = 1008 # bytes that travel with their number
+
 def from_rank0(o # What rank 0 sends; in other workers it does not matter
               ):
-    "Rank 0's object, in all workers, which are at the same line: two messages, whatever the number of workers"
+    "Rank 0's object, in all workers, which are at the same line: one message where it is small, and else two"
     if get_world_size()==1: return o
     to,first = route(torch.device('cpu'), None),is_master()
-    start,flat = pack(o) if first else (0,None)
-    sizes = torch.tensor([start, len(flat) if first else 0]).to(to)
-    dist.broadcast(sizes, 0)
-    start,n = sizes.tolist()
-    flat = (flat if first else torch.empty(n, dtype=torch.uint8)).to(to)
-    dist.broadcast(flat, 0)
-    return o if first else unpack(start, flat.cpu())
+    start,flat = pack(o) if first else (0,torch.empty(0, dtype=torch.uint8))
+    sizes = torch.tensor([start,len(flat)]).view(torch.uint8) # 16 bytes
+    head = F.pad(torch.cat([sizes,flat[:_small].cpu()]), (0,_small-min(_small, len(flat)))).to(to)
+    dist.broadcast(head, 0)
+    start,n = head[:16].cpu().view(torch.int64).tolist()
+    rest = (flat[_small:] if first else torch.empty(max(0, n-_small), dtype=torch.uint8)).to(to)
+    if len(rest): dist.broadcast(rest, 0)
+    return o if first else unpack(start, torch.cat([head[16:],rest])[:n].cpu())
 
 # %% ../../nbs/comm/02_objects.ipynb #24ae1319
 _decide = dict(any=any, all=all, rank0=lambda votes: votes[0])

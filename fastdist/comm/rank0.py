@@ -66,7 +66,7 @@ def _follow(store, key, first=0, name='its call'):
     "In the others: wait for as long as it takes, and raise what the first has raised, or that its process has ended. `first`: see `ended`"
     def say(): notice(f"rank {get_rank()} waits for rank 0{'' if first==0 else f' of {first}'}, which is in {name}")
     try:
-        f = wait_until(lambda: store.check([key]) or ended(first), notice=say)
+        f = wait_until(lambda: store.check([key]) or ended(first), notice=say, n=get_world_size())
         if not store.check([key]): raise f.as_error() # otherwise it has written that just before its end
         return _value(store, key)
     except RemoteError as e:

@@ -248,11 +248,11 @@ def _close_loop(self:Decisions, event):
     "Agree on whether, and where, a callback has ended the loop"
     loop,self.loop = self.loop,None
     loop.catch_up()
+    if not self.agree(loop.code): return # who has ended it is asked where somebody has
     mine = torch.tensor([loop.index(loop.done), loop.code, loop.done], device=self.device)
     every = mine.new_empty(dist.get_world_size(), 3)
     dist.all_gather(list(every.unbind()), mine)
     stops = [(-1 if code==_interrupt else index, -code, rank, done) for rank,(index,code,done) in enumerate(every.tolist()) if code]
-    if not stops: return
     index,code,rank,done = min(stops)
     self.learn.iter = max(index, 0)
     error = _error(-code)

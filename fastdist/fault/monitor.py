@@ -51,7 +51,7 @@ class Monitor:
         except RuntimeError: self.store = store
         self.records,self.job,self.count = Records(self.store),Scope('job'),0
         self.scopes,self.stop_now,self.n,self.ok = [self.job],threading.Event(),0,time.monotonic()
-        self.neighbour = Neighbour()
+        self.neighbour,self.heard,self.failed = Neighbour(),0,set() # how many failures were announced, and in which scopes
         recorded_before()
         self.watch,self.groups,self.deadline,self.noticed,self.broken = Watch(self.size, self.ok),None,{},False,False
         self.aborted = False # have kernels that waited for other ranks been ended, so that what they were to write is garbage?
@@ -71,6 +71,21 @@ def loader_begins():
     "Called in a loader process that a rank has forked: if it crashes, the rank says where"
     begin_loader_process(getattr(running_monitor(), 'stacks', None))
 
+# %% ../../nbs/fault/03_monitor.ipynb #da8538bd
+@patch
+def _announce(self:Monitor, scope):
+    "Under the next number that nobody has used, which all monitors look at: there is a failure in `scope`"
+    n = self.heard
+    while scope not in self.failed and self.store.compare_set(f'failed/{n}', '', scope)!=scope.encode(): n += 1
+
+@patch
+def _hear(self:Monitor):
+    "Scopes in which ranks have failed: one request, however many scopes and ranks there are, where there is nothing new"
+    while self.store.check([f'failed/{self.heard}']):
+        self.failed.add(self.store.get(f'failed/{self.heard}').decode(errors='replace'))
+        self.heard += 1
+    return self.failed
+
 # %% ../../nbs/fault/03_monitor.ipynb #34a20bd9
 @patch
 def _try(self:Monitor, f):
@@ -85,6 +100,7 @@ def _publish_failure(self:Monitor, s, f):
     def publish():
         mine = signed_json(asdict(f), self.records.secret, key)
         if self.store.compare_set(key, '', mine)!=mine.encode() and self.records.get(key, Failure) is None: self.store.set(key, mine)
+        self._announce(s.key)
     self._try(publish) # somebody else may have been there, and kept it from being told
 
 # %% ../../nbs/fault/03_monitor.ipynb #32ef5336
@@ -120,12 +136,24 @@ def _look(self:Monitor, now):
         return self.stop_now.set()
     self.n += 1
     if self.n%10==1: self._publish()
-    for s in list(self.scopes):
-        f = None if s.failure is not None or s.left else self.records.get(f'fail/{s.key}', Failure)
+    failed = self._hear()
+    for s in [o for o in self.scopes if o.key in failed and o.failure is None and not o.left]:
+        f = self.records.get(f'fail/{s.key}', Failure)
         if f is not None and f.by!=self.rank: self._receive(s, f, now)
     s = self.watched
     if s is not None and self.n%10==6: self._watch_all(now, s)
     if self.n%10==3 and len(self.scopes) > 1: self._look_at_neighbour(self.scopes[-1])
+
+# %% ../../nbs/fault/03_monitor.ipynb #ce81d3ed
+def _link(own, other):
+    "The name of a connection, by the addresses of both ends"
+    return 'link/' + '>'.join(f'{host}:{port}' for host,port in (own,other))
+
+@patch
+def _links(self:Monitor):
+    "Both ends of this process's connections, but for those of the store: it may be in rank 0's process, and is still needed"
+    port = getattr(_base(self.store), 'port', None)
+    return [o for o in _connections() if port not in (o[0][1],o[1][1])]
 
 # %% ../../nbs/fault/03_monitor.ipynb #ed3b4904
 @patch
@@ -133,8 +161,7 @@ def _publish(self:Monitor):
     "Where this rank is, and what connects it to others"
     n_groups = len(dist.distributed_c10d._world.pg_map)
     if n_groups!=self.groups:
-        port = getattr(_base(self.store), 'port', None) # the store may be in rank 0's process, and is still needed
-        self.records.set(f'links/{self.rank}', [o for o in _connections() if port not in (o[0][1],o[1][1])])
+        self.records.set_all({_link(*o):self.rank for o in self._links()})
         self.groups = n_groups
     self.records.set(f'beat/{self.rank}', asdict(own_beat(self.n, self.main, stacks=self.stacks and self.stacks.fd)))
 
@@ -143,16 +170,17 @@ def others(self:Monitor, most=64 # Ranks
           ):
     "What other ranks were doing a moment ago: the fields of a `RankState` each; nothing if the store does not reply"
     if time.monotonic()-self.ok > 2: return []
-    beats = [self._try(lambda: self.records.get(f'beat/{r}', Beat)) for r in range(min(self.size, most)) if r!=self.rank]
-    return [vars(b.state()) for b in beats if b is not None]
+    keys = [f'beat/{r}' for r in range(min(self.size, most)) if r!=self.rank]
+    return [vars(b.state()) for b in self._try(lambda: self.records.get_all(keys, Beat)) or () if b is not None]
 
 # %% ../../nbs/fault/03_monitor.ipynb #73526734
 @patch
 def _break_off(self:Monitor):
     "End the collectives that this rank waits in"
     if self._try(abort_gpu_collectives): self.aborted = True # before the store is asked: it has a reply for each rank
-    for r in range(self.size):
-        if r!=self.rank: end_connections(self._try(lambda: self.records.get(f'links/{r}')) or [])
+    ends = [(other,own) for own,other in self._links()] # as the other rank has them: it is asked for no more than these
+    found = self._try(lambda: self.records.get_all([_link(*o) for o in ends])) or ()
+    end_connections([o for o,rank in zip(ends, found) if rank not in (None,self.rank)])
 
 @patch
 def _end_process(self:Monitor, f):
@@ -234,13 +262,13 @@ def leave(self:Monitor, s # `Scope`
 @patch
 def _update_watch(self:Monitor, now, limit):
     "Read the heartbeats that this rank has to; is it the one that watches?"
-    def read(r):
-        b = self.records.get(f'beat/{r}', Beat)
-        if b is not None: self.watch.update(b, now)
+    def read(ranks):
+        for b in self.records.get_all([f'beat/{r}' for r in ranks], Beat):
+            if b is not None: self.watch.update(b, now)
     for r in range(self.rank-1, -1, -1):
-        read(r)
+        read([r])
         if now-self.watch.last_beat[r] <= limit: return False
-    for r in range(self.rank, self.size): read(r)
+    read(range(self.rank, self.size))
     return True
 
 # %% ../../nbs/fault/03_monitor.ipynb #fac9aeea
@@ -356,7 +384,7 @@ def report(self:Monitor, e, # The exception that ends this rank's work
     gone = f.rank if f.rank!=self.rank and f.kind in ('ended','stalled') else None
     acks = [f'ack/{s.key}/{r}' for r in range(self.size) if r!=gone]
     self._try(lambda: wait_until(lambda: self.store.check(acks), 3)) # the launcher will end those that have not said theirs yet
-    def all_ended(): return self.store.check(acks) and all(self.records.get(o) in ('own','left') for o in acks)
+    def all_ended(): return self.store.check(acks) and all(o in ('own','left') for o in self.records.get_all(acks))
     s.broken = gone is not None or not self._try(all_ended)
 
 # %% ../../nbs/fault/03_monitor.ipynb #187d7af9
@@ -402,7 +430,10 @@ def cause_of(self:Monitor, e, # The exception that this rank sees
 @patch
 def _gone(self:Monitor):
     "The `Failure` of a rank that has ended, or left, without a report; `None` if all are there"
-    def beats(): return {r:self._try(lambda: self.records.get(f'beat/{r}', Beat)) for r in range(self.size) if r!=self.rank}
+    ranks = [r for r in range(self.size) if r!=self.rank]
+    def beats():
+        found = self._try(lambda: self.records.get_all([f'beat/{r}' for r in ranks], Beat))
+        return dict(zip(ranks, found or [None]*len(ranks)))
     before = beats()
     time.sleep(15*self.tick)
     for r,b in beats().items():

@@ -6,7 +6,7 @@
 __all__ = ['gone_on', 'all_at', 'after_rank0']
 
 # %% ../../nbs/fault/05_same_call.ipynb #7cdae074
-import hashlib,threading
+import hashlib,threading,time
 from collections import Counter
 
 from .monitor import Beat
@@ -22,8 +22,19 @@ def _further(m, ranks):
     """Those of `ranks` that have begun a collective which this one has not, or have left, or ended, as `Beat`s; heartbeats are a second
     old at most"""
     mine = own_beat(0, m.main).seqs
-    beats = [m._try(lambda: m.records.get(f'beat/{r}', Beat)) for r in ranks if r!=m.rank]
+    beats = m._try(lambda: m.records.get_all([f'beat/{r}' for r in ranks if r!=m.rank], Beat)) or ()
     return [b for b in beats if b is not None and (b.left or any(n > mine.get(g, n) for g,n in b.seqs.items()) or has_ended(b))]
+
+# %% ../../nbs/fault/05_same_call.ipynb #cc93b94e
+def _every(secs, f):
+    "A function that calls `f` where `secs` seconds have gone by since it has done so, or since now"
+    last = time.monotonic()
+    def ask():
+        nonlocal last
+        if time.monotonic()-last < secs: return
+        last = time.monotonic()
+        return f()
+    return ask
 
 # %% ../../nbs/fault/05_same_call.ipynb #10ec8ed8
 def _counted(name):
@@ -42,8 +53,9 @@ def gone_on(what # A call that all ranks have to make, in words
     n,store,key = _counted(what)
     store.add(key, 1)
     def all_here(): return store.add(key, 0) >= n*m.size
-    while not wait_until(all_here, 1):
-        for b in _further(m, range(m.size)): return None if all_here() else b # it may have been here, and be further now
+    ask = _every(max(1, m.size/100), lambda: next(iter(_further(m, range(m.size))), None)) # as often as there are new heartbeats
+    b = wait_until(lambda: all_here() or ask(), n=m.size)
+    return None if b is True or all_here() else b # it may have been here, and be further now
 
 def all_at(what # A call that all ranks have to make, in words
           ):
@@ -65,5 +77,5 @@ def after_rank0():
     # rank 0's word, by which others read what it has saved: nobody else's
     key = f'after_rank0/{current_world().number}/{key}'
     if is_master(): return m.records.set(key, n)
-    while not wait_until(lambda: (m.records.get(key) or 0) >= n, 1):
-        if _further(m, [0]): return
+    ask = _every(1, lambda: _further(m, [0]))
+    wait_until(lambda: (m.records.get(key) or 0) >= n or ask(), n=m.size)

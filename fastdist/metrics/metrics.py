@@ -8,10 +8,12 @@ __all__ = ['merge_by_adding', 'metric_kind', 'EpochTotals']
 # %% ../../nbs/metrics/00_metrics.ipynb #c7555414
 from copy import copy,deepcopy
 
+import torch.distributed as dist
 from fastai.basics import *
 from fastai.learner import AvgMetric, AvgLoss, Metric
 from fastai.metrics import (AccumMetric, CorpusBLEUMetric, Dice, DiceMulti, LossMetric, accuracy, accuracy_multi,
                             error_rate, mae, mse, msle, top_k_accuracy)
+from ..comm.call import least, route, same_call
 from ..comm.gather import gather_chunks, in_turn, interleave
 from ..comm.objects import all_gather_list
 from ..comm.pack import bytes_in
@@ -141,7 +143,9 @@ def add_batch(self:EpochTotals, counts=True, # Does this worker's batch count, o
     self.batches.append(to_detach({o:getattr(learn, o) for o in (*_of_batch,*self.read)}, gather=False) if counts else None)
     if not rows: return
     # All workers are at the same batch, so they can gather what they have had, before it is too much
-    if self.every is None: self.every = max(1, self.keep//max(1, *all_gather_list(bytes_in(self.batches))))
+    if self.every is None:
+        same_call('the size of a batch for metrics')
+        self.every = max(1, self.keep//max(1, -least(-bytes_in(self.batches))[0]))
     if len(self.batches)==self.every: self._feed(fed, rows)
 
 @patch
@@ -165,6 +169,40 @@ def _feed(self:EpochTotals, mets, rows):
             for m in self.twins: m.accumulate(_BatchOf(self.learn, b))
     self.batches = []
 
+# %% ../../nbs/metrics/00_metrics.ipynb #85219c20
+_dtypes = torch.float32,torch.float64,torch.float16,torch.bfloat16,torch.int64,torch.int32
+_kinds = int,float,*_dtypes # of a sum: the last of those that workers have, as a number is that of one that had no batch
+
+def _kind(v):
+    if isinstance(v, Tensor): return v.dtype if v.layout==torch.strided else None
+    return next((o for o in (int,float) if isinstance(v, o)), None)
+
+def _slots(v):
+    "The numbers in `v`, and of which of the kinds it is, to be summed over workers"
+    t = torch.as_tensor(v).detach().as_subclass(Tensor).reshape(-1)
+    return torch.cat([t.cpu().double(), tensor([_kind(v)==o for o in _kinds]).double()])
+
+def _from_slots(t, shape):
+    "What workers' `_slots` have added up to"
+    n = len(_kinds)
+    kind = next((o for o in _dtypes if t[-n:][_kinds.index(o)]), None)
+    if kind is not None: return t[:-n].view(shape).to(kind)
+    return t[0].item() if t[-n+1] else round(t[0].item())
+
+# %% ../../nbs/metrics/00_metrics.ipynb #dd9740ee
+def _sum_up(mets, plan):
+    "Give `mets` the sums of all workers: by one message, where their shapes are the same in all. An `OutOfStep` where `plan` is not"
+    vs = [o for m in mets for o in (m.total,m.count)]
+    shapes,sums = [tuple(getattr(o, 'shape', ())) for o in vs],all(_kind(o) in _kinds for o in vs)
+    if not (same_call(plan, f'{shapes} {sums}') and sums): return False
+    if not dist.is_initialized() or not vs: return True
+    parts = [_slots(o) for o in vs]
+    flat = torch.cat(parts).to(route(torch.device('cpu'), None))
+    dist.all_reduce(flat)
+    res = [_from_slots(t, s) for t,s in zip(flat.cpu().split([len(o) for o in parts]), shapes)]
+    for m,t,c in zip(mets, res[::2], res[1::2]): m.total,m.count = t,c
+    return True
+
 # %% ../../nbs/metrics/00_metrics.ipynb #fe89c1ec
 @patch
 def combine(self:EpochTotals, rows=True # Was each batch split between all workers, rather than whole batches given to each in turn?
@@ -172,6 +210,8 @@ def combine(self:EpochTotals, rows=True # Was each batch split between all worke
     "Give each metric, on each worker, its state in one process: in a number of collectives that does not depend on that of the batches"
     by = groupby(self.metrics(), partial(metric_kind, rows=rows))
     sums,merged = by.get('sum', []),by.get('merge', [])
+    plan = ', '.join(f"{k}: {' '.join(type(m).__name__ for m in ms)}" for k,ms in by.items() if k is not None)
+    if plan and _sum_up(sums, f'the metrics ({plan})'): sums = []
     if sums or merged:
         states = [{k:v for k,v in vars(m).items() if not callable(v)} for m in merged]
         parts = all_gather_list(([(m.total,m.count) for m in sums], states))

@@ -8,6 +8,7 @@ __all__ = ['GatheredPreds']
 # %% ../../nbs/metrics/01_predictions.ipynb #e2240645
 from fastai.basics import *
 from ..comm.gather import gather_chunks, gather_tensors, in_turn, interleave
+from ..comm.call import least, same_call
 from ..comm.objects import all_gather_list
 from ..comm.pack import bytes_in
 
@@ -37,7 +38,9 @@ def send(self:GatheredPreds, i # Number of this worker's batches so far
         ):
     "Send to `dst` what there is, if it is time: all workers do so after the same number of batches of their own"
     while self.dst is not None and i >= self.next:
-        if self.every is None: self.every = max(1, self.keep//max(1, *all_gather_list(bytes_in(list(self.lists().values())))))
+        if self.every is None:
+            same_call('the size of predictions')
+            self.every = max(1, self.keep//max(1, -least(-bytes_in(list(self.lists().values())))[0]))
         self._send()
         self.next += self.every
 

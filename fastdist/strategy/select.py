@@ -11,6 +11,7 @@ import dataclasses
 import psutil
 from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
 from fastai.basics import *
+from ..comm.call import least, same_text
 from ..comm.objects import all_gather_list
 from ..fault.supervisor import monitor
 from .base import Strategy, state_tensors
@@ -66,12 +67,12 @@ def check_ddp(ddp, # `DistributedDataParallelKwargs` or `None`
 # %% ../../nbs/strategy/08_select.ipynb #b0901920
 def _node_size(mesh):
     if mesh is not None: return mesh[1]
-    every = all_gather_list(get_local_world_size())
-    if len(set(every)) > 1: raise ValueError(
+    n = get_local_world_size()
+    if not same_text(f'{n}'): raise ValueError(
         f"rank {get_rank()}: strategy='hsdp' shards within each node, and the nodes have different numbers of workers "
-        f"({sorted(set(every))}): start as many on each, or give "
+        f"({sorted(set(all_gather_list(n)))}): start as many on each, or give "
         "parallelism_config=ParallelismConfig(dp_replicate_size=..., dp_shard_size=...) (from accelerate)")
-    return every[0]
+    return n
 
 # %% ../../nbs/strategy/08_select.ipynb #c19216ec
 def make_strategy(settings, # What the arguments ask for, as `check_args` returns it
@@ -143,8 +144,8 @@ def choose(learn, # `Learner` that is to be trained
     else: free = torch.cuda.mem_get_info(device)[0]
     ps = list(learn.model.parameters())
     params,trained = sum(p.nbytes for p in ps),sum(p.nbytes for p in ps if p.requires_grad)
-    every = all_gather_list((free,get_local_world_size()))
-    free,n,node = min(o for o,_ in every)+params,len(every),min(o for _,o in every) # the model is there already
+    (free,node),n = least(int(free), get_local_world_size()),get_world_size()
+    free += params # the model is there already
     state,unit,has = trained*_state_per_param(learn),params/8,f"the {gib(free)} that a worker has, for a model of {gib(params)}"
     for word,m in ('ddp',1),('zero1',n),('zero2',n),*([('hsdp',node)] if 1<node<n else []),('fsdp',n):
         need = _bytes_needed(word.replace('hsdp', 'fsdp'), params, trained, state, m, unit)

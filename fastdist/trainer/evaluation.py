@@ -12,7 +12,8 @@ from contextlib import contextmanager, nullcontext
 from fastai.basics import *
 from fastai.callback.core import GatherPredsCallback
 from ..checkpoint.weights import is_sharded
-from ..comm.objects import broadcast_object
+from ..comm.call import same_call
+from ..comm.objects import from_rank0
 from ..data.dl import DistributedDL
 from ..data.loaders import n_batches
 from ..metrics.metrics import EpochTotals
@@ -143,4 +144,5 @@ def _loop(self:Evaluation):
 def same_log(recorder # fastai's `Recorder`, at the end of an epoch
             ):
     "Let the recorders of all workers have rank 0's numbers of this epoch"
-    recorder.log = L(broadcast_object(list(recorder.log)))
+    same_call('the log of an epoch')
+    recorder.log = L(from_rank0(list(recorder.log)))

@@ -68,3 +68,10 @@ def get_all(self:Records, keys:list, # Names
     found = dict(zip(there, self.store.multi_get(there))) if there else {}
     return [self._opened(found[k], k, cls) if k in found else None for k in keys]
 
+
+# %% ../../nbs/world/10_records.ipynb #2bb40987
+@patch
+def set_all(self:Records, found:dict # What JSON can hold, by name
+           ):
+    "Write all of `found`, in one request"
+    if found: self.store.multi_set(list(found), [signed_json(o, self.secret, k) for k,o in found.items()])

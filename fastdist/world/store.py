@@ -29,6 +29,7 @@ def wait_until(done, # Function without arguments; waiting ends when it returns 
                timeout=None, # Seconds; `None` waits as long as it takes
                notice=None, # Function without arguments that is called once, when waiting has taken a while
                after=30, # Seconds that are a while
+               n=1, # Workers that wait so: the store has to reply to all, and is asked at most 4,000 times a second
               ):
     "Call `done` again and again: soon at first, and then every quarter of a second. `None` if that takes longer than `timeout`"
     start,pause = time.monotonic(),0.001
@@ -39,7 +40,7 @@ def wait_until(done, # Function without arguments; waiting ends when it returns 
             notice()
             notice = None
         time.sleep(pause)
-        pause = min(pause*1.5, 0.25)
+        pause = min(pause*1.5, max(0.25, n/4000))
     return res
 
 # %% ../../nbs/world/05_store.ipynb #7b80e551

@@ -1,5 +1,5 @@
 "P1 for what is reported: each metric, of any kind, is that of one process"
-import contextlib, warnings
+import collections, contextlib, warnings
 
 import pytest, torch
 
@@ -210,3 +210,62 @@ def test_gathered_in_chunks(world, n):
         for k, items in res: assert items == [(i, i % 4, f'{i}', i % 2 == 0, 3.*i*(i % 4)) for i in range(n)]
         assert res[0][0] == (n > 0) and res[2][0] >= res[1][0] >= res[0][0] and (n < 20 or res[2][0] > 3)
     assert [to for _, to in got] == [None]*(len(got)-1) + [n]
+
+
+def double_mean(pred, targ): return (pred.double().argmax(1) == targ).double().mean()
+def count_right(pred, targ): return (pred.argmax(1) == targ).sum()
+class Text(AvgMetric):
+    "Its sum is none that a message adds up"
+    def reset(self): super().reset(); self.total = 0j
+
+
+def summed(distrib, n):
+    "Values and types of sums, with counts of what a validation sends"
+    learn = quiet(learner(n=8, n_val=n, val_bs=4, metrics=[accuracy, AvgMetric(double_mean), AvgMetric(count_right), AvgLoss()]))
+    if distrib: import fastdist.all
+    with learn.distrib_ctx() if distrib else contextlib.nullcontext(), counted_collectives(collections.Counter()) as counts:
+        res = list(learn.validate())
+        counts = dict(counts)
+        sums = [(float(m.total), m.count, getattr(m.total, 'dtype', None), type(m.count)) for m in learn.recorder._valid_mets]
+        learn.metrics = L(Text(accuracy))
+        return res, sums, list(learn.validate()), counts
+
+
+@pytest.mark.parametrize('n', [5, 13])
+def test_sums_are_gathered_by_nobody(world, n):
+    "By messages whose size is the same for any number of workers, also where some have no batch; what cannot be added up so is gathered as before"
+    res, sums, odd, _ = summed(False, n)
+    for r, s, o, counts in world(summed, True, n):
+        assert r == pytest.approx(res, abs=1e-6) and counts == {'allreduce': 5, 'broadcast': 1}, counts
+        assert [x[1:] for x in s] == [x[1:] for x in sums] and [x[0] for x in s] == pytest.approx([x[0] for x in sums], abs=1e-6)
+        assert o == pytest.approx(odd, abs=1e-6)
+
+
+def apart(how):
+    "What each worker raises where rank 1 is elsewhere than where metrics are put together; and that they go on"
+    from fastdist.fault.cancel import Decisions
+    from fastdist.metrics.metrics import EpochTotals
+    from fastdist.trainer.evaluation import same_log
+    from fastdist.world import get_rank
+    import fastdist.all
+    learn = quiet(learner(n=8, n_val=13, metrics=accuracy))
+    odd = get_rank() == 1
+    def error(f):
+        try: f()
+        except Exception as e: return f'{type(e).__name__}: {e}'
+    with learn.distrib_ctx(watchdog=30):
+        learn.validate()
+        learn.training = False
+        if how == 'other metrics':
+            if odd: learn.metrics = L(AvgMetric(accuracy), AvgMetric(double_mean))
+            return error(learn.validate), None
+        totals = EpochTotals(learn)
+        there = dict(log=lambda: same_log(learn.recorder), fit=lambda: Decisions(learn).begin('a fit')).get(how, lambda: totals.combine(False))
+        return error(there if odd else lambda: totals.combine(False)), error(lambda: learn.fit(1))
+
+
+@pytest.mark.parametrize('how, other', [('log', 'the log of an epoch ('), ('fit', 'all_gather_list ('), ('other metrics', 'the metrics (sum: AvgLoss AvgMetric AvgMetric) (')])
+def test_workers_apart(world, how, other):
+    for text, after in world(apart, how):
+        assert text.startswith('OutOfStep: ') and f'rank 1 at {other}' in text and 'at the metrics (sum: AvgLoss AvgMetric) (' in text, text
+        assert after is None and (text.count('test_metrics.py:') == 2 or how == 'other metrics'), (text, after)

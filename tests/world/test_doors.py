@@ -147,16 +147,18 @@ def under_attack(folder, no_secret):
     from fastdist.fault.monitor import Scope
     m = monitor()
     def looked(n): wait_for(lambda: m.n > n+2 or not m.threads[0].is_alive(), 'the monitors have looked at it')
-    forged, places = Failure(1, 'n1', text='forged', by=7).to_json().encode(), ('fail/job', 'beat/0', 'links/0', 'ack/job/0')
+    forged, places = Failure(1, 'n1', text='forged', by=7).to_json().encode(), ('fail/job', 'beat/0', 'link/a:1>b:1', 'ack/job/0')
+    links = []
     # with the same secret, but of another start of the workers
     replayed = signed_json(json.loads(forged), next(iter(current_world().secrets.values())), 'fail/job').encode()
     wrong = [bomb, b'{', b'[1]', b'0'*64+b'[1]', b'0'*64+b'{"rank": "x"}'] + ([] if no_secret else [forged, b'0'*64+forged, b'1'*64+forged, replayed])
     for o in wrong:  # without a secret anybody's JSON is a worker's
-        if r: write(**{f'fault/{k}': o for k in places})
+        if r: write(**{f'fault/{k}': o for k in places}, **{'fault/failed/0': b'job'})  # so that `fail/job` is read
         here()
         looked(m.n)
         m.others()  # reads heartbeats
-    res.append([m.threads[0].is_alive(), m.job.failure is None, m.records.refused])
+        links += m.records.get_all(['link/a:1>b:1'])
+    res.append([m.threads[0].is_alive(), m.job.failure is None, m.records.refused, 'job' in m.failed, no_secret or set(links) == {None}])
     if r:
         m.store.set('fail/9/9', wrong[-1])
         m.store.get('fail/9/9')  # it is there
@@ -179,4 +181,4 @@ def test_intruder(world2, tmp_path, no_secret):
         assert rank0 == ([(k, 1, True) for k in keys] if r else [])
         assert every == [[0, 'text'], [1, 'text']] and first == {'x': (1, 2.)}  # plain data needs no secret
         assert objects == (('message', r, True) if no_secret else 2)
-        assert monitors == [True, True, True] and told == 'true'  # what is forged ends nothing, and does not keep a failure from being told
+        assert monitors == [True]*5 and told == 'true'  # what is forged ends nothing, and does not keep a failure from being told

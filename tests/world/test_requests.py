@@ -1,4 +1,4 @@
-"What a worker asks the store at a start, and after a failure: as much with a thousand workers as with two"
+"What a worker asks the store at a start, after a failure and in waiting, and reads of others: as much with a thousand workers as with two"
 import threading
 from collections import Counter
 from contextlib import contextmanager
@@ -78,3 +78,157 @@ def test_start(n, monkeypatch):
     few, many = start_of(2, monkeypatch), start_of(n, monkeypatch)
     assert many[0][0] <= few[0][0]+1 and many[0][1] <= few[0][1], (few, many[0])  # who comes last says so, in one request more
     for r in range(1, n): assert many[r][0] <= few[1][0]+1 and many[r][1] <= few[1][1]+1, (few, r, many[r])
+
+
+def monitor_of(n, monkeypatch, tmp_path):
+    "The `Monitor` of the first of `n` workers that all have a heartbeat, the others' in the store: (it, Counter of what it asks)"
+    import torch.distributed as dist
+    from dataclasses import asdict
+    from fastdist.fault import monitor, watchdog
+    from fastdist.fault.watchdog import Beat
+    from fastdist.world.ranks import host_name
+    monkeypatch.setenv('TORCHELASTIC_ERROR_FILE', str(tmp_path/'error.json'))
+    for o in (monitor, watchdog): monkeypatch.setattr(o, 'get_world_size', lambda: n)
+    monkeypatch.setattr(monitor, 'shared_store', lambda nm: dist.HashStore())
+    monkeypatch.setattr(monitor, 'dist', SimpleNamespace(**{**vars(dist), 'is_initialized': lambda: True}))
+    monkeypatch.setattr(watchdog, '_sequence_numbers', dict)
+    links = [(('10.0.0.1', 1), ('10.0.0.2', r)) for r in range(1, n)]
+    monkeypatch.setattr(monitor, '_connections', lambda: links)
+    m, asked = monitor.Monitor(), Counter()
+    for r in range(n):
+        m.records.set(f'beat/{r}', asdict(Beat(1, r, host_name()+'x', 7)))
+        if r: m.records.set(monitor._link(*links[r-1][::-1]), r)
+        for s in ('job', '1/1', '1/2'): m.records.set(f'ack/{s}/{r}', 'left')
+    m.store = m.records.store = Counted(m.store, asked)
+    m.tick, m.scopes = 0, [m.job, monitor.Scope('1/1', 600.), monitor.Scope('1/2')]
+    return m, asked
+
+
+def failure_of(n, monkeypatch, tmp_path):
+    "Requests of one of `n` workers, by what it does, where one of them fails"
+    from fastdist.fault.same_call import _further
+    from fastdist.world.errors import Failure
+    m, asked = monitor_of(n, monkeypatch, tmp_path)
+    res, s = {}, m.scopes[-1]
+
+    def count(what, f):
+        before = asked.total()
+        f()
+        res[what] = asked.total()-before
+    m.ok = 1e9
+    count('others', m.others)
+    count('report', lambda: m.report(ValueError('no disk'), s))
+    assert not s.broken
+    count('later', lambda: m._publish_failure(m.scopes[1], Failure(1, 'n1', text='later', by=1)))
+    count('break off', m._break_off)
+    count('gone', m._gone)
+    count('further', lambda: _further(m, range(n)))
+    m.failed, m.heard = set(), 0
+    count('heard', lambda: m._look(0))
+    assert m.deadline, 'it has seen the failure'
+    return res
+
+
+def test_failure(monkeypatch, tmp_path):
+    few, more, many = [failure_of(n, monkeypatch, tmp_path) for n in (2, 8, 256)]
+    assert few == more == many and max(few.values()) <= 12, (few, more, many)
+
+
+def looks_of(n, scopes, monkeypatch, tmp_path):
+    "Requests of a monitor in each of 10 looks, where nothing happens"
+    m, asked = monitor_of(n, monkeypatch, tmp_path)
+    m.scopes, seen = m.scopes[:scopes], []
+    for i in range(10):
+        before = asked.total()
+        m._look(1+i)
+        seen.append(asked.total()-before)
+    return seen
+
+
+def test_looks(monkeypatch, tmp_path):
+    few, more, many = [looks_of(n, 3, monkeypatch, tmp_path) for n in (2, 8, 256)]
+    assert few == more == many == [3, 1, 3, 1, 1, 3, 1, 1, 1, 1], (few, more, many)  # a heartbeat, the neighbour, the watchdog's in between
+    assert looks_of(2, 1, monkeypatch, tmp_path)[1] == 1  # one request, however many scopes there are
+
+
+def test_records():
+    import torch.distributed as dist
+    from fastdist.world.records import Records
+    for n in (2, 64, 1024):
+        asked, o = Counter(), Records(dist.HashStore())
+        for r in range(n): o.set(f'beat/{r}', r)
+        o.store = Counted(o.store, asked)
+        assert o.get_all([f'beat/{r}' for r in range(n)]) == list(range(n)) and asked.total() == 2
+
+
+def objects_in(strategy):
+    "Calls in which each worker reads what every other one has sent, by part of a context with a fit in it"
+    from fastdist.comm import call
+    from learners import accuracy, learner, quiet
+    from strategies import ctx_of
+    import fastdist.all
+    seen, real = Counter(), call._exchange
+
+    def exchange(frame, n, group):
+        seen[f'{part}: {call._fields(frame)[0]} from {call._fields(frame)[1]}'] += n > 1
+        return real(frame, n, group)
+    learn, part = quiet(learner(n=24, n_val=10, metrics=accuracy)), 'enter'
+    call._exchange = exchange
+    try:
+        with learn.distrib_ctx(**(ctx_of(strategy) if strategy != 'auto' else dict(strategy='auto'))):
+            part = 'fit'
+            learn.fit(2)
+            part = 'validate'
+            learn.validate()
+            part = 'leave'
+    finally: call._exchange = real
+    return dict(seen)
+
+
+@pytest.mark.parametrize('strategy', ['ddp', 'zero2', 'fsdp', 'auto'])
+def test_nobody_reads_what_all_have_sent(worlds, strategy):
+    "Nothing of a context, a fit, an epoch or a validation needs an object of each worker in each worker"
+    for r, seen in enumerate(worlds(2)(objects_in, strategy)): assert seen == {}, (r, seen)
+
+
+def looks_in(n, seconds, monkeypatch):
+    "How often a worker of `n` that waits looks, in the first seconds and in as many later ones"
+    from fastdist.world import store
+    now, looks = [0.], []
+    monkeypatch.setattr(store, 'time', SimpleNamespace(monotonic=lambda: now[0], sleep=lambda s: now.__setitem__(0, now[0]+s)))
+    def done():
+        looks.append(now[0])
+        return now[0] > 2*seconds
+    store.wait_until(done, n=n)
+    return sum(o <= seconds for o in looks), sum(o > seconds for o in looks)
+
+
+def test_waiting(monkeypatch):
+    "A store can reply to some 30,000 requests a second: all that wait for rank 0 together ask it 4,000 times at most, beside their first looks"
+    few, many = looks_in(2, 60, monkeypatch), looks_in(1000, 60, monkeypatch)
+    assert few == many and few[1] == 60*4+1
+    for n in (4000, 16_384): assert looks_in(n, 60, monkeypatch)[1]*n <= 60*4000*1.1
+
+
+def waits():
+    "Where workers wait for rank 0 or for each other: how many they say they are"
+    from fastdist.comm import rank0
+    from fastdist.fault import same_call
+    from fastdist.world import get_rank, setup_distrib
+    import time
+    setup_distrib()
+    seen, real = [], rank0.wait_until
+
+    def wait(*args, **kwargs):
+        seen.append(kwargs.get('n'))
+        return real(*args, **kwargs)
+    rank0.wait_until = same_call.wait_until = wait
+    try:
+        rank0.rank0_first(len, 'ab')
+        same_call.after_rank0()
+        same_call.all_at('it')
+    finally: rank0.wait_until = same_call.wait_until = real
+    return seen
+
+
+def test_who_waits_says_how_many(worlds): assert worlds(2)(waits) == [[2], [2, 2, 2]]
