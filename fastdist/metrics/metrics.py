@@ -136,13 +136,12 @@ def add_batch(self:EpochTotals, counts=True, # Does this worker's batch count, o
               rows=False, # Was each batch split between all workers, rather than whole batches given to each?
              ):
     "Keep predictions and targets of the learner's batch, if there is a metric that has to be fed again"
-    learn,fed = self.learn,self.fed(rows)
-    if not fed: return
+    if not (fed := self.fed(rows)): return
+    learn = self.learn
     self._begin(fed)
     if self.read is None and counts: self.read = _read_by(fed, learn)
     self.batches.append(to_detach({o:getattr(learn, o) for o in (*_of_batch,*self.read)}, gather=False) if counts else None)
-    if not rows: return
-    # All workers are at the same batch, so they can gather what they have had, before it is too much
+    if not rows: return # else all workers are at the same batch, and can gather what they have had, before it is too much
     if self.every is None:
         same_call('the size of a batch for metrics')
         self.every = max(1, self.keep//max(1, -least(-bytes_in(self.batches))[0]))
