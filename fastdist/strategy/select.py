@@ -143,8 +143,9 @@ def choose(learn, # `Learner` that is to be trained
     else: free = torch.cuda.mem_get_info(device)[0]
     ps = list(learn.model.parameters())
     params,trained = sum(p.nbytes for p in ps),sum(p.nbytes for p in ps if p.requires_grad)
-    every = all_gather_list((free,get_local_world_size()))
-    free,n,node = min(o for o,_ in every)+params,len(every),min(o for _,o in every) # the model is there already
+    there = sum(p.nbytes for p in ps if p.device.type==device.type) # already
+    every = all_gather_list((free+there,get_local_world_size()))
+    free,n,node = min(o for o,_ in every),len(every),min(o for _,o in every)
     state,unit,has = trained*_state_per_param(learn),params/8,f"the {gib(free)} that a worker has, for a model of {gib(params)}"
     for word,m in ('ddp',1),('zero1',n),('zero2',n),*([('hsdp',node)] if 1<node<n else []),('fsdp',n):
         need = _bytes_needed(word.replace('hsdp', 'fsdp'), params, trained, state, m, unit)

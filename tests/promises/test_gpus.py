@@ -62,7 +62,8 @@ def test_as_on_the_cpu(gpu_worlds, early, strategy):
     alone = twice(**kwargs)
     for o in gpu_worlds(n)(twice, ctx_of(strategy), early, **kwargs):
         same(o, alone)
-        assert o.devices == {f'fakegpu:{o.rank}'} and o.loader in (f'fakegpu:{o.rank}', f'cuda:{o.rank}'), (o.rank, o.devices, o.loader)
+        # as it was found: fsdp is for models that no GPU has room for
+        assert o.devices == {'cpu' if strategy == 'fsdp' else f'fakegpu:{o.rank}'} and o.loader in (f'fakegpu:{o.rank}', f'cuda:{o.rank}'), (o.rank, o.devices, o.loader)
         assert not any(o.elsewhere) or early, o.elsewhere
         assert diff(list(o.validated), list(alone.validated)) < 1e-6
 
@@ -111,7 +112,7 @@ def test_an_error_in_one_worker(gpu_worlds, strategy):
     assert res[0].warned and 'Load a checkpoint' in res[0].warned[0]  # it waited for the gradients of rank 1
     for o in res:
         assert o.left == (False, 'Sequential', {'Parameter'}) and not o.hooks, o.left
-        assert o.devices == {f'fakegpu:{o.rank}'}
+        assert o.devices == {'cpu' if strategy == 'fsdp' else f'fakegpu:{o.rank}'}
         assert diff(o.weights, weights(alone)) < 1e-6
 
 
@@ -454,3 +455,52 @@ def test_whole_states_come_back_without_their_shards(gpu_worlds, strategy, n, mo
     for o in gpu_worlds(n)(leaving, ctx_of(strategy), 512):
         assert o.leaving < most*1.05, o
         assert len(o.devices) == 1 and 'fakegpu' in min(o.devices), o
+
+
+def peaks(ctx, found, half=False, width=252, layers=24, cbs=None):
+    """What is in use of the device, in sizes of the model: the most while a context begins, in it, the most in a step, in a save and a load, and while the context
+    ends, and after it; of two contexts, and of a fit in between by this worker alone. And whether all was where it was found"""
+    import fastdist.all
+    from fastdist.model import foreach
+    from fastdist.world import setup_distrib
+    setup_distrib()
+    set_seed(1)
+    here = torch.device('cuda', torch.cuda.current_device())
+    model = nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(layers)], nn.Linear(width, 3)).to(here if found == 'gpu' else 'cpu')
+    x, y, size, res = torch.randn(12, width), torch.randint(0, 3, (12,)), sum(p.nbytes for p in model.parameters()), []
+    dls = DataLoaders(*[DataLoader(list(zip(x, y)), bs=6, num_workers=0) for _ in range(2)])
+    dls.to(here)
+    learn = quiet(Learner(dls, model, CrossEntropyLossFlat(), opt_func=Adam, lr=1e-3, cbs=cbs() if cbs else None))
+    if half: learn.to_fp16()
+    now, peak, reset = (partial(lambda f: f()/size, getattr(torch.cuda, o)) for o in ('memory_allocated', 'max_memory_allocated', 'reset_peak_memory_stats'))
+    reset = torch.cuda.reset_peak_memory_stats
+    class Step(Callback):
+        order = 1000
+        def before_batch(self):
+            if self.training: reset()
+        def after_train(self): o.step = peak()
+    def devices(): return {str(t.device.type) for t in (*model.parameters(), *(v for s in learn.opt.state.values() for v in s.values() if isinstance(v, torch.Tensor) and v.dim()))}
+    at_once, foreach._gpu_bytes = foreach._gpu_bytes, 1  # what a step takes beside is bounded by this number, which is of larger models
+    try:
+        for i in range(2):
+            o = SimpleNamespace(before=now())
+            reset()
+            with learn.distrib_ctx(**ctx):
+                o.begins, o.begun = peak(), now()
+                learn.fit(1, cbs=Step())
+                o.fitted = now()
+                reset()
+                learn.save('saved')
+                learn.load('saved')
+                o.saves = peak()
+                reset()
+            o.ends, o.after, o.devices = peak(), now(), devices()
+            saved = torch.load(learn.path/learn.model_dir/'saved.pth', weights_only=True, map_location='cpu')['model']
+            o.saved = diff(saved, weights(learn))
+            res.append(vars(o))
+            if i == 0:
+                learn.fit(1)
+                assert devices() == {'fakegpu'}
+                if found == 'cpu': fastdist.trainer.loaders.move_learner(learn, torch.device('cpu'))
+    finally: foreach._gpu_bytes = at_once
+    return res
