@@ -457,7 +457,7 @@ def test_whole_states_come_back_without_their_shards(gpu_worlds, strategy, n, mo
         assert len(o.devices) == 1 and 'fakegpu' in min(o.devices), o
 
 
-def peaks(ctx, found, width=252, layers=24):
+def peaks(ctx, found, width=258, layers=24):
     """What is in use of the device, in sizes of the model: before a context, the most while it begins, when it has begun, the most in a step, in a save and a load,
     and while it ends, and after it; where the learner is then. Of two contexts, and a fit by this worker alone in between"""
     import fastdist.all
@@ -467,7 +467,7 @@ def peaks(ctx, found, width=252, layers=24):
     set_seed(1)
     here = torch.device('cuda', torch.cuda.current_device())
     model = nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(layers)], nn.Linear(width, 3)).to(here if found == 'gpu' else 'cpu')
-    x, y, size, res = torch.randn(12, width), torch.randint(0, 3, (12,)), sum(p.nbytes for p in model.parameters()), []
+    x, y, size, res = torch.randn(24, width), torch.randint(0, 3, (24,)), sum(p.nbytes for p in model.parameters()), []
     dls = DataLoaders(*[DataLoader(list(zip(x, y)), bs=6, num_workers=0) for _ in range(2)])
     dls.to(here)
     learn = quiet(Learner(dls, model, CrossEntropyLossFlat(), opt_func=Adam, lr=1e-3))
@@ -475,9 +475,10 @@ def peaks(ctx, found, width=252, layers=24):
     def now(): return torch.cuda.memory_allocated()/size
     def peak(): return torch.cuda.max_memory_allocated()/size
     class InSteps(Callback):
+        "The last one: DistributedDataParallel makes its buckets anew after the first"
         order = 1000
         def before_batch(self):
-            if self.training: reset()
+            if self.training and self.iter == 3: reset()
         def after_train(self): o.step = peak()
     def devices(): return {str(t.device.type) for t in (*model.parameters(), *(v for s in learn.opt.state.values() for v in s.values() if isinstance(v, torch.Tensor) and v.dim()))}
     at_once, foreach._gpu_bytes = foreach._gpu_bytes, 1  # what a step takes beside is bounded by this number, which is of larger models
@@ -490,13 +491,14 @@ def peaks(ctx, found, width=252, layers=24):
                 learn.fit(1, cbs=InSteps())
                 o.fitted = now()
                 reset()
-                learn.save('saved')
-                learn.load('saved')
+                if ctx['strategy'] == 'fsdp':  # tensors of the pretended device have no way into a file
+                    learn.save('saved')
+                    learn.load('saved')
                 o.saves = peak()
                 reset()
             o.ends, o.after, o.devices = peak(), now(), devices()
-            saved = torch.load(learn.path/learn.model_dir/'saved.pth', weights_only=False, map_location='cpu')['model']
-            o.saved = diff(saved, weights(learn))
+            if ctx['strategy'] == 'fsdp':
+                o.saved = diff(torch.load(learn.path/learn.model_dir/'saved.pth', weights_only=False, map_location='cpu')['model'], weights(learn))
             res.append(vars(o))
             if i == 0:
                 learn.fit(1)
@@ -514,7 +516,7 @@ def sharded(**kwargs): return ctx_of('ddp') | dict(strategy='fsdp', fsdp_plugin=
 def test_a_model_that_does_not_fit_one_gpu(gpu_worlds, n, found, offload):
     """With fsdp the device has shards, and one part of the model whole, from the beginning to the end: in a step four times (it and the next one, its gradient,
     and what that is sent from). All is left where it was found, a save in the context has all of it, and a fit in one process goes on from there"""
-    part, activations = 1/24, 6//n*25/252/24  # of the model
+    part, activations = 1/24, 6//n*25/258/24  # of the model
     shards = 0 if offload else 4/n  # of parameters, gradients and Adam's two
     found_there = 4 if found == 'gpu' else 0
     def close(a, b): return abs(a-b) < .05*max(b, part)

@@ -133,6 +133,7 @@ def install(library):
     torch.utils.generate_methods_for_privateuse1_backend(for_module=True, for_storage=True)
     torch.Tensor.cuda = lambda self, device=None, *args, **kwargs: self.to(torch.device('fakegpu', index_of(device)))
     torch.Tensor.record_stream = lambda self, stream: queued.append('keep')
+    torch.Tensor.is_pinned = lambda self, *args: self.device.type == 'cpu'  # all of its memory is alike
     torch.Tensor.is_cuda = property(lambda self: self.device.type == 'fakegpu')
     compatible = torch._has_compatible_shallow_copy_type
     torch._has_compatible_shallow_copy_type = lambda a, b: compatible(a, b) or type(a.data) is type(b) is torch.Tensor  # as the CPU and CUDA are
