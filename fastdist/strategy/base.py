@@ -178,8 +178,8 @@ def check_values(model # A model that workers are to share
         "so the workers cannot begin with the same weights: run a batch through the model before, as in learn.model(x) or learn.summary()")
     meta = [n for n,t in (*model.named_parameters(),*model.named_buffers()) if t.is_meta]
     if meta: raise ValueError(
-        f"rank {get_rank()}: {', '.join(meta[:5])}{' and more' if len(meta) > 5 else ''} of the model have no values, being on torch's meta "
-        "device: build the model on the CPU, or give it values there, by learn.model.to_empty(device='cpu') and a checkpoint "
+        f"rank {get_rank()}: {', '.join(meta[:5])}{' and more' if len(meta) > 5 else ''} of the model have no values, being on "
+        "torch's meta device: build the model on the CPU, or give it values there, by learn.model.to_empty(device='cpu') and a checkpoint "
         "(learn.model.load_state_dict) or its own initialisation. strategy='fsdp' takes it from there to the GPUs part by part")
 
 # %% ../../nbs/strategy/00_base.ipynb #214a3586

@@ -146,8 +146,8 @@ def _same_failure(self:FullyShard, done):
         group = gather_group(f"sharded/{world.number}/{world.cache['sharded']}")
         if group is not None and all(o.item()==done for o in _all_gather(torch.tensor([done]), group)): return group
     except RuntimeError: pass # one that was there has gone since
-    warn(f"rank {get_rank()}: the set-up of strategy={self.name!r} has not failed in all workers alike, and they had shards of the weights, "
-         "which are nan now: load a checkpoint before you go on with this learner")
+    warn(f"rank {get_rank()}: the set-up of strategy={self.name!r} has not failed in all workers alike, and they had shards of the "
+         "weights, which are nan now: load a checkpoint before you go on with this learner")
     return False
 
 @patch
@@ -378,7 +378,8 @@ def _drop_shard(self:FullyShard, p, of_torch):
 @patch
 def _gather_params(self:FullyShard, group):
     "Give the model's own parameters their values, and gradients where no worker has failed: one after the other, as its shard goes"
-    of_torch = {id(o.sharded_param):o for m in (*self.parts,self.model) for g in fully_shard.state(m)._fsdp_param_groups for o in g.fsdp_params}
+    groups = [g for m in (*self.parts,self.model) for g in fully_shard.state(m)._fsdp_param_groups]
+    of_torch = {id(o.sharded_param):o for g in groups for o in g.fsdp_params}
     def whole(o): return gather_rows(local(o), o.shape, self.rows_of, group, self.home)
     for (p,_),new,strides in zip(self.slots, self.params, self.formats):
         _put_values(p, whole(new), strides)

@@ -82,6 +82,7 @@ def _choose(self:DistributedTrainer):
     self.strategy = make_strategy(self.settings, self.learn, self.accelerator.device)
     if not self.strategy.moves: move_learner(self.learn, self.accelerator.device)
 
+# %% ../../nbs/trainer/06_trainer.ipynb #b9718cfa
 @patch
 def _prepare(self:DistributedTrainer):
     "Random numbers of one's own, decisions in common, and what events hand over to"
