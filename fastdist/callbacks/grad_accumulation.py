@@ -25,8 +25,8 @@ def scale_all(grads, # Gradients, shards or whole
     "Multiply `grads` by `k`, in place; by few kernels, where they are plain and of one type"
     plain = {(g.device,g.dtype) for g in grads}
     if len(plain)==1 and grads[0].dtype in (torch.float32,torch.float64) and all(type(g) is Tensor for g in grads):
-        return torch._foreach_mul_(grads, k.to(grads[0].dtype) if isinstance(k, Tensor) else k)
-    for g in grads: g.mul_(k)
+        return torch._foreach_mul_(grads, k.to(grads[0].device, grads[0].dtype) if isinstance(k, Tensor) else k)
+    for g in grads: g.mul_(k.to(g.device) if isinstance(k, Tensor) else k) # they may be kept in CPU memory
 
 # %% ../../nbs/callbacks/04_grad_accumulation.ipynb #7c3e0006
 class AccumulateSteps(Callback):

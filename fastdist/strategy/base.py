@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Strategy', 'check_trainable', 'unused_error', 'callback_results', 'sync_buffers', 'whole_model', 'inner_opt',
-           'state_tensors', 'needs_closure', 'same_everywhere']
+           'state_tensors', 'needs_closure', 'check_values', 'same_everywhere']
 
 # %% ../../nbs/strategy/00_base.ipynb #49e9f763
 import inspect
@@ -36,6 +36,7 @@ class Strategy(_InBatch):
     name = 'own'
     shards_params = False # Does a forward pass need the other workers, as each has a shard of the parameters?
     gathers = False # Does `close` need the other workers?
+    moves = False # Does `setup` bring the model to the device, part by part, and `close` back to where it was? Else it is there, whole
     splits = () # What is in shards when the optimizer steps: 'parameters', 'gradients'
     loose = () # parameters that the optimizer has beside the model's
     share_scale = staticmethod(lambda: 1.) # what the loss of this worker's share is to be multiplied by; the trainer knows
@@ -105,12 +106,13 @@ def callback_results(learn, # Any `Learner`
 def _broadcast(ts # Tensors, in the same order and shapes in all workers
                      ):
     "Overwrite `ts` with rank 0's, in place"
-    ts = [t.detach() for t in ts if t.numel()]
-    # as bytes: gloo knows neither bfloat16 nor bool, and takes no strides
-    flat = [as_bytes(t.to(route(t.device, None))) for t in ts]
-    for w in [dist.broadcast(b, src=0, async_op=True) for b in flat]: w.wait()
-    for t,b in zip(ts, flat):
-        if b.data_ptr()!=t.data_ptr(): t.copy_(b.view(t.dtype).view(t.shape))
+    here,elsewhere = partition([t.detach() for t in ts if t.numel()], lambda t: route(t.device, None)==t.device)
+    for some in (here, *([t] for t in elsewhere)): # one by one: the device that they are sent from may not have room for all
+        # as bytes: gloo knows neither bfloat16 nor bool, and takes no strides
+        flat = [as_bytes(t.to(route(t.device, None))) for t in some]
+        for w in [dist.broadcast(b, src=0, async_op=True) for b in flat]: w.wait()
+        for t,b in zip(some, flat):
+            if b.data_ptr()!=t.data_ptr(): t.copy_(b.view(t.dtype).view(t.shape))
 
 # %% ../../nbs/strategy/00_base.ipynb #410313eb
 def _check_buffers(named):
@@ -166,15 +168,26 @@ def needs_closure(opt # A fastai optimizer
     closure = inspect.signature(type(inner_opt(opt)).step).parameters.get('closure')
     return closure is not None and closure.default is closure.empty
 
+# %% ../../nbs/strategy/00_base.ipynb #ee5d5391
+def check_values(model # A model that workers are to share
+                ):
+    "A `ValueError` that names parameters and buffers without a shape, or without values, and the way out"
+    lazy = [n for n,t in (*model.named_parameters(),*model.named_buffers()) if is_lazy(t)]
+    if lazy: raise ValueError(
+        f"rank {get_rank()}: {', '.join(lazy[:5])} of the model have no shape yet, as a lazy layer gets it in its first forward, "
+        "so the workers cannot begin with the same weights: run a batch through the model before, as in learn.model(x) or learn.summary()")
+    meta = [n for n,t in (*model.named_parameters(),*model.named_buffers()) if t.is_meta]
+    if meta: raise ValueError(
+        f"rank {get_rank()}: {', '.join(meta[:5])}{' and more' if len(meta) > 5 else ''} of the model have no values, being on "
+        "torch's meta device: build the model on the CPU, or give it values there, by learn.model.to_empty(device='cpu') and a checkpoint "
+        "(learn.model.load_state_dict) or its own initialisation. strategy='fsdp' takes it from there to the GPUs part by part")
+
 # %% ../../nbs/strategy/00_base.ipynb #214a3586
 def same_everywhere(model, # The same layers in all workers
                     opt=None, # Its optimizer
                    ):
     "Give all workers rank 0's parameters and buffers and, where it has any, optimizer state; a `ValueError` where they have other tensors"
-    lazy = [n for n,t in (*model.named_parameters(),*model.named_buffers()) if is_lazy(t)]
-    if lazy: raise ValueError(
-        f"rank {get_rank()}: {', '.join(lazy[:5])} of the model have no shape yet, as a lazy layer gets it in its first forward, "
-        "so the workers cannot begin with the same weights: run a batch through the model before, as in learn.model(x) or learn.summary()")
+    check_values(model)
     ts = [*model.state_dict(keep_vars=True).values(), *model.buffers()]
     ts = list({id(t):t for t in ts if isinstance(t, Tensor)}.values()) + (state_tensors(opt) if opt else [])
     if not same_text(repr([(tuple(t.shape), t.dtype) for t in ts])):

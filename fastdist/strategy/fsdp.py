@@ -17,9 +17,10 @@ from torch.distributed.tensor import DTensor, Replicate
 from ..model.blocks import units
 from .base import Strategy, check_trainable, unused_error
 from .backward import Backwards, BeforeAdding, average_grads
-from .sharding import Rows, explain_shards, gather_rows, local, mesh_of, shard_like
+from .sharding import Rows, explain_shards, gather_group, gather_rows, local, mesh_of, shard_like
 from .sharded_opt import ShardedOptimizer, exchange_params
 from ..world.ranks import get_rank
+from ..world.state import current_world
 
 # %% ../../nbs/strategy/07_fsdp.ipynb #fc291924
 def _is_torchs(hook): return getattr(getattr(hook, 'hook', hook), '__module__', '').startswith('torch.distributed.fsdp')
@@ -56,7 +57,7 @@ def _put_params(slots):
 # %% ../../nbs/strategy/07_fsdp.ipynb #5f300806
 class FullyShard(Strategy):
     "`'fsdp'`: parameters, gradients and optimizer state sharded over all workers; `'hsdp'`: in each node, and replicated across nodes"
-    shards_params,gathers,splits = True,True,('gradients','parameters')
+    shards_params,gathers,moves,splits = True,True,True,('gradients','parameters')
     def __init__(self, shard=None, # Workers that share one model; all, if `None`
                  modules=None, # The parts that are gathered as one, as for `units`; chosen by size, if `None`
                  min_numel=None, # Parameters of the smallest part; as `units` chooses, if `None`
@@ -69,14 +70,13 @@ class FullyShard(Strategy):
         store_attr()
         self.name = 'fsdp' if shard is None else 'hsdp'
         self.sharded,self.undo,self.checked,self.synced,self.ran,self.handles = None,None,False,True,True,[]
-        self.backwards,self.penalized = Backwards(self),False
+        self.backwards,self.penalized,self.params = Backwards(self),False,[]
 
     def setup(self, learn, device):
         "Shard the parameters of `learn.model`, and the gradients that they have"
         super().setup(learn, device)
         self._divide()
         self._shard_model()
-        self._shard_params()
         self._add_hooks()
 
 # %% ../../nbs/strategy/07_fsdp.ipynb #ea3f2f3c
@@ -89,52 +89,105 @@ def _divide(self:FullyShard):
     if isinstance(ignored, str): ignored = [m for n,m in model.named_modules() if re.fullmatch(ignored, n)]
     every,ids = _slots(model),{id(p) for m in ignored for p in m.parameters()}
     def has_rows(p): return p.dim() and id(p) not in ids # a number has none
+    self.home = torch.device('cpu') if all(p.device.type=='cpu' for p,_ in every) else self.device # where all is at the end
     self.replicated = [p for p,_ in every if not has_rows(p)]
     self.slots = [o for o in every if has_rows(o[0])]
     self.formats = [p.stride() for p,_ in self.slots]
     self.parts = units(model, self.modules, self.min_numel)
+    left = {id(p):i for i,(p,_) in enumerate(self.slots)}
+    self.groups = [[left.pop(id(p)) for p in m.parameters() if id(p) in left] for m in (*self.parts,model)]
+    self.params = [p for p,_ in self.slots] # and soon `DTensor`s
+
+# %% ../../nbs/strategy/07_fsdp.ipynb #6be8d711
+def _put_values(p, values, strides):
+    "Let the parameter `p` have `values`, in the memory format of `strides`"
+    if values.stride()!=strides: values = torch.empty_strided(values.shape, strides, dtype=values.dtype, device=values.device).copy_(values)
+    p.data = values
+
+@patch
+def _move_rest(self:FullyShard, device):
+    "What torch does not shard: parameters that each worker has whole, and buffers"
+    for t in (*self.replicated, *self.model.buffers()):
+        if t.device==device: continue
+        g,t.grad = t.grad,None
+        t.data = t.data.to(device)
+        if g is not None: t.grad = g.to(device)
 
 # %% ../../nbs/strategy/07_fsdp.ipynb #5599ae2c
 @patch
 def _check_types(self:FullyShard):
     "Raise a `ValueError` for a unit whose parameters are of several types, which torch does not gather"
     names = {id(p):n for n,p in self.model.named_parameters()}
-    for group in (g for m in (*self.parts,self.model) for g in fully_shard.state(m)._fsdp_param_groups):
-        found = {p.dtype:names[id(p)] for p in (o.sharded_param for o in group.fsdp_params[::-1]) if p.requires_grad} # the first of each
+    for group in self.groups:
+        found = {p.dtype:names[id(p)] for p in (self.params[i] for i in group[::-1]) if p.requires_grad} # the first of each
         if len(found) > 1: raise ValueError(
             f"rank {get_rank()}: strategy={self.name!r} gathers parameters of one type together, and "
             f"{', '.join(f'{n} is of {t}' for t,n in found.items())}: use strategy='zero2', or give them one type (learn.model.float())")
 
 # %% ../../nbs/strategy/07_fsdp.ipynb #de23f262
 @patch
+def _shard_unit(self:FullyShard, m, group, **kw):
+    "Shard what `m` has as one, and its gradients: it alone is whole on the device, and for no longer than that takes"
+    owned = [self.slots[i] for i in group]
+    grads = [p.grad for p,_ in owned]
+    for p,_ in owned: p.grad,p.data = None,p.data.contiguous() # such as channels_last is not
+    fully_shard(m, **kw)
+    for i,(p,((o,n),*_)),g in zip(group, owned, grads):
+        new = self.params[i] = o._parameters[n] # a `DTensor`
+        if g is not None: new.grad = shard_like(self.rows_of.of(g).clone(), new)
+        p.data = p.data.new_empty(0, device=self.home)
+
+# %% ../../nbs/strategy/07_fsdp.ipynb #6720ac89
+@patch
+def _same_failure(self:FullyShard, done):
+    "A group of all workers, where set-up has failed in each of them, when `done` parameters had no values but shards; or `False`"
+    world = current_world()
+    try:
+        group = gather_group(f"sharded/{world.number}/{world.cache['sharded']}")
+        least_most = torch.tensor([done,-done])
+        if group is not None: dist.all_reduce(least_most, dist.ReduceOp.MIN, group=group)
+        if group is not None and least_most.tolist()==[done,-done]: return group
+    except RuntimeError: pass # one that was there has gone since
+    warn(f"rank {get_rank()}: the set-up of strategy={self.name!r} has not failed in all workers alike, and they had shards of the "
+         "weights, which are nan now: load a checkpoint before you go on with this learner")
+    return False
+
+@patch
+def _give_back(self:FullyShard, found):
+    "After a failure in set-up: parameters as they were `found`, (values, gradient) of each; without values there may be shards by now"
+    lost = [values is None and isinstance(new, DTensor) for new,(values,_) in zip(self.params, found)]
+    group = self._same_failure(sum(lost)) if any(lost) else None
+    for (p,_),new,strides,gone,(values,grad) in zip(self.slots, self.params, self.formats, lost, found):
+        if gone: values = gather_rows(local(new), new.shape, self.rows_of, group, self.home)
+        if values is not None: _put_values(p, values, strides)
+        p.grad = grad
+    self._move_rest(self.home)
+
+# %% ../../nbs/strategy/07_fsdp.ipynb #6185c652
+@patch
+@torch.no_grad()
 def _shard_model(self:FullyShard):
-    policy,before = self.mp_policy or MixedPrecisionPolicy(),_attributes(self.model)
+    "Shard one part after the other; values that are found elsewhere than on the device stay there until all is well"
+    self._check_types()
+    policy,before,world = self.mp_policy or MixedPrecisionPolicy(),_attributes(self.model),current_world()
+    world.cache['sharded'] = world.cache.get('sharded', 0)+1 # the same in all workers
     pin = self.device.type!='cpu' and getattr(self.cpu_offload, 'pin_memory', True)
     kw = dict(mesh=self.mesh, reshard_after_forward=self.reshard, ignored_params=set(self.replicated),
               offload_policy=CPUOffloadPolicy(pin_memory=pin) if self.cpu_offload else OffloadPolicy())
-    for p,_ in self.slots:
-        if not p.is_contiguous(): p.data = p.data.contiguous() # such as channels_last
+    found = [(None if p.device==self.device else p.data,p.grad) for p,_ in self.slots]
+    self._move_rest(self.device)
     try:
         # the type of what the model returns is not that of what its parts return
-        for m in self.parts: fully_shard(m, mp_policy=replace(policy, output_dtype=None), **kw)
-        fully_shard(self.model, mp_policy=policy, **kw)
-        self._check_types()
+        for m,group in zip(self.parts, self.groups): self._shard_unit(m, group, mp_policy=replace(policy, output_dtype=None), **kw)
+        self._shard_unit(self.model, self.groups[-1], mp_policy=policy, **kw)
     except BaseException:
         _take_off(before, _attributes(self.model))
         _put_params(self.slots)
+        self._give_back(found)
         raise
     self.undo = partial(_take_off, before, _attributes(self.model))
 
 # %% ../../nbs/strategy/07_fsdp.ipynb #4d8c1ba1
-@patch
-@torch.no_grad()
-def _shard_params(self:FullyShard):
-    "Shard gradients; the model's own parameters have no memory from here on, which is what sharding saves"
-    self.params = [m._parameters[n] for _,((m,n),*_) in self.slots] # `DTensor`s
-    for (p,_),new in zip(self.slots, self.params):
-        if p.grad is not None: new.grad = shard_like(self.rows_of.of(p.grad).clone(), new)
-        p.grad,p.data = None,p.data.new_empty(0)
-
 @patch
 def _load_rows(self:FullyShard, module, state_dict, prefix, *_):
     "`load_state_dict` finds shards, where whole tensors are loaded"
@@ -183,6 +236,7 @@ def _add_hooks(self:FullyShard):
     self.handles += [p.register_hook(partial(self._penalty, p)) for p in self.params] # on a node, the model could not be moved
     for p in frozen: p.requires_grad_(False)
     if hasattr(self.model, 'reset'): self.handles += self._wrap_reset()
+    if self.cpu_offload: self.handles += self._keep_offloaded()
     modules = {id(m):m for _,owners in self.slots for m,_ in owners}.values()
     self.handles += [m.register_load_state_dict_pre_hook(self._load_rows) for m in modules]
 
@@ -209,6 +263,21 @@ def _wrap_reset(self:FullyShard):
     return [model.register_forward_pre_hook(lambda *_: inside.append(1)),
             model.register_forward_hook(lambda *_: inside.clear(), always_call=True), SimpleNamespace(remove=undo)]
 
+# %% ../../nbs/strategy/07_fsdp.ipynb #d150add2
+@patch
+def _keep_offloaded(self:FullyShard):
+    model,to = self.model,self.model.to
+    own = vars(model).get('to')
+    def without_device(*args, **kwargs):
+        _,dtype,_,fmt = torch._C._nn._parse_to(*args, **kwargs)
+        new = {k:o for k,o in dict(dtype=dtype, memory_format=fmt).items() if o is not None}
+        return to(**new) if new else model
+    def undo():
+        del model.to
+        if own is not None: model.to = own
+    model.to = without_device
+    return [SimpleNamespace(remove=undo)]
+
 # %% ../../nbs/strategy/07_fsdp.ipynb #1f10b597
 @patch
 def set_opt(self:FullyShard, opt):
@@ -225,10 +294,7 @@ def release(self:FullyShard, group=None):
     "Give the optimizer back, with its whole state"
     sharded,self.sharded = self.sharded,None
     if sharded is None: return
-    sharded.release(group)
-    def moved(p, o): return o.to(self.device) if isinstance(o, Tensor) and o.shape==p.shape else o
-    for p,state in sharded.inner.state.items(): # with CPU offload it was elsewhere
-        if isinstance(p, DTensor): state.update({k:moved(p, o) for k,o in state.items()})
+    sharded.release(group, self.home)
     exchange_params(sharded.opt, {new:p for (p,_),new in zip(self.slots, self.params)})
 
 # %% ../../nbs/strategy/07_fsdp.ipynb #a2f03d10
@@ -306,14 +372,22 @@ def end_fit(self:FullyShard):
 
 # %% ../../nbs/strategy/07_fsdp.ipynb #66c75912
 @patch
+def _drop_shard(self:FullyShard, p, of_torch):
+    "Free the memory of the shard `p`, which autograd's last graph keeps alive, and of what torch knows of it"
+    vars(of_torch[id(p)]).pop('_sharded_param_data', None)
+    p.grad,p._local_tensor = None,local(p).new_empty(0)
+
+@patch
 def _gather_params(self:FullyShard, group):
-    "Give the model's own parameters their values, and gradients where no worker has failed"
-    def gathered(o): return gather_rows(local(o), o.shape, self.rows_of, group).to(self.device)
+    "Give the model's own parameters their values, and gradients where no worker has failed: one after the other, as its shard goes"
+    groups = [g for m in (*self.parts,self.model) for g in fully_shard.state(m)._fsdp_param_groups]
+    of_torch = {id(o.sharded_param):o for g in groups for o in g.fsdp_params}
+    def whole(o): return gather_rows(local(o), o.shape, self.rows_of, group, self.home)
     for (p,_),new,strides in zip(self.slots, self.params, self.formats):
-        p.data = gathered(new)
-        if p.stride()!=strides: p.data = torch.empty_strided(p.shape, strides, dtype=p.dtype, device=p.device).copy_(p.data)
+        _put_values(p, whole(new), strides)
         p.requires_grad_(new.requires_grad)
-        if new.grad is not None and group is None: p.grad = gathered(new.grad).to(p.dtype)
+        if new.grad is not None and group is None: p.grad = whole(new.grad).to(p.dtype)
+        self._drop_shard(new, of_torch)
     for p in self.replicated:
         if p.grad is not None: p.grad = local(p.grad).clone() # not a view: fastai detaches gradients in place
 
@@ -343,6 +417,7 @@ def close(self:FullyShard, group=None):
         for h in self.handles: h.remove()
         self.handles = []
         self.backwards.end_batch()
-        self._gather_params(group)
         self.release(group)
+        self._gather_params(group)
         self._unshard_model()
+        self._move_rest(self.home)

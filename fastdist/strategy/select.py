@@ -144,8 +144,8 @@ def choose(learn, # `Learner` that is to be trained
     else: free = torch.cuda.mem_get_info(device)[0]
     ps = list(learn.model.parameters())
     params,trained = sum(p.nbytes for p in ps),sum(p.nbytes for p in ps if p.requires_grad)
-    (free,node),n = least(int(free), get_local_world_size()),get_world_size()
-    free += params # the model is there already
+    there = sum(p.nbytes for p in ps if p.device.type==device.type) # already
+    (free,node),n = least(int(free+there), get_local_world_size()),get_world_size()
     state,unit,has = trained*_state_per_param(learn),params/8,f"the {gib(free)} that a worker has, for a model of {gib(params)}"
     for word,m in ('ddp',1),('zero1',n),('zero2',n),*([('hsdp',node)] if 1<node<n else []),('fsdp',n):
         need = _bytes_needed(word.replace('hsdp', 'fsdp'), params, trained, state, m, unit)

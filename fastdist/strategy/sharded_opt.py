@@ -76,10 +76,10 @@ def _each_state(opt, f):
 
 # %% ../../nbs/strategy/05_sharded_opt.ipynb #84f74b42
 def move_state(opt, # A fastai optimizer
-               device # `torch.device` on which its parameters are now
+               device=None # `torch.device` on which its parameters are now; that of each, if `None`
               ):
     "Let what `opt` remembers be on `device`, but for numbers that are on the CPU, as torch's optimizers keep their counts of steps"
-    def moved(p, o): return o.to(device) if isinstance(o, Tensor) and (o.dim() or o.device.type!='cpu') else o
+    def moved(p, o): return o.to(device or p.device) if isinstance(o, Tensor) and (o.dim() or o.device.type!='cpu') else o
     _each_state(opt, moved)
 
 # %% ../../nbs/strategy/05_sharded_opt.ipynb #42a6827a
@@ -160,8 +160,9 @@ def _shard(self:_OptRows, p, o):
 def _gather(self:_OptRows, p, o, group=None):
     "What is remembered of `p`, whole, in CPU memory where it is in rows; `group` as for `gather_rows`"
     if not isinstance(o, Tensor) or not p.dim(): return local(o)
-    if isinstance(o, DTensor) and (group is None or o.shape!=p.shape): return o.full_tensor()
-    return gather_rows(local(o), p.shape, self.rows_of, group, 'cpu') if local(o).shape==self.rows(p).shape else o
+    in_rows = local(o).shape==self.rows(p).shape
+    if isinstance(o, DTensor) and (o.shape!=p.shape or not in_rows): return o.full_tensor()
+    return gather_rows(local(o), p.shape, self.rows_of, group, 'cpu') if in_rows else o
 
 @patch
 def zero_grad(self:_OptRows, *args, **kwargs):
@@ -219,11 +220,12 @@ class ShardedOptimizer(_OptRows):
 
 # %% ../../nbs/strategy/05_sharded_opt.ipynb #f7baad4e
 @patch
-def release(self:ShardedOptimizer, group=None):
-    "Give the optimizer back, with its whole state"
+def release(self:ShardedOptimizer, group=None, device=None):
+    "Give the optimizer back, with its whole state; that of sharded parameters goes to `device`, by default to theirs"
     for nm in ('step','zero_grad','state_dict','load_state_dict'): vars(self.opt).pop(nm, None)
     if group is False: self.opt.clear_state() # without the others it is not to be had
     else: _each_state(self.opt, lambda p,o: self._gather(p, o, group))
     self.parts.clear()
     # to the device when all shards have left it: it never has both
-    _each_state(self.opt, lambda p,o: o.to(local(p).device) if isinstance(o, Tensor) and o.dim() and o.shape==p.shape else o)
+    def home(p): return device if isinstance(p, DTensor) and device is not None else local(p).device
+    _each_state(self.opt, lambda p,o: o.to(home(p)) if isinstance(o, Tensor) and o.dim() and o.shape==p.shape else o)

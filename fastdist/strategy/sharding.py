@@ -62,7 +62,9 @@ def shard_like(part, # This worker's rows
                p, # `DTensor`
               ):
     "`part` as a `DTensor` that is sharded as `p`, on the device of its shards"
-    return DTensor.from_local(part.to(local(p).device), p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
+    part = part.to(local(p).device)
+    if part.device.type!=p.device_mesh.device_type: return DTensor(part, p._spec, requires_grad=False) # `from_local` would move it
+    return DTensor.from_local(part, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
 
 # %% ../../nbs/strategy/04_sharding.ipynb #70f9982b
 def _about_shards(error):

@@ -206,6 +206,15 @@ def validation_context(self:Learner, cbs=None, inner=False):
     res,decisions = _validation_context(self, cbs, inner),_decisions(self)
     return res if decisions is None else ContextManagers([decisions.inside(), res])
 
+# %% ../../nbs/trainer/07_learner.ipynb #934b14d7
+_fastai_set_device = Learner._set_device
+
+@patch
+def _set_device(self:Learner, b):
+    "fastai's, which takes a batch to the model's parameters; in a context, to this worker's device: they may be kept in CPU memory"
+    device = getattr(getattr(trainer_of(self), 'accelerator', None), 'device', None)
+    return _fastai_set_device(self, b) if device is None else to_device(b, device)
+
 # %% ../../nbs/trainer/07_learner.ipynb #13897973
 _all_batches = Learner.all_batches
 

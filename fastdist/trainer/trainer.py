@@ -24,11 +24,11 @@ from ..model.activation_checkpoint import checkpoint_activations
 from ..model.batchnorm import GlobalBatchNorm, sync_batch_norm
 from ..model.compile import GraphSteps, compile_model
 from ..model.foreach import Foreach
-from ..strategy.base import Strategy, inner_opt, same_everywhere, whole_model
+from ..strategy.base import Strategy, check_values, inner_opt, same_everywhere, whole_model
 from ..strategy.select import close_strategy, make_strategy
 from .args import accelerator_args, check_args, check_launch, check_own, check_precision, make_accelerator, not_default
 from .evaluation import Evaluation, same_log
-from .loaders import SharedLoaders, on_device, seeded_loaders
+from .loaders import SharedLoaders, back_on_device, move_learner, seeded_loaders
 from .step import StrategyHooks, TrainingStep
 from .undone import FollowsModel, UndoneCallback
 from ..world.process_group import init_group, teardown_distrib
@@ -70,9 +70,19 @@ def __call__(self:DistributedTrainer, event_name # Of a fit
 def _same_model(self:DistributedTrainer):
     "All workers have the same data, and begin with rank 0's weights"
     same_data(self.learn.dls) # first: vocabularies, and so models, may differ by it
-    self.undo.enter_context(on_device(self.learn, self.accelerator.device)) # undone last: a strategy gives back what it has on the device
+    check_values(whole_model(self.learn))
+    self.undo.enter_context(back_on_device(self.learn, self.accelerator.device)) # undone last, when the strategy has given back what it has
+    self.undo.callback(setattr, self, 'strategy', None)
+    self._choose()
     same_everywhere(whole_model(self.learn), self.learn.opt)
 
+@patch
+def _choose(self:DistributedTrainer):
+    "Choose the strategy; the model goes to the device as a whole, unless the strategy brings it there part by part"
+    self.strategy = make_strategy(self.settings, self.learn, self.accelerator.device)
+    if not self.strategy.moves: move_learner(self.learn, self.accelerator.device)
+
+# %% ../../nbs/trainer/06_trainer.ipynb #b9718cfa
 @patch
 def _prepare(self:DistributedTrainer):
     "Random numbers of one's own, decisions in common, and what events hand over to"
@@ -103,7 +113,7 @@ def _share_batch_norm(self:DistributedTrainer):
 def _share_model(self:DistributedTrainer):
     "Replicate or shard the model, as the strategy does"
     learn,device,ddp = self.learn,self.accelerator.device,self.settings.ddp
-    self.strategy = make_strategy(self.settings, learn, device)
+    if self.strategy is None: self._choose() # the model has changed
     self.strategy.share_scale = lambda: self.step.share_scale()
     each = ddp is not None and (ddp.find_unused_parameters or ddp.static_graph) # what the last batch does not use would not be averaged
     self.add(StrategyHooks(self, self.strategy, each))

@@ -6,7 +6,7 @@ from fastai.callback.training import GradientClip
 from forked import started
 from harness import free_port
 from learners import *
-from strategies import ctx_of
+from strategies import FullyShardedDataParallelPlugin, ctx_of, fit, fits
 
 STRATEGIES = 'ddp', 'zero1', 'zero2', 'fsdp'
 
@@ -62,7 +62,8 @@ def test_as_on_the_cpu(gpu_worlds, early, strategy):
     alone = twice(**kwargs)
     for o in gpu_worlds(n)(twice, ctx_of(strategy), early, **kwargs):
         same(o, alone)
-        assert o.devices == {f'fakegpu:{o.rank}'} and o.loader in (f'fakegpu:{o.rank}', f'cuda:{o.rank}'), (o.rank, o.devices, o.loader)
+        # as it was found: fsdp is for models that no GPU has room for
+        assert o.devices == {'cpu' if strategy == 'fsdp' else f'fakegpu:{o.rank}'} and o.loader in (f'fakegpu:{o.rank}', f'cuda:{o.rank}'), (o.rank, o.devices, o.loader)
         assert not any(o.elsewhere) or early, o.elsewhere
         assert diff(list(o.validated), list(alone.validated)) < 1e-6
 
@@ -111,7 +112,7 @@ def test_an_error_in_one_worker(gpu_worlds, strategy):
     assert res[0].warned and 'Load a checkpoint' in res[0].warned[0]  # it waited for the gradients of rank 1
     for o in res:
         assert o.left == (False, 'Sequential', {'Parameter'}) and not o.hooks, o.left
-        assert o.devices == {f'fakegpu:{o.rank}'}
+        assert o.devices == {'cpu' if strategy == 'fsdp' else f'fakegpu:{o.rank}'}
         assert diff(o.weights, weights(alone)) < 1e-6
 
 
@@ -454,3 +455,131 @@ def test_whole_states_come_back_without_their_shards(gpu_worlds, strategy, n, mo
     for o in gpu_worlds(n)(leaving, ctx_of(strategy), 512):
         assert o.leaving < most*1.05, o
         assert len(o.devices) == 1 and 'fakegpu' in min(o.devices), o
+
+
+def peaks(ctx, found, width=258, layers=24):
+    """What is in use of the device, in sizes of the model: before a context, the most while it begins, when it has begun, the most in a step, in a save and a load,
+    and while it ends, and after it; where the learner is then. Of two contexts, and a fit by this worker alone in between"""
+    import fastdist.all
+    from fastdist.model import foreach
+    from fastdist.world import setup_distrib
+    setup_distrib()
+    set_seed(1)
+    here = torch.device('cuda', torch.cuda.current_device())
+    model = nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(layers)], nn.Linear(width, 3)).to(here if found == 'gpu' else 'cpu')
+    x, y, size, res = torch.randn(24, width), torch.randint(0, 3, (24,)), sum(p.nbytes for p in model.parameters()), []
+    dls = DataLoaders(*[DataLoader(list(zip(x, y)), bs=6, num_workers=0) for _ in range(2)])
+    dls.to(here)
+    learn = quiet(Learner(dls, model, CrossEntropyLossFlat(), opt_func=Adam, lr=1e-3))
+    reset = torch.cuda.reset_peak_memory_stats
+    def now(): return torch.cuda.memory_allocated()/size
+    def peak(): return torch.cuda.max_memory_allocated()/size
+    class InSteps(Callback):
+        "The last one: DistributedDataParallel makes its buckets anew after the first"
+        order = 1000
+        def before_batch(self):
+            if self.training and self.iter == 3: reset()
+        def after_train(self): o.step = peak()
+    def devices(): return {str(t.device.type) for t in (*model.parameters(), *(v for s in learn.opt.state.values() for v in s.values() if isinstance(v, torch.Tensor) and v.dim()))}
+    at_once, foreach._gpu_bytes = foreach._gpu_bytes, 1  # what a step takes beside is bounded by this number, which is of larger models
+    try:
+        for i in range(2):
+            o = SimpleNamespace(before=now())
+            reset()
+            with learn.distrib_ctx(**ctx):
+                o.begins, o.begun = peak(), now()
+                learn.fit(1, cbs=InSteps())
+                o.fitted = now()
+                reset()
+                if ctx['strategy'] == 'fsdp':  # tensors of the pretended device have no way into a file
+                    learn.save('saved')
+                    learn.load('saved')
+                o.saves = peak()
+                reset()
+            o.ends, o.after, o.devices = peak(), now(), devices()
+            if ctx['strategy'] == 'fsdp':
+                o.saved = diff(torch.load(learn.path/learn.model_dir/'saved.pth', weights_only=False, map_location='cpu')['model'], weights(learn))
+            res.append(vars(o))
+            if i == 0:
+                learn.fit(1)
+                assert devices() == {'fakegpu'}
+                if found == 'cpu': fastdist.trainer.loaders.move_learner(learn, torch.device('cpu'))
+    finally: foreach._gpu_bytes = at_once
+    return res
+
+
+def sharded(**kwargs): return ctx_of('ddp') | dict(strategy='fsdp', fsdp_plugin=FullyShardedDataParallelPlugin(
+    fsdp_version=2, auto_wrap_policy='size_based_wrap', min_num_params=1, **kwargs))
+
+
+@pytest.mark.parametrize('n,found,offload', [(2, 'cpu', False), (3, 'cpu', False), (3, 'gpu', False), (2, 'cpu', True), (3, 'gpu', True)])
+def test_a_model_that_does_not_fit_one_gpu(gpu_worlds, n, found, offload):
+    """With fsdp the device has shards, and one part of the model whole, from the beginning to the end: in a step four times (it and the next one, its gradient,
+    and what that is sent from). All is left where it was found, a save in the context has all of it, and a fit in one process goes on from there"""
+    part, activations = 1/24, 6//n*25/258/24  # of the model
+    shards = 0 if offload else 4/n  # of parameters, gradients and Adam's two
+    found_there = 4 if found == 'gpu' else 0
+    def close(a, b): return abs(a-b) < .05*max(b, part)
+    for first, second in gpu_worlds(n)(peaks, sharded(cpu_offload=offload), found):
+        assert first['saved'] == second['saved'] == 0
+        assert first['devices'] == second['devices'] == {'fakegpu' if found == 'gpu' else 'cpu'}
+        assert close(first['begun'], shards/4) and close(second['begun'], shards), (first, second)
+        for o, before in (first, found_there/4), (second, found_there):
+            assert close(o['before'], before) and close(o['after'], found_there), o
+            assert o['begins'] < 1.05*max(o['before'], o['begun']) + part*(1+1/n), o
+            assert close(o['fitted'], shards) and close(o['step'], shards + 4*part + activations), o
+            assert o['saves'] < 1.05*(shards + 3*part) and o['ends'] < 1.05*max(shards + 3*part, found_there), o
+
+
+@pytest.mark.parametrize('strategy,formula', [('ddp', lambda n: 1+2+2), ('zero1', lambda n: 1+2+2/n+(1+1/n)), ('zero2', lambda n: 1+(1+2)/n+1+(1+2/n))])
+def test_the_most_that_a_step_takes(gpu_worlds, strategy, formula):
+    """As docs/strategies.md has it. The message of zero1, of parameters, has all of them, as they are fewer than 25 MB, and this worker's rows; that of zero2
+    all gradients, beside themselves, and twice this worker's rows"""
+    for first, _ in gpu_worlds(2)(peaks, ctx_of(strategy), 'cpu'): assert abs(first['step']/formula(2)-1) < .05, first
+
+
+@pytest.mark.parametrize('n,kwargs,pairs', [(3, {}, [('frozen', 'adam'), ('bn', 'sgd')]), (2, dict(cpu_offload=True), [('clip', 'adam'), ('bn', 'lamb'), ('frozen', 'adamw')])])
+def test_whatever_a_model_has_comes_and_goes(gpu_worlds, n, kwargs, pairs):
+    "Buffers, weights in two places, frozen ones, and one that is a number; kept in CPU memory, too, and clipped there"
+    alone = {(c, o): v for (c, o), v in fits(None, pairs).items()}
+    for got in gpu_worlds(n)(fits, sharded(**kwargs), pairs):
+        for k, o in got.items(): assert diff(o.weights, alone[k].weights) < 1e-6 and diff(o.opt, alone[k].opt) < 1e-6, k
+
+
+def failing(found):
+    "A set-up that fails at the third of four parts, in all workers; a model on torch's meta device"
+    import fastdist.all
+    from fastdist.strategy import fsdp
+    from fastdist.world import setup_distrib
+    setup_distrib()
+    learn = quiet(learner(n=12, bs=6, bn=True, model=lambda: nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)], nn.Linear(4, 3)).double()))
+    learn.model.to('cpu' if found == 'cpu' else torch.device('cuda', torch.cuda.current_device()))
+    params, before, real, calls = list(learn.model.parameters()), weights(learn), fsdp.fully_shard, []
+    for p in params: p.grad = torch.ones_like(p)
+    class Fails:
+        state = staticmethod(real.state)
+        def __call__(self, m, **kwargs):
+            calls.append(m)
+            if len(calls) == 3: raise MemoryError('as of a GPU')
+            return real(m, **kwargs)
+    fsdp.fully_shard, error = Fails(), None
+    try:
+        with learn.distrib_ctx(**sharded()): pass
+    except MemoryError as e: error = str(e)
+    finally: fsdp.fully_shard = real
+    same = [a is b and type(a) is nn.Parameter for a, b in zip(learn.model.parameters(), params, strict=True)]
+    res = error, diff(weights(learn), before), all(same), {p.device.type for p in params}, all((p.grad == 1).all() for p in params)
+    with learn.distrib_ctx(**sharded()): learn.fit(1)
+    learn.model = nn.Linear(4, 3, device='meta')
+    learn.opt = None
+    try:
+        with learn.distrib_ctx(**sharded()): pass
+    except ValueError as e: return *res, str(e)
+
+
+@pytest.mark.parametrize('n,found', [(3, 'cpu'), (2, 'gpu')])
+def test_a_set_up_that_fails_loses_nothing(gpu_worlds, n, found):
+    "What has been sharded by then is gathered again, where all workers have failed alike, or has been kept where it was found"
+    for error, changed, same, devices, grads, meta in gpu_worlds(n)(failing, found):
+        assert error == 'as of a GPU' and changed == 0 and same and grads and devices == {'cpu' if found == 'cpu' else 'fakegpu'}
+        assert "weight, bias of the model have no values" in meta and "to_empty(device='cpu')" in meta, meta

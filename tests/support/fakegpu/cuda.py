@@ -101,6 +101,9 @@ def _answers():
         get_amp_supported_dtype=lambda: [torch.float16, torch.bfloat16])
 
 
+set_data = torch.Tensor.data.__set__
+
+
 class CudaIsFake(TorchFunctionMode):
     "Takes 'cuda' for the device in all of torch's functions"
     moves = torch.Tensor.to, torch.Tensor.new_empty, torch.Tensor.new_zeros
@@ -109,6 +112,8 @@ class CudaIsFake(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if kwargs.get('device') is not None: kwargs['device'] = real(kwargs['device'])
         if f in self.moves: args = tuple(map(real, args))
+        if f == set_data and type(args[0].data) is type(args[1]) is torch.Tensor and args[0].device.type != args[1].device.type:
+            with torch.no_grad(): torch.ops.fakegpu.take_data(*args)
         return f(*args, **kwargs)
 
 
@@ -128,7 +133,10 @@ def install(library):
     torch.utils.generate_methods_for_privateuse1_backend(for_module=True, for_storage=True)
     torch.Tensor.cuda = lambda self, device=None, *args, **kwargs: self.to(torch.device('fakegpu', index_of(device)))
     torch.Tensor.record_stream = lambda self, stream: queued.append('keep')
+    torch.Tensor.is_pinned = lambda self, *args: self.device.type == 'cpu'  # all of its memory is alike
     torch.Tensor.is_cuda = property(lambda self: self.device.type == 'fakegpu')
+    compatible = torch._has_compatible_shallow_copy_type
+    torch._has_compatible_shallow_copy_type = lambda a, b: compatible(a, b) or type(a.data) is type(b) is torch.Tensor  # as the CPU and CUDA are
     CudaIsFake().__enter__()
     _add_kernels()
     from accelerate import PartialState  # what asks it for the device compares it with that of tensors

@@ -186,8 +186,14 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
 TORCH_LIBRARY_IMPL(_, AutogradPrivateUse1, m) { m.fallback(torch::CppFunction::makeFallthrough()); }
 
-// --- for Python: a function of a tensor as an op, functions of numbers by ctypes
-TORCH_LIBRARY(fakegpu, m) { m.def("on_cpu", [](const Tensor& t) { return on_cpu(t); }, {}); }
+// before `p.data = t` of tensors of two kinds of device, which torch does for the CPU and CUDA, and not for a device of this type
+static void take_data(const Tensor& p, const Tensor& t) { p.unsafeGetTensorImpl()->shallow_copy_from(t.getIntrusivePtr()); }
+
+// --- for Python: functions of tensors as ops, functions of numbers by ctypes
+TORCH_LIBRARY(fakegpu, m) {
+  m.def("on_cpu", [](const Tensor& t) { return on_cpu(t); }, {});
+  m.def("take_data(Tensor p, Tensor t) -> ()", &take_data);
+}
 extern "C" {
   void fakegpu_register() { at::RegisterPrivateUse1HooksInterface(&hooks); }
   int fakegpu_count() { return count(); }
