@@ -107,6 +107,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                      'fastdist/callbacks/fastai_patches.py'),
                                                    'fastdist.callbacks.fastai_patches._maybe_gather': ( 'callbacks/fastai_patches.html#_maybe_gather',
                                                                                                         'fastdist/callbacks/fastai_patches.py'),
+                                                   'fastdist.callbacks.fastai_patches.leave_on_cpu': ( 'callbacks/fastai_patches.html#leave_on_cpu',
+                                                                                                       'fastdist/callbacks/fastai_patches.py'),
                                                    'fastdist.callbacks.fastai_patches.replace_in_fastai': ( 'callbacks/fastai_patches.html#replace_in_fastai',
                                                                                                             'fastdist/callbacks/fastai_patches.py'),
                                                    'fastdist.callbacks.fastai_patches.trainer_of': ( 'callbacks/fastai_patches.html#trainer_of',

@@ -237,8 +237,7 @@ def _add_hooks(self:FullyShard):
     for p in frozen: p.requires_grad_(False)
     if hasattr(self.model, 'reset'): self.handles += self._wrap_reset()
     if self.cpu_offload: self.handles += self._keep_offloaded()
-    modules = {id(m):m for _,owners in self.slots for m,_ in owners}.values()
-    self.handles += [m.register_load_state_dict_pre_hook(self._load_rows) for m in modules]
+    self.handles += [m.register_load_state_dict_pre_hook(self._load_rows) for m in {m for _,owners in self.slots for m,_ in owners}]
 
 # %% ../../nbs/strategy/07_fsdp.ipynb #8d24503e
 @patch

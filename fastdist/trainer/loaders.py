@@ -14,7 +14,7 @@ from fastai.basics import *
 from fastai.callback.rnn import ModelResetter
 from fastai.data.load import DataLoader as FastaiDataLoader
 from torch.utils.data import DataLoader as TorchDataLoader
-from ..callbacks.fastai_patches import left_on_cpu
+from ..callbacks.fastai_patches import leave_on_cpu
 from ..data.dl import DistributedDL
 from ..data.fastai_dl import reads_rows
 from ..data.loaders import loaders_in, n_batches, reads_in_processes
@@ -131,14 +131,14 @@ def back_on_device(learn, # Any `Learner`
     for another, which the loaders name if they were made before the worker knew its own: they follow it"""
     dls = learn.dls
     given = getattr(dls, '_device', None)
-    if learn.opt: left_on_cpu.discard(learn.opt)
+    leave_on_cpu(learn.opt, False)
     try: yield
     finally:
         back = device if given is None or torch.device(given).type!='cpu' else torch.device('cpu')
         if device.type!='cpu':
             if back.type=='cpu' or _is_on_cpu(learn):
                 move_learner(learn, torch.device('cpu'), loss=True)
-                if learn.opt: left_on_cpu.add(learn.opt)
+                leave_on_cpu(learn.opt)
             if given is not None: dls.to(back) # the transforms are shared with this worker's loaders, and are on its device
 
 # %% ../../nbs/trainer/02_loaders.ipynb #1fdf4a5d
