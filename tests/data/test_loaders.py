@@ -158,7 +158,7 @@ def messages(kind, n):
     def note(nm):
         real[nm] = getattr(dist, nm)
         def f(o, *args, **kwargs):
-            sent.append(o.nbytes if nm == 'broadcast' and o.nbytes > 16 else nm)  # 16: the size of what follows
+            sent.append(o.nbytes if nm == 'broadcast' and o.nbytes > 1024 else nm)  # 1024: the size of what follows, and its beginning
             return real[nm](o, *args, **kwargs)
         setattr(dist, nm, f)
     make = dict(shuffled=lambda: TfmdDL(list(range(n)), bs=n//4, shuffle=True, num_workers=0), sequential=lambda: TfmdDL(list(range(n)), bs=n//4, num_workers=0),
