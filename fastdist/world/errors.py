@@ -252,12 +252,17 @@ def has_ended(f # `Failure` of a rank
 def end_after_first(e, # The exception that ends this process
                     store, # torch's store of all ranks
                     patience=10, # Seconds for the rank that failed first
+                    tidy=3, # Seconds for rank 0, which people read, to end what it does and print why
                    ):
-    "Called when what ends this process has been printed: the others learn that; a rank that follows waits for the one that failed first"
-    f = Failure.of(e)
+    """Called when what ends this process has been printed. A rank that follows waits for the one that failed first, and that for rank 0:
+    launchers end all others as soon as one has ended"""
+    f,me = Failure.of(e),get_rank()
     try:
-        if f.rank==get_rank(): return store.set(f'printed/{f.rank}', '')
-        if f.rank is None or f.kind not in ('error','interrupt'): return
+        if me==0: store.set('printed/0', '')
+        elif f.rank==me:
+            if f.kind=='error': wait_until(lambda: store.check(['printed/0']), tidy)
+            store.set(f'printed/{me}', '')
+        if f.rank in (None,me) or f.kind not in ('error','interrupt'): return
         wait_until(lambda: store.check([f'printed/{f.rank}']) or has_ended(f), patience)
     except Exception: pass # the store has gone, with the process that held it
 

@@ -72,6 +72,12 @@ FAULTS = dict(
         raise OSError('no such host')
     try: rank0_first(download)
     finally: time.sleep(3*(rank == 0))''', before='setup_distrib = lambda **_: None', says=['OSError: no such host', 'in download', 'worker 0 failed with exit status 1'], who=0),
+    rank_0_tidies_up=dict(fault="raise ValueError('no disk')", without='''
+    plain = dist.all_reduce
+    def all_reduce(t):
+        try: plain(t)
+        finally: time.sleep(int(rank == 0)) # it knows of the failure, and has not said it yet
+    dist.all_reduce = all_reduce''', says=['rank 0 stopped because rank 1', 'ValueError: no disk']),
     segmentation_fault=dict(fault='import ctypes; ctypes.string_at(0)', says=['worker 1 was killed by signal 11', 'Fatal Python error: Segmentation fault', 'train.py", line 16 in <module>']),
     keeps_the_interpreter_lock=dict(fault='import ctypes; ctypes.PyDLL(None).sleep(1000)', says=['rank 1 has kept the others waiting', 'train.py:16 in <module>', 'worker 1 was stuck first']),
     crashed_and_stuck_loader_process=dict(fault='''
