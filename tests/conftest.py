@@ -36,7 +36,7 @@ def gpu_worlds():
     "The same of workers that have GPUs, which are pretended: two, or three in a world of three"
     if why := fakegpu.why_not(): pytest.skip(f'the branches for GPUs: {why}')
     library = str(fakegpu.build())
-    w = Worlds({'FASTDIST_TEST_GPUS': library, 'FAKEGPU_COUNT': '3'})
+    w = Worlds({'FASTDIST_TEST_GPUS': library, 'FAKEGPU_COUNT': '4'})
     yield w
     w.stop()
 

@@ -2,6 +2,8 @@
 import json, operator, os, signal, time
 
 import fakegpu, pytest
+from accelerate import ParallelismConfig
+from fastai.callback.fp16 import MixedPrecision  # and `to_fp16`
 from fastai.callback.training import GradientClip
 from forked import started
 from harness import free_port
@@ -66,6 +68,49 @@ def test_as_on_the_cpu(gpu_worlds, early, strategy):
         assert o.devices == {'cpu' if strategy == 'fsdp' else f'fakegpu:{o.rank}'} and o.loader in (f'fakegpu:{o.rank}', f'cuda:{o.rank}'), (o.rank, o.devices, o.loader)
         assert not any(o.elsewhere) or early, o.elsewhere
         assert diff(list(o.validated), list(alone.validated)) < 1e-6
+
+
+class Scales(Callback):
+    "The scale of the gradients, and whether the step was made, after each"
+    order = MixedPrecision.order+1
+    def before_fit(self): self.seen, self.made = [], False
+    def before_step(self): self.made = True
+    def after_step(self):
+        self.seen.append((self.learn.scaler.get_scale(), self.made))
+        self.made = False
+
+
+def halves(ctx, mode, case):
+    """Two fits in half precision by this GPU alone, and by all in contexts. Of 48 samples one has numbers whose gradients are beyond float16, twice: with
+    these no parameter changes"""
+    import fastdist.all
+    from fastdist.world import setup_distrib
+    setup_distrib()
+    res = []
+    for c in (None, ctx):
+        learn = quiet(learner(n=48, bs=6, n_val=7, bn=case == 'bn', opt=SGD if case == 'bn' else Adam, dtype=torch.float32, shuffle=False, lr=0.02,
+                              cbs=[Scales(), *dict(clip=[GradientClip(0.5)], accumulate=[GradientAccumulation(11)]).get(case, [])]))
+        learn.to_fp16(init_scale=1024.) if mode == 'fp16' else learn.to_bf16()  # see docs/strategies.md
+        if mode == 'fp16' and case != 'bn': learn.dls.train_ds.x[31] = 3e4
+        learn.dls.to(torch.device('cuda', torch.cuda.current_device()))
+        seen = []
+        for _ in range(2):
+            with contextlib.nullcontext() if c is None else learn.distrib_ctx(**c): learn.fit(1)
+            seen += learn.scales.seen
+        res.append(report(learn))
+        res[-1].seen = seen
+    return res
+
+
+@pytest.mark.parametrize('strategy', STRATEGIES)
+def test_half_precision(gpu_worlds, strategy):
+    "`to_fp16` and `to_bf16`: a gradient that one worker finds too large is so for all. Of the numbers some three digits are exact"
+    last = (3, 'fp16', 'bn') if strategy in ('ddp', 'zero2') else (2, 'bf16', 'plain')
+    for n, mode, case in (3, 'fp16', 'clip'), (2, 'fp16', 'accumulate'), last:
+        for alone, many in gpu_worlds(n)(halves, ctx_of(strategy), mode, case):
+            assert many.seen == alone.seen and {o for _, o in many.seen} == ({True} if mode == 'bf16' or case == 'bn' else {True, False}), (case, alone.seen, many.seen)
+            assert diff(many.weights, alone.weights) < (5e-3 if mode == 'fp16' else 3e-2), case
+            assert all(abs(a-b) < 1e-2*max(a, 1) for a, b in zip(many.losses, alone.losses)), case
 
 
 class Fails(Callback):
@@ -491,13 +536,13 @@ def peaks(ctx, found, width=258, layers=24):
                 learn.fit(1, cbs=InSteps())
                 o.fitted = now()
                 reset()
-                if ctx['strategy'] == 'fsdp':  # tensors of the pretended device have no way into a file
+                if 'fsdp_plugin' in ctx:  # tensors of the pretended device have no way into a file
                     learn.save('saved')
                     learn.load('saved')
                 o.saves = peak()
                 reset()
             o.ends, o.after, o.devices = peak(), now(), devices()
-            if ctx['strategy'] == 'fsdp':
+            if 'fsdp_plugin' in ctx:
                 o.saved = diff(torch.load(learn.path/learn.model_dir/'saved.pth', weights_only=False, map_location='cpu')['model'], weights(learn))
             res.append(vars(o))
             if i == 0:
@@ -510,6 +555,9 @@ def peaks(ctx, found, width=258, layers=24):
 
 def sharded(**kwargs): return ctx_of('ddp') | dict(strategy='fsdp', fsdp_plugin=FullyShardedDataParallelPlugin(
     fsdp_version=2, auto_wrap_policy='size_based_wrap', min_num_params=1, **kwargs))
+
+
+def hybrid(): return sharded() | dict(strategy='hsdp', parallelism_config=ParallelismConfig(dp_replicate_size=2, dp_shard_size=2))
 
 
 @pytest.mark.parametrize('n,found,offload', [(2, 'cpu', False), (3, 'cpu', False), (3, 'gpu', False), (2, 'cpu', True), (3, 'gpu', True)])
@@ -529,6 +577,19 @@ def test_a_model_that_does_not_fit_one_gpu(gpu_worlds, n, found, offload):
             assert o['begins'] < 1.05*max(o['before'], o['begun']) + part*(1+1/n), o
             assert close(o['fitted'], shards) and close(o['step'], shards + 4*part + activations), o
             assert o['saves'] < 1.05*(shards + 3*part) and o['ends'] < 1.05*max(shards + 3*part, found_there), o
+
+
+def test_shards_that_stand_twice(gpu_worlds):
+    "hsdp: two times two workers have the numbers of one, in half precision too, and half of the model each"
+    world, part, alone = gpu_worlds(4), 1/24, twice(opt=Adam, frozen=True)
+    for o in world(twice, hybrid(), opt=Adam, frozen=True): same(o, alone)
+    for alone, many in world(halves, hybrid(), 'fp16', 'plain'): assert many.seen == alone.seen and diff(many.weights, alone.weights) < 5e-3
+    for first, second in world(peaks, hybrid(), 'cpu'):
+        assert first['devices'] == second['devices'] == {'cpu'} and first['saved'] == second['saved'] == 0
+        for o, begun in (first, 1/2), (second, 2):
+            assert abs(o['begun']/begun-1) < .05 and abs(o['fitted']/2-1) < .05 and o['begins'] < 1.05*(begun+part), o
+            # the gradients' shards once more, beside what 'fsdp' takes, until the backward has ended
+            assert o['step'] < 1.05*(2 + 1/2 + 4*part) and max(o['saves'], o['ends']) < 1.05*(2 + 3*part), o
 
 
 @pytest.mark.parametrize('strategy,formula', [('ddp', lambda n: 1+2+2), ('zero1', lambda n: 1+2+2/n+(1+1/n)), ('zero2', lambda n: 1+(1+2)/n+1+(1+2/n))])

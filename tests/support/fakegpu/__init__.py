@@ -2,9 +2,9 @@
 
 `install(library)`: from then on 'cuda:1' is the device 1 of device.cpp, which `build()` compiles: memory of the CPU's whose bytes are counted, and on
 which an op on tensors of two devices is an error. `torch.cuda` answers for it, and the backend 'nccl' is gloo under nccl's rules (nccl.py).
-`HostSyncs` counts where the host waits for the device (waits.py).
+`HostSyncs` counts where the host waits for the device (waits.py). Autocast casts what tests use (autocast.py); products in half precision are the CPU's.
 
-What it does not show: the order of kernels on streams, waits of autograd's own threads, autocast (there are no kernels of half precision to choose),
+What it does not show: the order of kernels on streams, waits of autograd's own threads, the rounding of a GPU's kernels of half precision,
 cuDNN, `torch.save` of such tensors, links between GPUs, and time.
 """
 from .build import build, why_not

@@ -5,6 +5,7 @@ from types import ModuleType, SimpleNamespace
 import torch
 from torch.overrides import TorchFunctionMode
 
+from . import autocast
 from .waits import note
 
 memory = int(os.environ.get('FAKEGPU_BYTES', 2**33))
@@ -138,6 +139,7 @@ def install(library):
     compatible = torch._has_compatible_shallow_copy_type
     torch._has_compatible_shallow_copy_type = lambda a, b: compatible(a, b) or type(a.data) is type(b) is torch.Tensor  # as the CPU and CUDA are
     CudaIsFake().__enter__()
+    autocast.install()
     _add_kernels()
     from accelerate import PartialState  # what asks it for the device compares it with that of tensors
     set_device = PartialState.set_device
@@ -154,10 +156,14 @@ def _add_kernels():
         *args, mask = args
         res = torch.ops.aten.convolution_backward(on_cpu(g), on_cpu(x), on_cpu(w), [g.shape[1]], *args, mask)
         return tuple(None if r is None else r.to(x.device) for r in res)
+    def batch_norm(x, *args):  # the fallback takes running averages, which its schema does not call changed, for what is read only
+        res = torch.ops.aten.native_batch_norm(*(on_cpu(o) if isinstance(o, torch.Tensor) else o for o in (x, *args)))
+        return tuple(o.to(x.device) for o in res)
     global _kernels
     _kernels = torch.library.Library('aten', 'IMPL')
     _kernels.impl('convolution_overrideable', conv, 'PrivateUse1')
     _kernels.impl('convolution_backward_overrideable', conv_backward, 'PrivateUse1')
+    _kernels.impl('native_batch_norm', batch_norm, 'PrivateUse1')
     for k, f in dict(batch_norm_stats=_stats, batch_norm_gather_stats_with_counts=_gather_stats, batch_norm_elemt=_elements,
                      batch_norm_backward_reduce=_backward_reduce, batch_norm_backward_elemt=_backward_elements).items(): _kernels.impl(k, f, 'PrivateUse1')
 

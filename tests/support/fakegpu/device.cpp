@@ -185,6 +185,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
 }
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
 TORCH_LIBRARY_IMPL(_, AutogradPrivateUse1, m) { m.fallback(torch::CppFunction::makeFallthrough()); }
+TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) { m.fallback(torch::CppFunction::makeFallthrough()); } // those that cast are in autocast.py
 
 // before `p.data = t` of tensors of two kinds of device, which torch does for the CPU and CUDA, and not for a device of this type
 static void take_data(const Tensor& p, const Tensor& t) { p.unsafeGetTensorImpl()->shallow_copy_from(t.getIntrusivePtr()); }

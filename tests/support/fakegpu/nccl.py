@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import torch, torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
+from torch.distributed import device_mesh
 
 from .cuda import on_cpu, real
 from .waits import _where
@@ -181,6 +182,12 @@ def _status(*args, **kwargs):
                 entries=[dict(profiling_name=f'nccl:{o.what[0]}', collective_seq_id=o.what[1]) for g in groups for o in g.pending])
 
 
+def _split_group(parent_pg=None, split_ranks=None, timeout=None, group_desc=None, **kwargs):
+    "The part that this rank is in: nccl splits one communicator, the parts here are new groups"
+    made = [(ranks, dist.new_group(ranks, timeout=timeout, group_desc=group_desc)) for ranks in split_ranks]
+    return next((g for ranks, g in made if dist.get_rank() in ranks), dist.GroupMember.NON_GROUP_MEMBER)
+
+
 def install():
     "Let torch.distributed take it for nccl, and 'cuda' in the name of a backend for the device"
     dist.Backend._plugins['NCCL'] = dist.Backend._BackendPlugin(StrictNCCL, True)
@@ -191,6 +198,7 @@ def install():
     backends, text = config.get_device_backend_map, config.__repr__
     config.get_device_backend_map = lambda self: {real(k).type if k == 'cuda' else k: v for k, v in backends(self).items()}
     config.__repr__ = lambda self: text(self) + ''.join(f',fakegpu:{v}' for k, v in backends(self).items() if k == 'cuda')
+    device_mesh.split_group = _split_group
     init = c10d.init_process_group
     def init_process_group(*args, device_id=None, **kwargs): return init(*args, device_id=real(device_id), **kwargs)
     dist.init_process_group = c10d.init_process_group = init_process_group
