@@ -369,6 +369,8 @@ def _run_in(folder, new, o, startup):
     from accelerate.utils import patch_environment
     from fastdist.world.private import clear_left
     status = 1
+    # torch writes what `--tee` copies, and does not flush it
+    if hasattr(sys.stdout, 'reconfigure'): sys.stdout.reconfigure(line_buffering=True)
     try:
         with guarded(), patch_environment(**o.env): status = _run(o.command, startup, o.nodes)
     finally:

@@ -110,7 +110,8 @@ def test_saved_and_stopped(tmp_path, n):
         print('trains', flush=True)
         time.sleep(1000)
         ''')
-    p = subprocess.Popen([*LAUNCH, '-n', str(n), '--tee', '3', file, str(n)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
+    env = {k: v for k, v in os.environ.items() if k != 'PYTHONUNBUFFERED'}  # what is printed comes at once, in a file or a pipe too
+    p = subprocess.Popen([*LAUNCH, '-n', str(n), '--tee', '3', file, str(n)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=env)
     assert all('trains' in p.stdout.readline() for _ in range(n))
     p.send_signal(signal.SIGUSR1)
     _, err = p.communicate(timeout=60)

@@ -199,6 +199,10 @@ def waits(ctx, n=24, loss='plain', **kwargs):
     return (None, None) if ctx is None else (learn.begins.found, learn.begins.sent), report(learn)
 
 
+# of 268 bytes of parameters, or 332, by two workers: what goes into a message, and comes out of it; 40 are the loss's
+BYTES = dict(ddp=(308, 572), zero1=(764, 1124), zero2=(952, 1344), fsdp=(1408, 1896))
+
+
 @pytest.mark.parametrize('strategy,loss,n,bn', [*((s, 'plain', 24, bn) for s in STRATEGIES for bn in (False, True)),
                                                 ('ddp', 'masked', 39, False), ('zero1', 'weighted', 19, False), ('zero2', 'plain', 19, False), ('fsdp', 'weighted', 19, False)])
 def test_the_host_waits_for_no_kernel_of_a_step(gpu_worlds, strategy, loss, n, bn):
@@ -214,6 +218,7 @@ def test_the_host_waits_for_no_kernel_of_a_step(gpu_worlds, strategy, loss, n, b
             assert {k: n for k, n in step.items() if k[1] != 'fastai'} == {('event', 'fastdist', 'trainer/step.py', '_agreed'): 1}, step
             assert sum(step.values()) == 2, step
             assert len(messages_of) == messages, messages_of
+            if n == 24: assert sum(o[1] for o in messages_of) == BYTES[strategy][bn], messages_of
 
 
 class Dense(Callback):
