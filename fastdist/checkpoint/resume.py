@@ -18,7 +18,7 @@ from .state import (hidden_states, joined_metrics, not_saved, put_rest, put_tens
                                        take_tensors, users_callbacks)
 from ..data.dl import DistributedDL
 from ..data.rng import set_stream_states, stream_states
-from ..fault.monitor import of_group
+from ..fault.connections import of_group
 from ..fault.same_call import gone_on
 from ..fault.stop import StopSignals, stop_together
 from ..world.errors import RemoteError, refuse

@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['stack_of', 'frame_text', 'user_frames', 'recorded_before', 'RankState', 'Beat', 'own_beat', 'Neighbour', 'Watch',
-           'Stall', 'failure_at']
+           'Stall', 'failure_at', 'ended', 'find_ended']
 
 # %% ../../nbs/fault/00_watchdog.ipynb #cefb54a3
-import faulthandler,json,os,re,sys,threading
+import faulthandler,json,os,re,sys,threading,time
 from collections import Counter
 from dataclasses import dataclass,field
 
@@ -300,3 +300,23 @@ def failure(self:Watch, stall, # A `Stall`
     r = stall.missing[0] if stall.waiting or len(stall.missing)==1 else None # `None`: nobody knows who is right
     others = [self.beats[o] for o in (*stall.missing,*stall.waiting) if o in self.beats and o!=r]
     return failure_at(self.beats.get(r), r, 'stalled', text, others[:most])
+
+# %% ../../nbs/fault/00_watchdog.ipynb #dc466b98
+def ended(beat, # Last `Beat` of the rank; `None` if there was none
+          rank, # The rank that has ended
+         ):
+    "The `Failure` of a rank that has said nothing"
+    return failure_at(beat, rank, 'ended', "ended without a traceback (killed, or out of memory?)")
+
+def find_ended(beats, # Function that returns the last `Beat` of each other rank by its number, `None` where there is none
+               pause, # Seconds in which a heartbeat goes on
+              ):
+    "The `Failure` of a rank that has ended, or left, without a report; `None` if all are there"
+    before = beats()
+    time.sleep(pause)
+    for r,b in beats().items():
+        if b is None or b.follows: continue
+        if b.left: return failure_at(b, r, 'ended', f"does not take part any more: {b.left}")
+        f = ended(b, r)
+        # one that is stopped has no heartbeat either
+        if before[r] is not None and before[r].n==b.n and (b.host!=host_name() or has_ended(f)): return f

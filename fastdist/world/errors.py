@@ -4,16 +4,16 @@
 
 # %% auto #0
 __all__ = ['Failure', 'Stopped', 'RemoteError', 'shorten', 'write_record_of', 'write_record', 'read_record', 'in_short',
-           'has_ended', 'end_after_first', 'hook_uncaught', 'end_connections', 'refuse']
+           'has_ended', 'end_after_first', 'hook_uncaught', 'refuse']
 
 # %% ../../nbs/world/08_errors.ipynb #0c2aa558
-import json,os,socket,sys,time,traceback,weakref
+import json,os,sys,time,traceback,weakref
 from dataclasses import asdict,dataclass,field,replace
 from functools import reduce
 
 import psutil
 from fastcore.basics import patch
-from .ranks import get_rank, host_name
+from .ranks import get_rank, get_world_size, host_name
 from .store import wait_until
 
 # %% ../../nbs/world/08_errors.ipynb #f9bdb450
@@ -256,14 +256,14 @@ def end_after_first(e, # The exception that ends this process
                    ):
     """Called when what ends this process has been printed. A rank that follows waits for the one that failed first, and that for rank 0:
     launchers end all others as soon as one has ended"""
-    f,me = Failure.of(e),get_rank()
+    f,me,n = Failure.of(e),get_rank(),get_world_size()
     try:
         if me==0: store.set('printed/0', '')
         elif f.rank==me:
-            if f.kind=='error': wait_until(lambda: store.check(['printed/0']), tidy)
+            if f.kind=='error': wait_until(lambda: store.check(['printed/0']), tidy, n=n)
             store.set(f'printed/{me}', '')
         if f.rank in (None,me) or f.kind not in ('error','interrupt'): return
-        wait_until(lambda: store.check([f'printed/{f.rank}']) or has_ended(f), patience)
+        wait_until(lambda: store.check([f'printed/{f.rank}']) or has_ended(f), patience, n=n)
     except Exception: pass # the store has gone, with the process that held it
 
 # %% ../../nbs/world/08_errors.ipynb #c98c46f3
@@ -288,39 +288,6 @@ def hook_uncaught(store, # torch's store of all ranks
     alive = weakref.ref(lives)
     sys.excepthook,error._hooked = hook,lives
     weakref.finalize(lives, undo).atexit = False
-
-# %% ../../nbs/world/08_errors.ipynb #c8b4339b
-def _address(a): # as all parts of Python and psutil write it
-    return a[0].removeprefix('::ffff:').partition('%')[0], a[1]
-
-def _connections():
-    "This process's connections over TCP: (own address, the other's address) and the file descriptor"
-    return {(_address(c.laddr),_address(c.raddr)):c.fd for c in psutil.Process().net_connections('tcp') if c.raddr and c.fd >= 0}
-
-def _base(store):
-    "The store below those that only add a prefix"
-    while hasattr(store, 'underlying_store'): store = store.underlying_store
-    return store
-
-# %% ../../nbs/world/08_errors.ipynb #9dc7dcff
-def _end(fd, # File descriptor of a connection
-         ends # Its own address, and the other's
-        ):
-    try:
-        with socket.socket(fileno=os.dup(fd)) as sock:
-            # gloo closes a connection that another rank has ended, and what is opened next gets its number:
-            # a new group's connection, or its listening socket
-            if (_address(sock.getsockname()),_address(sock.getpeername()))!=ends: return False
-            sock.shutdown(socket.SHUT_RDWR)
-            return True
-    except OSError: return False # it has ended by itself
-
-def end_connections(others # (own address, the other's address) of connections that another rank has
-                   ):
-    "End this process's connections to that rank; returns how many"
-    mine = _connections()
-    ends = [(tuple(b),tuple(a)) for a,b in others] # JSON has no tuples
-    return sum(_end(mine[o], o) for o in ends if o in mine)
 
 # %% ../../nbs/world/08_errors.ipynb #732809b1
 def _short(v): # plugins have many fields

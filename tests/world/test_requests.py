@@ -84,7 +84,7 @@ def monitor_of(n, monkeypatch, tmp_path):
     "The `Monitor` of the first of `n` workers that all have a heartbeat, the others' in the store: (it, Counter of what it asks)"
     import torch.distributed as dist
     from dataclasses import asdict
-    from fastdist.fault import monitor, watchdog
+    from fastdist.fault import connections, monitor, watchdog
     from fastdist.fault.watchdog import Beat
     from fastdist.world.ranks import host_name
     monkeypatch.setenv('TORCHELASTIC_ERROR_FILE', str(tmp_path/'error.json'))
@@ -93,11 +93,11 @@ def monitor_of(n, monkeypatch, tmp_path):
     monkeypatch.setattr(monitor, 'dist', SimpleNamespace(**{**vars(dist), 'is_initialized': lambda: True}))
     monkeypatch.setattr(watchdog, '_sequence_numbers', dict)
     links = [(('10.0.0.1', 1), ('10.0.0.2', r)) for r in range(1, n)]
-    monkeypatch.setattr(monitor, '_connections', lambda: links)
+    monkeypatch.setattr(connections, '_connections', lambda: dict.fromkeys(links, -1))
     m, asked = monitor.Monitor(), Counter()
     for r in range(n):
         m.records.set(f'beat/{r}', asdict(Beat(1, r, host_name()+'x', 7)))
-        if r: m.records.set(monitor._link(*links[r-1][::-1]), r)
+        if r: m.records.set(connections.Connections._key(*links[r-1][::-1]), r)
         for s in ('job', '1/1', '1/2'): m.records.set(f'ack/{s}/{r}', 'left')
     m.store = m.records.store = Counted(m.store, asked)
     m.tick, m.scopes = 0, [m.job, monitor.Scope('1/1', 600.), monitor.Scope('1/2')]
