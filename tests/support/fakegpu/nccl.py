@@ -41,6 +41,7 @@ class StrictNCCL(torch._C._distributed_c10d.Backend):
                 if job is None or self.aborted or deaf: continue
                 print(f'fake nccl, rank {self.me}: {job.what}: {e}', file=sys.stderr, flush=True)
                 job.future.set_exception(e if isinstance(e, Exception) else RuntimeError(str(e)))
+        self.gloo = self.store = None  # a thread of gloo's wakes up 100 times a second
 
     def _make(self):
         if self.gloo is None: self.gloo = dist.ProcessGroupGloo(dist.PrefixStore('fake nccl', self.store), self.me, self.n, self.limit)
