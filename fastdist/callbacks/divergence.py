@@ -11,12 +11,12 @@ from functools import lru_cache
 import torch.distributed as dist
 from fastai.basics import *
 from fastai.callback.fp16 import MixedPrecision
-from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase
 from ..world.errors import refuse
 from ..comm.call import same_text
 from ..comm.objects import all_gather_list
 from ..comm.pack import as_bytes
+from ..comm.shards import is_dtensor, local
 from ..model.batchnorm import GlobalBatchNorm
 from .fastai_patches import trainer_of
 from ..world.ranks import get_rank
@@ -43,7 +43,7 @@ def tensor_hash(t # Strided tensor of any dtype, on any device
     return res
 
 # %% ../../nbs/callbacks/07_divergence.ipynb #d1fe000a
-def _replicated(t): return not isinstance(t, DTensor) or all(p.is_replicate() for p in t.placements)
+def _replicated(t): return not is_dtensor(t) or all(p.is_replicate() for p in t.placements)
 
 def _compared(model, grads, buffers):
     params = dict(model.named_parameters())
@@ -54,7 +54,7 @@ def _compared(model, grads, buffers):
 
 # %% ../../nbs/callbacks/07_divergence.ipynb #d1fe0018
 def _plain(t):
-    t = (t.to_local() if isinstance(t, DTensor) else t).detach()
+    t = local(t).detach()
     return t if t.layout==torch.strided else t.to_dense()
 
 def _norm(t): return torch.linalg.vector_norm(_plain(t).to(torch.complex128 if t.is_complex() else torch.float64)).item()

@@ -13,7 +13,6 @@ import fastai,torch
 from fastcore.basics import noop, patch
 from .. import __version__
 from .folder import Draft, checkpoints, delete_old
-from .tensors import write_index, write_shards
 from ..notices import notice
 from ..world.errors import refuse
 
@@ -41,7 +40,8 @@ class Saver:
                  agree=noop, # Function that returns the largest of a number over all workers
                 ):
         self.path,self.run,self.rank,self.n,self.keep,self.agree = path,run,rank,n,keep,agree
-        self.count,self.thread,self.error = 0,None,None
+        from fastdist.checkpoint import tensors # here: what it needs of torch's takes a second to import
+        self.tensors,self.count,self.thread,self.error = tensors,0,None,None
         self.written,self.dropped = threading.Event(),threading.Event()
 
     def start(self, summary, # Of what is known now, for `summary.json`
@@ -70,7 +70,7 @@ def _write(self:Saver, draft, summary, shards, rest):
     try:
         try:
             draft.begin()
-            file,index = write_shards(draft.dir, self.rank, shards)
+            file,index = self.tensors.write_shards(draft.dir, self.rank, shards)
             own = f'rank-{self.rank}.pt'
             torch.save(rest, data := io.BytesIO()) # into a file torch hides why it cannot be written
             (draft.dir/own).write_bytes(data.getbuffer())
@@ -89,7 +89,7 @@ def _commit(self:Saver, draft, summary, began):
     for rank in range(self.n):
         while not draft.has_part(rank):
             if self.error is not None or self.dropped.wait(0.02): return draft.drop()
-    write_index(draft, self.n)
+    self.tensors.write_index(draft, self.n)
     versions = dict(fastdist=__version__, torch=str(torch.__version__), fastai=fastai.__version__, python=platform.python_version())
     draft.commit(self.n, dict(summary, run=self.run, saved=datetime.now(timezone.utc).isoformat(timespec='seconds'),
                               seconds=round(time.monotonic()-began, 3), versions=versions))

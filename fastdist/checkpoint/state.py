@@ -11,17 +11,15 @@ import hashlib,json
 
 from fastai.basics import *
 from fastai.callback.progress import CSVLogger
-from torch.distributed.tensor import DTensor
 from ..callbacks.fastai_patches import trainer_of
 from .plain import NotPlain, attributes_of, from_plain, set_attributes, to_plain
-from .tensors import TensorShard, read_shards, stored
+from ..comm.shards import TensorShard, is_dtensor, local
 from ..data.dl import DistributedDL
 from ..data.rng import plain_state, generator_states, generators_in, set_generator_states, set_stream_states, stream_states
 from ..model.batchnorm import GlobalBatchNorm
 from ..model.foreach import ForeachOptimizer
 from ..strategy.base import inner_opt, whole_model
 from ..strategy.sharded_opt import ShardedOptimizer
-from ..strategy.sharding import local
 from ..world.ranks import get_rank, get_world_size
 
 # %% ../../nbs/checkpoint/04_state.ipynb #723a449b
@@ -55,7 +53,7 @@ _small = 2**16 # bytes up to which one worker writes a whole tensor
 def _my_part(name, t, i, turn=True):
     "What this worker writes of tensor `t`, the `i`-th: a `TensorShard`, or `None`"
     rank,n = get_rank(),get_world_size()
-    if isinstance(t, DTensor):
+    if is_dtensor(t):
         start,writes = _shard_of(t)
         return TensorShard(name, t.shape, start, _copied(local(t))) if writes else None
     if t.nbytes <= _small or not t.dim() or not turn:
@@ -68,12 +66,12 @@ def _my_part(name, t, i, turn=True):
 # %% ../../nbs/checkpoint/04_state.ipynb #dca09a80
 def _wanted_rows(t):
     "(First row, memory for the rows) that this worker wants of `t`"
-    start = _shard_of(t)[0] if isinstance(t, DTensor) else 0
+    start = _shard_of(t)[0] if is_dtensor(t) else 0
     mine = local(t)
     return start,torch.empty(mine.shape, dtype=mine.dtype)
 
 def _put(t, rows):
-    with torch.no_grad(): local(t.detach() if isinstance(t, DTensor) else t.data).copy_(rows)
+    with torch.no_grad(): local(t.detach() if is_dtensor(t) else t.data).copy_(rows)
 
 # %% ../../nbs/checkpoint/04_state.ipynb #42ec4a42
 def _params(opt): return {f'{g}.{i}':p for g,pg in enumerate(opt.param_lists) for i,p in enumerate(pg)}
@@ -99,7 +97,7 @@ def _remembered(opt):
 
 def _opt_part(sharded, name, p, o, i):
     "What this worker writes of tensor `o`, remembered of `p`"
-    if isinstance(o, DTensor) or sharded is None or not p.dim() or o.shape!=sharded.rows(p).shape: return _my_part(name, o, i)
+    if is_dtensor(o) or sharded is None or not p.dim() or o.shape!=sharded.rows(p).shape: return _my_part(name, o, i)
     rows = sharded.rows_of
     if rows.mesh.get_group().size() < get_world_size() and get_rank()>=rows.size: return None # in another node they are the same
     return TensorShard(name, p.shape, min(rows.rank*_size_of_part(p.shape[0], rows.size), p.shape[0]), _copied(o))
@@ -118,7 +116,7 @@ def _opt_rest(opt):
     own = vars(opt).get('state', {}) if inner_opt(opt) is not opt else {} # an `OptimWrapper` has one beside the torch optimizer's
     return dict(hypers=_hypers(opt), state={nm:kept(p) for nm,p in names.items() if p in state}, count=vars(opt).get('count'),
                 own={nm:to_plain(dict(own[p])) for nm,p in names.items() if p in own}, slow=list(_slow(opt)),
-                grads=[nm for nm,p in names.items() if p.grad is not None and not isinstance(p.grad, DTensor)])
+                grads=[nm for nm,p in names.items() if p.grad is not None and not is_dtensor(p.grad)])
 
 # %% ../../nbs/checkpoint/04_state.ipynb #aee7a8a0
 def _sum_of(o): return hashlib.sha256(json.dumps(o).encode()).hexdigest()[:16]
@@ -186,7 +184,7 @@ def _put_opt(opt, rest, read):
         slow = {nm:_as_remembered(opt, *read[f'opt.{nm}.slow'], False) for nm in names}
         opt.slow_weights = L(L(slow[f'{g}.{i}'] for i in range(len(pg))) for g,pg in enumerate(opt.param_lists))
     for nm,p in names.items(): # fastai's optimizers step what has a gradient, be it zero
-        p.grad = torch.zeros_like(p) if nm in rest['grads'] and not isinstance(p, DTensor) else None
+        p.grad = torch.zeros_like(p) if nm in rest['grads'] and not is_dtensor(p) else None
 
 # %% ../../nbs/checkpoint/04_state.ipynb #98bbfecd
 def put_tensors(learn, # `Learner` with an optimizer, in any strategy
@@ -194,6 +192,7 @@ def put_tensors(learn, # `Learner` with an optimizer, in any strategy
                 rest, # Of `opt`, from `take_rest`
                ):
     "Read this worker's part of the model and of the optimizer's state"
+    from fastdist.checkpoint.tensors import read_shards, stored
     named,kinds = named_tensors(learn),stored(c)
     ids = {id(t) for t in named.values()}
     into = named | {f'opt.{nm}':p for nm,p in _params(learn.opt).items() if id(p) not in ids}
@@ -307,7 +306,7 @@ def _own_buffers(learn):
     trainer = trainer_of(learn)
     if trainer is None or trainer.accelerator is None or not trainer.dirty: return {}
     shared = {id(b) for m in learn.model.modules() if isinstance(m, GlobalBatchNorm) for b in m.buffers()}
-    return {n:b for n,b in learn.model.named_buffers() if id(b) not in shared and not isinstance(b, DTensor)}
+    return {n:b for n,b in learn.model.named_buffers() if id(b) not in shared and not is_dtensor(b)}
 
 def _state_keys(learn):
     "The keys of `model.state_dict()`, and the names of the tensors that they stand for: two keys may stand for one"
@@ -371,6 +370,7 @@ def read_state(c # `Checkpoint`
               ):
     "Its tensors in CPU memory, in one process, whoever wrote them: `model`, as `model.state_dict()` has it, and `opt`, by name"
     rest = torch.load(c.verify().path/'rank-0.pt', weights_only=True)
+    from fastdist.checkpoint.tensors import read_shards, stored
     whole = {nm:torch.empty(shape, dtype=dtype) for nm,(shape,dtype) in stored(c).items()}
     read_shards(c, {nm:(0,t) for nm,t in whole.items()})
     return dict(model={k:whole[nm] for k,nm in rest['keys'].items()}, opt={nm:t for nm,t in whole.items() if nm.startswith('opt.')})

@@ -9,8 +9,8 @@ __all__ = ['is_sharded']
 import fastai.learner, torch.distributed as dist
 from fastai.basics import *
 from fastai.callback.schedule import LRFinder
-from torch.distributed.tensor import DTensor
 from ..callbacks.fastai_patches import replace_in_fastai
+from ..comm.shards import is_dtensor
 from ..strategy.sharded_opt import ShardedOptimizer
 from ..fault.same_call import all_at
 from ..world.ranks import get_rank, get_world_size
@@ -28,16 +28,16 @@ def _full_states(model, opt, keep):
     sharded = getattr(getattr(opt, 'state_dict', None), '__self__', None)
     if isinstance(sharded, ShardedOptimizer): opt = _Stated(sharded.state_dict(keep))
     state = model.state_dict()
-    if not any(isinstance(o, DTensor) for o in state.values()): return model,opt
+    if not any(is_dtensor(o) for o in state.values()): return model,opt
     all_at('a save of the model')
     for k,o in state.items():
-        o = o.full_tensor() if isinstance(o, DTensor) else o
+        o = o.full_tensor() if is_dtensor(o) else o
         state[k] = o.cpu() if keep else None
     return _Stated(state),opt
 
 def is_sharded(model, opt=None):
     "Has this worker a part of the parameters, or of the optimizer's state, only?"
-    return any(isinstance(p, DTensor) for p in model.parameters()) or 'state_dict' in vars(opt or object)
+    return any(is_dtensor(p) for p in model.parameters()) or 'state_dict' in vars(opt or object)
 
 # %% ../../nbs/checkpoint/00_weights.ipynb #b99bcbc7
 def _files():

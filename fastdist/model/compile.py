@@ -6,9 +6,9 @@
 __all__ = ['GraphSteps', 'compile_model']
 
 # %% ../../nbs/model/02_compile.ipynb #09504462
+import sys
 from contextlib import contextmanager
 from functools import partial
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel, DataParallel
 from torch.utils._pytree import tree_map_only
 from fastai.basics import *
@@ -24,7 +24,8 @@ def _kind(m):
 def _regions(model, regional=False):
     "The modules in `model`, or `model` itself, whose forward is compiled as one; by parts if `regional`, even if no two are alike"
     us = units(model, min_numel=1, layers=False)
-    cut = [m for m in model.modules() if m is not model and (isinstance(m, FSDPModule) or is_wrapped(m))]
+    fsdp = getattr(sys.modules.get('torch.distributed.fsdp'), 'FSDPModule', ()) # nothing is one before somebody has imported it
+    cut = [m for m in model.modules() if m is not model and (isinstance(m, fsdp) or is_wrapped(m))]
     if cut:
         cuts = set(cut)
         inner = [m for m in cut if not any(c in cuts for c in m.modules() if c is not m)]

@@ -14,10 +14,11 @@ from fastai.basics import *
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
+from ..comm.shards import local
 from ..model.blocks import units
 from .base import Strategy, check_trainable, unused_error
 from .backward import Backwards, BeforeAdding, average_grads
-from .sharding import Rows, explain_shards, gather_group, gather_rows, local, mesh_of, shard_like
+from .sharding import Rows, explain_shards, gather_group, gather_rows, mesh_of, shard_like
 from .sharded_opt import ShardedOptimizer, exchange_params
 from ..world.ranks import get_rank
 from ..world.state import current_world

@@ -16,7 +16,6 @@ from ..comm.objects import all_gather_list
 from ..fault.supervisor import monitor
 from .base import Strategy, state_tensors
 from .ddp import Replica
-from .fsdp import FullyShard
 from .sharding import gather_group
 from .zero import ShardedGradients, ShardedSteps
 from ..world.errors import refuse
@@ -90,6 +89,7 @@ def make_strategy(settings, # What the arguments ask for, as `check_args` return
     if word=='dp': raise ValueError(
         f"rank {get_rank()}: strategy='dp' uses all GPUs from one process, and there are {get_world_size()}: "
         "start one, or use strategy='ddp'")
+    from fastdist.strategy.fsdp import FullyShard # here: what it needs of torch's takes seconds to import
     shard = _node_size(settings.mesh) if word=='hsdp' else None
     return FullyShard(shard, fsdp.modules, fsdp.min_numel, fsdp.reshard, fsdp.mp_policy, fsdp.cpu_offload, fsdp.ignored)
 

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from fastai.basics import *
 from fastai.optimizer import *
 from fastai.optimizer import average_grad,average_sqr_grad,debias # and what is in no `__all__`
-from torch.distributed.tensor import DTensor
+from ..comm.shards import is_dtensor, local
 from .base import inner_opt
-from .sharding import gather_rows, local, send_rows, shard_like
+from .sharding import gather_rows, send_rows, shard_like
 from ..fault.same_call import all_at
 from ..world.errors import RemoteError
 from ..world.ranks import get_rank
@@ -91,12 +91,12 @@ class _OptRows:
 
     def params(self): return [p for pg in self.opt.param_lists for p in pg]
 
-    def rows(self, p): return local(p) if isinstance(p, DTensor) else self.rows_of.of(p.data)
+    def rows(self, p): return local(p) if is_dtensor(p) else self.rows_of.of(p.data)
 
     def as_wanted(self, p, mine):
         "`mine` with the norm of the whole, where the optimizer may need it"
         if not self.whole_norm: return mine
-        return shard_like(mine, p) if isinstance(p, DTensor) else self.rows_of.as_dtensor(mine, p.shape)
+        return shard_like(mine, p) if is_dtensor(p) else self.rows_of.as_dtensor(mine, p.shape)
 
     def _call(self, nm, *args, **kwargs):
         "What the optimizer itself does when `nm` is called"
@@ -116,7 +116,7 @@ def _grad(self:_OptRows, p):
     "This worker's rows of the gradient of a parameter, if it has one"
     g = p.grad
     if g is None: return
-    sharded = isinstance(g, DTensor) and g.placements[-1].is_shard()
+    sharded = is_dtensor(g) and g.placements[-1].is_shard()
     return self.as_wanted(p, local(g) if sharded else self.rows_of.of(local(g)))
 
 @patch
@@ -152,7 +152,7 @@ def _on_parts(self:_OptRows):
 @patch
 def _shard(self:_OptRows, p, o):
     "What is remembered of `p`: this worker's rows, if it has the parameter's shape"
-    if isinstance(o, DTensor): return o if self.whole_norm else local(o) # made with the optimizer, of sharded parameters
+    if is_dtensor(o): return o if self.whole_norm else local(o) # made with the optimizer, of sharded parameters
     if not isinstance(o, Tensor) or o.shape!=p.shape: return o
     return self.as_wanted(p, self.rows_of.of(o).to(local(p).device, copy=True)) # the rows alone, from where the whole is
 
@@ -161,7 +161,7 @@ def _gather(self:_OptRows, p, o, group=None):
     "What is remembered of `p`, whole, in CPU memory where it is in rows; `group` as for `gather_rows`"
     if not isinstance(o, Tensor) or not p.dim(): return local(o)
     in_rows = local(o).shape==self.rows(p).shape
-    if isinstance(o, DTensor) and (o.shape!=p.shape or not in_rows): return o.full_tensor()
+    if is_dtensor(o) and (o.shape!=p.shape or not in_rows): return o.full_tensor()
     return gather_rows(local(o), p.shape, self.rows_of, group, 'cpu') if in_rows else o
 
 @patch
@@ -214,7 +214,7 @@ class ShardedOptimizer(_OptRows):
             f"rank {get_rank()}: {type(self.inner).__name__} steps with a closure, which computes gradients of whole parameters, "
             "and the strategies that shard steps (zero1, zero2, fsdp) step a part of them in each worker: use strategy='ddp'")
         with self._on_parts(): res = self._call('step', *args, **kwargs)
-        sent = [p.data for p in self.params() if not isinstance(p, DTensor) and (p.requires_grad or p.grad is not None)]
+        sent = [p.data for p in self.params() if not is_dtensor(p) and (p.requires_grad or p.grad is not None)]
         if sent: send_rows(sent, self.rows_of)
         return res
 
@@ -227,5 +227,5 @@ def release(self:ShardedOptimizer, group=None, device=None):
     else: _each_state(self.opt, lambda p,o: self._gather(p, o, group))
     self.parts.clear()
     # to the device when all shards have left it: it never has both
-    def home(p): return device if isinstance(p, DTensor) and device is not None else local(p).device
+    def home(p): return device if is_dtensor(p) and device is not None else local(p).device
     _each_state(self.opt, lambda p,o: o.to(home(p)) if isinstance(o, Tensor) and o.dim() and o.shape==p.shape else o)

@@ -8,11 +8,11 @@ __all__ = ['ShardedSteps', 'ShardedGradients']
 # %% ../../nbs/strategy/06_zero.ipynb #b31e5017
 import torch.distributed as dist
 from fastai.basics import *
-from torch.distributed.tensor import DTensor
+from ..comm.shards import is_dtensor, local
 from .base import Strategy, check_trainable, unused_error
 from .backward import Backwards, BeforeAdding, average_grads, buckets, used_elsewhere
 from .ddp import Replica
-from .sharding import Rows, explain_shards, gather_rows, local, mesh_of, row_messages
+from .sharding import Rows, explain_shards, gather_rows, mesh_of, row_messages
 from .sharded_opt import ShardedOptimizer
 from ..world.ranks import get_rank
 
@@ -43,7 +43,7 @@ class ShardedSteps(_ShardedSteps, Replica):
     name,splits = 'zero1',('parameters',)
 
 # %% ../../nbs/strategy/06_zero.ipynb #3bf6e362
-def _is_new(g): return g is not None and not isinstance(g, DTensor) # not the shard of an earlier one
+def _is_new(g): return g is not None and not is_dtensor(g) # not the shard of an earlier one
 
 class _RowSums:
     "Adds up the gradients of all workers, each worker's rows in that worker, where they become `p.grad`"
@@ -56,7 +56,7 @@ class _RowSums:
 
     def keep(self, p):
         "Set aside the shard of an earlier gradient: autograd adds to what is there"
-        if isinstance(p.grad, DTensor): self.kept[p],p.grad = local(p.grad.detach()),None
+        if is_dtensor(p.grad): self.kept[p],p.grad = local(p.grad.detach()),None
 
     def _done(self, p, mean):
         "`mean` is all that this worker is to have of the gradient of `p`"
@@ -211,7 +211,7 @@ def close(self:ShardedGradients, group=None):
     self.end_fit()
     self.sums.kept.clear()
     for p in self.model.parameters():
-        if isinstance(p.grad, DTensor): p.grad = None if group is not None else gather_rows(local(p.grad), p.shape, self.rows_of)
+        if is_dtensor(p.grad): p.grad = None if group is not None else gather_rows(local(p.grad), p.shape, self.rows_of)
     self.release(group)
 
 # %% ../../nbs/strategy/06_zero.ipynb #663ae664

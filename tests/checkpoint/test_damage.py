@@ -112,9 +112,9 @@ def test_disk_full_or_read_only(tmp_path, capfd, monkeypatch):
     "A folder that cannot be written is an error before the first step; a disk that is full later a notice, and training goes on"
     (tmp_path/'file').touch()
     with pytest.raises(OSError, match='Not a directory|File exists'): fitted_to(tmp_path/'file'/'ckpt', tmp_path)
-    import fastdist.checkpoint.saving as saving
+    import fastdist.checkpoint.tensors as tensors
     def full(*args): raise OSError(28, 'No space left on device')
-    monkeypatch.setattr(saving, 'write_shards', full)
+    monkeypatch.setattr(tensors, 'write_shards', full)
     learn = fitted_to(tmp_path/'ckpt', tmp_path)
     assert len(learn.recorder.losses) == 6 and 'was NOT saved' in (err := capfd.readouterr().err) and 'No space left on device' in err
     assert not [o for o in (tmp_path/'ckpt').iterdir() if o.name.startswith(('step', '.draft'))]

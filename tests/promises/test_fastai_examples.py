@@ -3,7 +3,7 @@
 In float64, without dropout and random crops: what is left is the order of sums. As they stand, they run under the launchers."""
 import contextlib, importlib, re, sys
 
-import pytest
+import pytest, warm
 from harness import ROOT, launched
 from learners import *
 
@@ -113,8 +113,8 @@ def kwargs_of(args):
     return {o.replace('-', '_'): True if f'--{o}' == args[-1] else float(v) if '.' in (v := args[args.index(f'--{o}')+1]) else int(v) for o in names}
 
 
-# What an example trains is held against one process above, and how workers start in launch/: so each runs once as it stands, by one of the ways. Where loader
-# processes are spawned, each imports all by itself, for some 7 CPU-seconds, in each epoch: so there are as many images as the learning rate finder takes in one
+# What an example trains is held against one process above, and how workers start in launch/: so each runs once as it stands, by one of the ways. Loader
+# processes that are spawned are warm: each would import all by itself, for some 7 CPU-seconds, in each epoch
 IN_FORKS = ['image_classifier', 'keypoints', 'collab', 'text_classifier']
 AS_FILES = [o for o in RUNS if o not in (*IN_FORKS, 'tabular', 'dataloader_spawn')]
 
@@ -128,7 +128,7 @@ def test_as_they_stand(launcher, cmd, script, runs, folder, tmp_path, request):
     (tmp_path/'all.py').write_text(script.format(folder=FOLDER, runs={o: kwargs_of(RUNS[o][0]) if launcher == 'notebook' else RUNS[o][0] for o in runs}))
     if launcher == 'notebook': request.getfixturevalue('default_port')
     r = launched([*cmd, tmp_path/'all.py'], 550, cwd=tmp_path,
-                 env={'ACCELERATE_USE_CPU': 'true', 'CUDA_VISIBLE_DEVICES': '', 'PYTHONPATH': f'{ROOT}:{FOLDER}', 'TMPDIR': str(tmp_path)})
+                 env={warm.SPAWNS: '1', 'ACCELERATE_USE_CPU': 'true', 'CUDA_VISIBLE_DEVICES': '', 'PYTHONPATH': f'{ROOT}:{FOLDER}', 'TMPDIR': str(tmp_path)})
     assert r.returncode == 0 and not r.left, r.stderr[-3000:]
     lines = [o.rpartition('\r')[2] for o in r.stdout.split('\n')]
     starts = {o: i for i, l in enumerate(lines) for o in runs if l.split() == ['example', o]}

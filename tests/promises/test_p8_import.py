@@ -12,6 +12,9 @@ for o in 'to_parallel detach_parallel parallel_ctx to_distributed detach_distrib
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 assert DataParallel.reset.__module__ == DistributedDataParallel.reset.__module__ == 'fastdist.strategy.forward_proxy'
 import torch, threading
+import sys
+dear = {'torch._dynamo', 'torch.distributed.tensor', 'torch.distributed.fsdp', 'torch.distributed.checkpoint', 'sympy'} & set(sys.modules)
+assert not dear, f'a third of the time that fastai takes: {dear}'
 assert not torch.cuda.is_initialized() and not torch.distributed.is_initialized() and threading.active_count() == 1
 import psutil
 me = psutil.Process()

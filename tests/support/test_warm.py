@@ -94,9 +94,9 @@ def test_what_it_starts():
 
 
 def test_what_a_worker_starts():
-    "It has no seed: Python that it starts is a process like any other, and cold"
+    "It has no seed, unless the test asks for one: Python that it starts is a process like any other, and cold"
     code = 'import subprocess, sys; sys.exit(subprocess.run([sys.executable, "-c", "import sys; sys.exit(3 + (\\"torch\\" in sys.modules))"]).returncode)'
-    assert launched([sys.executable, '-c', code], 60, env={'LOCAL_RANK': '0'}).returncode == 3
+    assert [launched([sys.executable, '-c', code], 60, env={'LOCAL_RANK': '0', **env}).returncode for env in ({}, {warm.SPAWNS: '1'})] == [3, 4]
 
 
 def test_what_a_fresh_process_has_of_its_own():

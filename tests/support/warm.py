@@ -14,6 +14,7 @@ import array, ctypes, fcntl, importlib, io, json, os, runpy, signal, socket, str
 from contextlib import contextmanager
 
 COLD = 'FASTDIST_TEST_COLD'
+SPAWNS = 'FASTDIST_TEST_SPAWNS'  # in the environment: what a launcher's workers start is warm, too
 # A notebook's kernel, and its workers, have to import fastai themselves: it looks then whether it is in a notebook
 LIGHT = ('torch', 'torch.distributed.elastic.multiprocessing', 'torch._dynamo', 'pandas', 'matplotlib.pyplot', 'sklearn.datasets',
          'IPython.core.interactiveshell', 'cloudpickle', 'psutil')
@@ -149,8 +150,9 @@ def _become(req, fds, kind):
 
 
 def _may_start_python(env):
-    "A launcher's worker trains, and has no seed of its own, which costs a third of its start: what it starts, if anything, is cold"
-    return 'LOCAL_RANK' not in env
+    """A launcher's worker trains, and has no seed of its own, which costs a third of its start: what it starts, if anything, is cold,
+    unless the test says that there will be some"""
+    return 'LOCAL_RANK' not in env or SPAWNS in env
 
 
 def _show_in_proc(args, env):
