@@ -111,16 +111,20 @@ def pytest_xdist_auto_num_workers(config):
     return min(len(os.sched_getaffinity(0)) + 2, 6)
 
 
+TOGETHER = 'test_slurm.py', 'test_hosts.py', 'test_gpus.py', 'test_compile.py', 'test_strategy_words.py'
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Tests of a file that share a Slurm, a kernel, pretended GPUs, a world of four or what compiles (each worker imports it, for some 4 CPU-seconds)
-    run in one process, and begin, for they take longest; all others one by one.
+    """Tests that share a Slurm, a kernel, the seed of notebooks, pretended GPUs, a world of four or what compiles (each worker imports it, for some
+    4 CPU-seconds) run in one process, and begin, for they take longest; all others one by one.
     (xdist's own `loadgroup` has no effect under pytest 9.)"""
     from xdist.scheduler import LoadScopeScheduling
     class ByFileOrTest(LoadScopeScheduling):
         def _split_scope(self, nodeid):
             file = nodeid.partition('::')[0]
-            return file if file.endswith(('test_slurm.py', 'test_hosts.py', 'test_launch_notebook.py', 'test_gpus.py', 'test_compile.py', 'test_strategy_words.py')) else nodeid
+            if '-notebook]' in nodeid or file.endswith(('test_launch_notebook.py', 'test_tutorials.py')): return 'notebooks'
+            return file if file.endswith(TOGETHER) else nodeid
 
         def remove_node(self, node):
             "A test that was ended by its limit, and its process with it, has failed: xdist gives it to the next process, and so on for ever"

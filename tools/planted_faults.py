@@ -100,7 +100,7 @@ FAULTS = [Fault(*o) for o in [
      ['tests/fault/test_decisions.py::test_cancelled_by_some_of_two[outside-subset0]']),
     # P3: nothing lost
     ('own-shard-saved', 'P3', "learn.save writes rank 0's shard of the parameters as if it were the whole",
-     'o = o.full_tensor() if isinstance(o, DTensor) else o\n', 'o = o.to_local() if isinstance(o, DTensor) else o\n',
+     'o = o.full_tensor() if is_dtensor(o) else o\n', 'o = o.to_local() if is_dtensor(o) else o\n',
      ['tests/strategy/test_strategies.py::test_save_load_export_predict[fsdp]']),
     ('saved-in-place', 'P3', "learn.save writes over the last checkpoint, which is lost if the process is killed meanwhile",
      '_fastai_save(tmp, model, opt, with_opt, **kwargs)', '_fastai_save(Path(file), model, opt, with_opt, **kwargs)',

@@ -11,14 +11,12 @@ before it runs anything. Asked for a new process, the seed forks twice; the one 
 that has asked, which is a "child subreaper" meanwhile: so it can wait for it, as for a child of its own.
 """
 import array, ctypes, fcntl, importlib, io, json, os, runpy, signal, socket, struct, subprocess, sys, threading, time, types
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 COLD = 'FASTDIST_TEST_COLD'
 SPAWNS = 'FASTDIST_TEST_SPAWNS'  # in the environment: what a launcher's workers start is warm, too
-# A notebook's kernel, and its workers, have to import fastai themselves: it looks then whether it is in a notebook
-LIGHT = ('torch', 'torch.distributed.elastic.multiprocessing', 'torch._dynamo', 'pandas', 'matplotlib.pyplot', 'sklearn.datasets',
-         'IPython.core.interactiveshell', 'cloudpickle', 'psutil')
-FULL = (*LIGHT, 'fastai.basics', 'fastai.callback.all', 'fastai.vision.all', 'fastai.tabular.all', 'accelerate.commands.launch',
+FULL = ('torch', 'torch.distributed.elastic.multiprocessing', 'torch._dynamo', 'pandas', 'matplotlib.pyplot', 'sklearn.datasets',
+        'IPython.core.interactiveshell', 'cloudpickle', 'psutil', 'fastai.basics', 'fastai.callback.all', 'fastai.vision.all', 'fastai.tabular.all', 'accelerate.commands.launch',
         'torch.distributed.run', 'torch.distributed.fsdp', 'torch.distributed.optim', 'torch.utils.tensorboard', 'nbformat',
         *(f'fastdist.{o}' for o in 'all launch.cli launch.check.cli launch.train launch.check.probe launch.notebook.launcher launch.slurm launch.logs'.split()))
 IN_NOTEBOOK = ('ipykernel', 'notebook.worker', 'nbclient', 'notebook.py')
@@ -253,6 +251,15 @@ def _import(names):
             except ImportError: pass  # whoever needs it will say so
 
 
+@contextmanager
+def _as_in_a_notebook():
+    "fastai and fastprogress look for the shell of a notebook when they are imported, and then no more"
+    import builtins
+    builtins.get_ipython = type('ZMQInteractiveShell', (), {})
+    try: yield
+    finally: del builtins.get_ipython
+
+
 def _use_huge_pages():
     "Put memory into pages of 2 MB where Linux can (6.1 and newer): a fork copies a third of the page table then, and takes a third of the time"
     advise, collapse = 14, 25  # MADV_HUGEPAGE, MADV_COLLAPSE
@@ -286,7 +293,7 @@ def _main():
     # C code may hold on to what it found in the first environment, which `_show_in_proc` writes over
     for k, v in list(os.environ.items()): os.environ[k] = v
     os.environ.update(OMP_NUM_THREADS='1', OPENBLAS_NUM_THREADS='1')
-    _import(LIGHT if kind == 'light' else FULL)
+    with _as_in_a_notebook() if kind == 'notebook' else nullcontext(): _import(FULL)
     threads = os.listdir('/proc/self/task')
     assert len(threads) == 1, f'the imports have started threads, which a fork loses: {threads}'
     _spare_the_forks()
@@ -328,7 +335,7 @@ def _is_python(path):
     return path == sys.executable or os.path.dirname(path) == os.path.dirname(sys.executable) and os.path.realpath(path) == os.path.realpath(sys.executable)
 
 
-def _kind(rest): return 'light' if any(o in ' '.join(rest[:3]) for o in IN_NOTEBOOK) else 'full'
+def _kind(rest): return 'notebook' if any(o in ' '.join(rest[:3]) for o in IN_NOTEBOOK) else 'script'
 
 
 def _seed(kind):
