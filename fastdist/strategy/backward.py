@@ -36,7 +36,8 @@ class Backwards:
     def watch(self, loss):
         "Take `loss`, which has been weighed, for the batch's own"
         self.loss = loss
-        if loss.requires_grad: self.hook = loss.register_hook(self._unweighed)
+        with torch._C.DisableTorchFunctionSubclass(): # as `loss` may be fastai's, for which that takes ten times as long
+            if loss.requires_grad: self.hook = loss.register_hook(self._unweighed)
 
 # %% ../../nbs/strategy/01_backward.ipynb #cc732d2d
 @patch

@@ -63,12 +63,12 @@ class Replica(Strategy):
     def __init__(self, handler=None # Accelerate's `DistributedDataParallelKwargs`
                 ):
         super().__init__()
-        self.handler,self.ddp,self.frozen,self.proxy,self.by_closure = handler,None,None,None,None
+        self.handler,self.ddp,self.trained,self.proxy,self.by_closure = handler,None,None,None,None
         self.checked,self.old_grads,self.backwards = True,_SetAside(),Backwards(self)
 
     def forward(self, sync):
-        frozen = [not p.requires_grad for p in self.all_params()]
-        if self.ddp is None or frozen!=self.frozen: self._wrap(frozen)
+        trained = self.trained_params()
+        if self.ddp is None or trained!=self.trained: self._wrap(trained)
         self.sync,self.reduced = sync,False
         # as in its `no_sync`: what it reduces is the backward of the batch's own loss, not whichever comes first after the forward
         self.ddp.require_backward_grad_sync = sync and self.ddp.static_graph
@@ -91,13 +91,13 @@ def after_batch(self:Replica):
 
 # %% ../../nbs/strategy/03_ddp.ipynb #4e775b8a
 @patch
-def _wrap(self:Replica, frozen):
+def _wrap(self:Replica, trained):
     check_trainable(self.model)
     self.average()
     self.end_fit()
     self.old_grads = _SetAside(self.model.parameters())
     self.ddp = _make_ddp(self.learn, self.device, self.handler)
-    self.frozen,self.checked = frozen,False
+    self.trained,self.checked = trained,False
 
 @patch
 def end_fit(self:Replica):

@@ -98,7 +98,7 @@ class ShardedGradients(_ShardedSteps, Strategy):
                 ):
         super().__init__()
         self.allows_unused = handler is not None and (handler.find_unused_parameters or handler.static_graph)
-        self.handles,self.frozen,self.buckets,self.sync,self.sums = [],None,[],True,_RowSums(None)
+        self.handles,self.trained,self.buckets,self.sync,self.sums = [],None,[],True,_RowSums(None)
         self.backwards = Backwards(self)
 
     def setup(self, learn, device):
@@ -109,8 +109,8 @@ class ShardedGradients(_ShardedSteps, Strategy):
 @patch
 def forward(self:ShardedGradients, sync):
     "Be ready for a backward pass; the model itself is what runs"
-    frozen = [not p.requires_grad for p in self.all_params()]
-    if frozen!=self.frozen: self._add_hooks(frozen)
+    trained = self.trained_params()
+    if trained!=self.trained: self._add_hooks(trained)
     self.sync = sync
     self.unsynced |= not sync # until the end of the backward pass of a batch that is averaged
     self.backwards.begin_batch()
@@ -201,7 +201,7 @@ def average(self:ShardedGradients):
 def end_fit(self:ShardedGradients):
     "Remove the hooks on the parameters"
     for h in self.handles: h.remove()
-    self.handles,self.frozen = [],None
+    self.handles,self.trained = [],None
     self.backwards.end_batch()
 
 @patch
@@ -223,12 +223,12 @@ def _before(self:ShardedGradients, p, g):
     self.sums.keep(p)
 
 @patch
-def _add_hooks(self:ShardedGradients, frozen):
+def _add_hooks(self:ShardedGradients, trained):
     check_trainable(self.model)
     self.average()
     self.end_fit()
     # about in the order in which they get gradients
     ps = list({id(p):p for p in self.model.parameters() if p.requires_grad and p.numel()}.values())[::-1]
-    self.buckets,self.frozen = buckets(ps),frozen
+    self.buckets,self.trained = buckets(ps),trained
     self.bucket_of = {p:i for i,b in enumerate(self.buckets) for p in b}
     self.handles = [BeforeAdding(ps, self._before), *(p.register_post_accumulate_grad_hook(self._after) for p in ps)]

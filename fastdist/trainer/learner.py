@@ -168,7 +168,8 @@ def _warn_apart():
         "To train one model together, fit in `with learn.distrib_ctx():`"))
 
 # %% ../../nbs/trainer/07_learner.ipynb #4a9c0007
-_with_events,_call_one,_validation_context = Learner._with_events,Learner._call_one,Learner.validation_context
+_with_events,_call_one,_call_all = Learner._with_events,Learner._call_one,Learner.__call__
+_validation_context = Learner.validation_context
 
 def _around(learn, event_type):
     trainer = trainer_of(learn)
@@ -182,6 +183,18 @@ def _decisions(learn):
     decisions = getattr(trainer_of(learn), 'decisions', None)
     return decisions if decisions is not None and decisions.active else None
 
+# %% ../../nbs/trainer/07_learner.ipynb #2f96dd72
+@patch
+def _call_one(self:Learner, event_name):
+    decisions,trainer = _decisions(self),trainer_of(self)
+    f = partial(_call_one, self) if decisions is None or decisions.alone else decisions.call
+    return draws_of(getattr(trainer, 'random', None), event_name, f)
+
+@patch
+def __call__(self:Learner, event_name):
+    "fastai's, which makes two lists of a single event"
+    return self._call_one(event_name) if isinstance(event_name, str) else _call_all(self, event_name)
+
 # %% ../../nbs/trainer/07_learner.ipynb #59d55f52
 @patch
 def _with_events(self:Learner, f, event_type, ex, final=noop):
@@ -193,12 +206,6 @@ def _with_events(self:Learner, f, event_type, ex, final=noop):
         resume = resume_of(self) if event_type=='fit' else None
         if resume is None: run()
         else: resume.around_fit(run, final)
-
-@patch
-def _call_one(self:Learner, event_name):
-    decisions,trainer = _decisions(self),trainer_of(self)
-    with draws_of(getattr(trainer, 'random', None), event_name):
-        return _call_one(self, event_name) if decisions is None or decisions.alone else decisions.call(event_name)
 
 @patch
 def validation_context(self:Learner, cbs=None, inner=False):

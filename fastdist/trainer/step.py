@@ -6,8 +6,6 @@
 __all__ = ['TrainingStep', 'draws_of', 'StrategyHooks']
 
 # %% ../../nbs/trainer/03_step.ipynb #943f4a6d
-from contextlib import contextmanager
-
 import torch.distributed as dist
 from fastai.basics import *
 from fastai.callback.rnn import RNNRegularizer
@@ -18,7 +16,7 @@ from ..metrics.losses import GlobalBatchLoss, LossCheck, is_summed, kept_labels,
 from ..metrics.metrics import metric_kind
 from ..model.batchnorm import GlobalBatchNorm
 from ..model.running_stats import weighed_stats
-from ..strategy.base import callback_results
+from ..strategy.base import callback_results, callbacks_of
 from ..world.ranks import get_rank, get_world_size
 
 # %% ../../nbs/trainer/03_step.ipynb #bc67daea
@@ -63,7 +61,7 @@ def _sum_weights(self:TrainingStep):
     self.unread = self._stays_unread(div)
     if self.counts and not self.whole: self.n = self._left(kept, bs) if div is None else self._number(div)
     # gradients that are accumulated cannot be corrected after the backward
-    late = self.uneven is False or not self.learn._grab_cbs(GradientAccumulation)
+    late = self.uneven is False or not callbacks_of(self.learn, GradientAccumulation)
     if div is None and self.total is not None and late: return
     self.sums = self._numbers(self.n, self.bs if self.counts else 0)
     self.summing = dist.all_reduce(self.sums, async_op=True)
@@ -84,7 +82,7 @@ def _stays_unread(self:TrainingStep, div):
     # parameters of the loss have gradients that do not go through the predictions
     if _has_parameters(self.learn.loss_func): return False
     # it counts on the host: what is dealt out, once it is known that nothing of that is left out
-    return not self.learn._grab_cbs(GradientAccumulation) or self.uneven is False and self.total is not None
+    return not callbacks_of(self.learn, GradientAccumulation) or self.uneven is False and self.total is not None
 
 @patch
 def _number(self:TrainingStep, t):
@@ -140,7 +138,7 @@ def note_loss(self:TrainingStep):
         self.check()
         self._begin_weighing()
     # a share may be of one row, and the batch not
-    for cb in self.learn._grab_cbs(RNNRegularizer):
+    for cb in callbacks_of(self.learn, RNNRegularizer):
         h = cb.rnn.raw_out
         if not cb.beta or len(h)!=1 or self.total==1: continue
         self.learn.loss_grad = self.learn.loss_grad + cb.beta*(h[:,1:]-h[:,:-1]).float().pow(2).mean()
@@ -154,7 +152,8 @@ def send_loss(self:TrainingStep, interrupted=False # Was Ctrl-C pressed in this 
     value = torch.zeros((), dtype=torch.float64, device=self.device)
     on_device = isinstance(self.n, Tensor)
     if on_device or self.n:
-        weighed = self.learn.loss.detach().double().mean().as_subclass(Tensor)*self.n
+        with torch._C.DisableTorchFunctionSubclass(): # each of these calls would cost fastai's `TensorBase` more than it does
+            weighed = self.learn.loss.detach().double().mean()*self.n
         value = torch.where(self.n!=0, weighed, value) if on_device else weighed
     wish = sum(callback_results(self.learn, 'wish'))
     self.loss = self._numbers(value, self.n, bool(interrupted), wish, self.samples)
@@ -259,26 +258,26 @@ def share_scale(self:TrainingStep):
 def _scale(self:TrainingStep):
     "The same of `learn.loss_grad`: a sum is as if of all samples by now, and `GradientAccumulation` has multiplied by bs/n_acc"
     res = self.share_scale()*(self.n/self.batch_weight() if self.summed and self.n else 1.)
-    return res*self.rows/self.bs if self.learn._grab_cbs(GradientAccumulation) else res
+    return res*self.rows/self.bs if callbacks_of(self.learn, GradientAccumulation) else res
 
 # %% ../../nbs/trainer/03_step.ipynb #bd5e5ae5
 @patch
 def ends_step(self:TrainingStep):
     "Does the optimizer step after this batch? Before, gradients are accumulated without a message"
-    for cb in self.learn._grab_cbs(AccumulateSteps): return cb.plugin.sync_each_batch or cb.is_last()
-    return self.rows is None or all(cb.count+self.rows >= cb.n_acc for cb in self.learn._grab_cbs(GradientAccumulation))
+    for cb in callbacks_of(self.learn, AccumulateSteps): return cb.plugin.sync_each_batch or cb.is_last()
+    return self.rows is None or all(cb.count+self.rows >= cb.n_acc for cb in callbacks_of(self.learn, GradientAccumulation))
 
 # %% ../../nbs/trainer/03_step.ipynb #176cd280
 @patch
 def count_rows(self:TrainingStep):
     "Before the step: let fastai's `GradientAccumulation` count the samples of all workers, and others go by the samples that are left"
-    for cb in (found := self.learn._grab_cbs(GradientAccumulation)): cb.count += self.rows-self.bs
+    for cb in (found := callbacks_of(self.learn, GradientAccumulation)): cb.count += self.rows-self.bs
     if not found and not self.whole and self.sums is None: self._go_by_left()
 
 @patch
 def _scale_left(self:TrainingStep, left):
     "Of the samples that the gradients were divided by, `left` are there; where no label counts the gradients are 0"
-    accs = self.learn._grab_cbs(AccumulateSteps)
+    accs = callbacks_of(self.learn, AccumulateSteps)
     for cb in accs: cb.weight = cb.weight*(left/self.total)
     if not accs: scale_all([p.grad for p in self.learn.model.parameters() if p.grad is not None], self.total/divisor(left))
 
@@ -318,14 +317,16 @@ def restore_metrics(self:TrainingStep):
 # %% ../../nbs/trainer/03_step.ipynb #08e15f32
 _own_events = {'after_pred','after_loss','before_backward'} # those from a forward to the end of its backward
 
-@contextmanager
 def draws_of(random, # The trainer's `WorkerRandom`, or `None`
              event_name, # Of a fit or an evaluation
+             f, # Calls the callbacks
             ):
-    "Around the callbacks of an event: they draw from the shared stream; forward and backward, after `before_batch`, from the worker's own"
-    if random is not None and event_name not in _own_events: random.exit()
-    yield
-    if random is not None and event_name=='before_batch': random.enter()
+    "Call `f` for an event: callbacks draw from the shared stream; forward and backward, after `before_batch`, from the worker's own"
+    if random is None: return f(event_name)
+    if event_name not in _own_events: random.exit()
+    res = f(event_name)
+    if event_name=='before_batch': random.enter()
+    return res
 
 # %% ../../nbs/trainer/03_step.ipynb #3632fc54
 class StrategyHooks(Callback):
@@ -344,9 +345,10 @@ class StrategyHooks(Callback):
 @patch
 def before_batch(self:StrategyHooks):
     "Let the forward of this batch be the strategy's"
-    if not self.training: return
-    step = self.trainer.step
-    self.weigh_stats = weighed_stats(self.learn.model, step.samples*get_world_size()/step.total if step.total else 1)
+    learn,step = self.learn,self.trainer.step
+    if not learn.training: return
+    if self.trainer.follow_in_epoch(): return callbacks_of(learn, StrategyHooks)[0].before_batch() # it has other ones of these now
+    self.weigh_stats = weighed_stats(learn.model, step.samples*get_world_size()/step.total if step.total else 1)
     self.strategy.forward((self.each or step.ends_step()) and not self._alone())
 
 @patch

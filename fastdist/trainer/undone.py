@@ -10,6 +10,7 @@ from contextlib import ExitStack
 
 from fastai.basics import *
 from ..checkpoint.weights import is_sharded
+from ..model.params import ModelParams
 from ..strategy.base import check_trainable, same_everywhere, sync_buffers, whole_model
 
 # %% ../../nbs/trainer/05_undone.ipynb #0a43622b
@@ -60,6 +61,8 @@ class FollowsModel(UndoneCallback):
         whole = whole_model(self.learn)
         parts = whole.modules() if whole is self.learn.model else (m for o in whole for m in o.modules())
         self.parts = [self.learn.model, *parts, *whole.parameters()]
+        self.of_model = ModelParams(self.learn.model)
+        self.params = self.of_model()
 
     def agree_buffers(self):
         "Buffers that a forward changes differ between workers: let all have the same, once an epoch"
@@ -90,11 +93,19 @@ def _undo_model(self:FollowsModel):
 # %% ../../nbs/trainer/05_undone.ipynb #3fb29151
 @patch
 def follow_model(self:FollowsModel):
-    "Shape the model anew, where it has other modules or parameters than it had; rank 0's weights are those of all"
+    "Shape the model anew, where it has other modules or parameters than it had; rank 0's weights are those of all. `True` if it had"
     check_trainable(self.learn.model)
     old,_ = self.parts,self.note_parts()
-    if len(old)==len(self.parts) and all(a is b for a,b in zip(old, self.parts)): return
-    if not getattr(self.strategy, 'shards_params', False) and is_sharded(self.learn.model): return # by its user, after the context began
+    if len(old)==len(self.parts) and all(a is b for a,b in zip(old, self.parts)): return False
+    by_user = not getattr(self.strategy, 'shards_params', False) and is_sharded(self.learn.model) # after the context began
+    if by_user: return False
     self._undo_model()
     same_everywhere(whole_model(self.learn), self.learn.opt)
     self._shape()
+    return True
+
+@patch
+def follow_in_epoch(self:FollowsModel):
+    "The same between two batches of an epoch, where it takes no time to find that nothing has changed"
+    if self.of_model.model is self.learn.model and self.of_model() is self.params: return False
+    return self.follow_model()

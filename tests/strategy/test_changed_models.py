@@ -57,6 +57,18 @@ class InFit(Callback):
 def in_fit(learn): learn.fit(2, cbs=InFit())
 
 
+class InEpoch(Callback):
+    "Between two steps another parameter takes the place of one, as many are trained as before, and later one more"
+    def before_batch(self):
+        if not self.training or self.iter not in (1, 2): return
+        if self.iter==1: self.learn.model[0].weight = nn.Parameter(torch.ones(7, 4).double()/3)
+        else: self.learn.model.extend([nn.BatchNorm1d(3).double(), nn.Linear(3, 3).double()])
+        self.learn.create_opt()
+
+
+def in_epoch(learn): learn.fit(2, cbs=InEpoch())
+
+
 class Warm(nn.Module):
     "A loss with a temperature to learn, and class centres"
     def __init__(self):
@@ -76,7 +88,7 @@ class Second(Callback):
     def after_pred(self): self.learn.pred = self.head(self.pred)
 
 
-CHANGES = dict(head_and_opt=head_and_opt, head_none=head_none, inserted=inserted, other=other, in_fit=in_fit)
+CHANGES = dict(head_and_opt=head_and_opt, head_none=head_none, inserted=inserted, other=other, in_fit=in_fit, in_epoch=in_epoch)
 BESIDE = dict(loss=lambda: dict(loss=Warm()), loss_accumulated=lambda: dict(loss=Warm(), cbs=GradientAccumulation(12)),
               module=lambda: dict(model=lambda: model(out=7), cbs=Second()))
 
