@@ -57,7 +57,7 @@ FAULTS = [Fault(*o) for o in [
      'else: self._average_all()', 'else: pass',
      ['tests/strategy/test_second_backward.py::test_more_backwards[2-ddp]']),
     ('unfrozen-not-synced', 'P1', "gradients of parameters that are unfrozen within a fit are not averaged",
-     'if self.ddp is None or frozen!=self.frozen', 'if self.ddp is None',
+     'if self.ddp is None or trained!=self.trained', 'if self.ddp is None',
      ['tests/trainer/test_learner.py::test_layers_frozen_from_batch_to_batch[2]']),
     ('accumulation-by-batches', 'P1', "an accumulated gradient is divided by the number of batches, not of samples",
      'self.first/divisor(self.total)', '1/self.n',
