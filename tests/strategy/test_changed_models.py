@@ -69,6 +69,11 @@ class InEpoch(Callback):
 def in_epoch(learn): learn.fit(2, cbs=InEpoch())
 
 
+def accumulated(learn):
+    "Gradients of a batch wait for the step when the model changes, in an epoch and between two"
+    learn.fit(2, cbs=[InEpoch(), GradientAccumulation(12)])
+
+
 class Warm(nn.Module):
     "A loss with a temperature to learn, and class centres"
     def __init__(self):
@@ -88,7 +93,7 @@ class Second(Callback):
     def after_pred(self): self.learn.pred = self.head(self.pred)
 
 
-CHANGES = dict(head_and_opt=head_and_opt, head_none=head_none, inserted=inserted, other=other, in_fit=in_fit, in_epoch=in_epoch)
+CHANGES = dict(head_and_opt=head_and_opt, head_none=head_none, inserted=inserted, other=other, in_fit=in_fit, in_epoch=in_epoch, accumulated=accumulated)
 BESIDE = dict(loss=lambda: dict(loss=Warm()), loss_accumulated=lambda: dict(loss=Warm(), cbs=GradientAccumulation(12)),
               module=lambda: dict(model=lambda: model(out=7), cbs=Second()))
 
