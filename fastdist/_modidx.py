@@ -2253,6 +2253,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                      'fastdist/strategy/base.py'),
                                         'fastdist.strategy.base.Strategy.forward': ( 'strategy/base.html#strategy.forward',
                                                                                      'fastdist/strategy/base.py'),
+                                        'fastdist.strategy.base.Strategy.model_params': ( 'strategy/base.html#strategy.model_params',
+                                                                                          'fastdist/strategy/base.py'),
                                         'fastdist.strategy.base.Strategy.release': ( 'strategy/base.html#strategy.release',
                                                                                      'fastdist/strategy/base.py'),
                                         'fastdist.strategy.base.Strategy.set_opt': ( 'strategy/base.html#strategy.set_opt',

@@ -59,10 +59,15 @@ class Strategy(_InBatch):
 
 # %% ../../nbs/strategy/00_base.ipynb #9d271cae
 @patch
+def model_params(self:Strategy):
+    "The parameters of the model: the same list as long as no module has got, or lost, a parameter or a module"
+    if self.of_model is None or self.of_model.model is not self.model: self.of_model = ModelParams(self.model)
+    return self.of_model()
+
+@patch
 def all_params(self:Strategy):
     "The parameters of the model, and those that the optimizer has beside them, as of a loss function"
-    if self.of_model is None or self.of_model.model is not self.model: self.of_model = ModelParams(self.model)
-    return [*self.of_model(), *self.loose]
+    return [*self.model_params(), *self.loose]
 
 @patch
 def trained_params(self:Strategy):

@@ -10,7 +10,6 @@ from contextlib import ExitStack
 
 from fastai.basics import *
 from ..checkpoint.weights import is_sharded
-from ..model.params import ModelParams
 from ..strategy.base import check_trainable, same_everywhere, sync_buffers, whole_model
 
 # %% ../../nbs/trainer/05_undone.ipynb #0a43622b
@@ -61,8 +60,7 @@ class FollowsModel(UndoneCallback):
         whole = whole_model(self.learn)
         parts = whole.modules() if whole is self.learn.model else (m for o in whole for m in o.modules())
         self.parts = [self.learn.model, *parts, *whole.parameters()]
-        self.of_model = ModelParams(self.learn.model)
-        self.params = self.of_model()
+        self.params = self.strategy.model_params()
 
     def agree_buffers(self):
         "Buffers that a forward changes differ between workers: let all have the same, once an epoch"
@@ -108,5 +106,5 @@ def follow_model(self:FollowsModel):
 @patch
 def follow_in_epoch(self:FollowsModel):
     "The same between two batches of an epoch, where it takes no time to find that nothing has changed"
-    if self.of_model.model is self.learn.model and self.of_model() is self.params: return False
+    if self.strategy.model is self.learn.model and self.strategy.model_params() is self.params: return False
     return self.follow_model()

@@ -16,7 +16,8 @@ from contextlib import contextmanager, nullcontext
 COLD = 'FASTDIST_TEST_COLD'
 SPAWNS = 'FASTDIST_TEST_SPAWNS'  # in the environment: what a launcher's workers start is warm, too
 FULL = ('torch', 'torch.distributed.elastic.multiprocessing', 'torch._dynamo', 'pandas', 'matplotlib.pyplot', 'sklearn.datasets',
-        'IPython.core.interactiveshell', 'cloudpickle', 'psutil', 'fastai.basics', 'fastai.callback.all', 'fastai.vision.all', 'fastai.tabular.all', 'accelerate.commands.launch',
+        'IPython.core.interactiveshell', 'cloudpickle', 'psutil',
+        'fastai.basics', 'fastai.callback.all', 'fastai.vision.all', 'fastai.tabular.all', 'accelerate.commands.launch',
         'torch.distributed.run', 'torch.distributed.fsdp', 'torch.distributed.optim', 'torch.utils.tensorboard', 'nbformat',
         *(f'fastdist.{o}' for o in 'all launch.cli launch.check.cli launch.train launch.check.probe launch.notebook.launcher launch.slurm launch.logs'.split()))
 IN_NOTEBOOK = ('ipykernel', 'notebook.worker', 'nbclient', 'notebook.py')
