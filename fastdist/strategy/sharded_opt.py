@@ -160,9 +160,10 @@ def _shard(self:_OptRows, p, o):
 def _gather(self:_OptRows, p, o, group=None):
     "What is remembered of `p`, whole, in CPU memory where it is in rows; `group` as for `gather_rows`"
     if not isinstance(o, Tensor) or not p.dim(): return local(o)
-    in_rows = local(o).shape==self.rows(p).shape
-    if is_dtensor(o) and (o.shape!=p.shape or not in_rows): return o.full_tensor()
-    return gather_rows(local(o), p.shape, self.rows_of, group, 'cpu') if in_rows else o
+    if is_dtensor(o): in_rows,shape = o.placements[-1].is_shard(0),o.shape # which may be another than the parameter's
+    else: in_rows,shape = o.shape==self.rows(p).shape,p.shape
+    if in_rows: return gather_rows(local(o), shape, self.rows_of, group, 'cpu')
+    return o.full_tensor() if is_dtensor(o) else o
 
 @patch
 def zero_grad(self:_OptRows, *args, **kwargs):
@@ -223,9 +224,14 @@ class ShardedOptimizer(_OptRows):
 def release(self:ShardedOptimizer, group=None, device=None):
     "Give the optimizer back, with its whole state; that of sharded parameters goes to `device`, by default to theirs"
     for nm in ('step','zero_grad','state_dict','load_state_dict'): vars(self.opt).pop(nm, None)
+    gathered = set()
+    def whole(p, o):
+        res = self._gather(p, o, group)
+        if isinstance(res, Tensor) and res.dim() and res is not o: gathered.add(id(res))
+        return res
     if group is False: self.opt.clear_state() # without the others it is not to be had
-    else: _each_state(self.opt, lambda p,o: self._gather(p, o, group))
+    else: _each_state(self.opt, whole)
     self.parts.clear()
     # to the device when all shards have left it: it never has both
     def home(p): return device if is_dtensor(p) and device is not None else local(p).device
-    _each_state(self.opt, lambda p,o: o.to(home(p)) if isinstance(o, Tensor) and o.dim() and o.shape==p.shape else o)
+    _each_state(self.opt, lambda p,o: o.to(home(p)) if id(o) in gathered else o)

@@ -11,6 +11,7 @@ from fastai.basics import *
 from fastai.callback.rnn import RNNRegularizer
 from fastai.callback.training import GradientAccumulation
 from ..callbacks.grad_accumulation import AccumulateSteps, divisor, scale_all
+from ..callbacks.late_loss import send_to_host
 from ..comm.pack import tensors_in
 from ..metrics.losses import GlobalBatchLoss, LossCheck, is_summed, kept_labels, loss_divisor
 from ..metrics.metrics import metric_kind
@@ -188,10 +189,7 @@ def _agreed(self:TrainingStep):
         _,left,stops,self.wished,_ = self.loss.tolist()
         self._note_left(left, total)
         return left,stops > 0
-    copied,done = torch.empty(3, dtype=self.loss.dtype, pin_memory=True),torch.cuda.Event()
-    copied.copy_(self.loss[1:4], non_blocking=True)
-    done.record()
-    self.late = copied,done,total
+    self.late = *send_to_host(self.loss[1:4]),total
     if self.before is None: return None,False
     copied,done,total = self.before
     done.synchronize() # of a batch ago: it has ended, unless the host has run ahead by more than that

@@ -13,6 +13,7 @@ from fastai.basics import *
 from ..callbacks.activation_stats import ActivationStats, gather_stats
 from ..callbacks.data_parallel import ParallelTrainer
 from ..callbacks.grad_accumulation import AccumulateSteps
+from ..callbacks.late_loss import late_losses
 from ..callbacks.loggers import HiddenLoggers, console_bars
 from ..callbacks.precision import precision_callbacks, synchronize_rng
 from ..data.loaders import same_data
@@ -388,6 +389,7 @@ def _decide(self:DistributedTrainer):
         self.decisions.begin('a fit')
         undo.callback(self.decisions.end)
         undo.push(self._fit_failed)
+        if self.accelerator.device.type!='cpu': undo.enter_context(late_losses(self.learn))
         with self.decisions.interruptible(): yield
 
 @patch

@@ -206,6 +206,8 @@ def waits(ctx, n=24, loss='plain', **kwargs):
     return (None, None) if ctx is None else (learn.begins.found, learn.begins.sent), report(learn)
 
 
+# what all have agreed on in the batch before; fastai's average of the losses is not waited for
+A_STEP_LATE = {('event', 'fastdist', 'trainer/step.py', '_agreed'): 1}
 # of 268 bytes of parameters, or 332, by two workers: what goes into a message, and comes out of it; 40 are the loss's
 BYTES = dict(ddp=(308, 572), zero1=(764, 1124), zero2=(952, 1344), fsdp=(1408, 1896))
 
@@ -213,7 +215,7 @@ BYTES = dict(ddp=(308, 572), zero1=(764, 1124), zero2=(952, 1344), fsdp=(1408, 1
 @pytest.mark.parametrize('strategy,loss,n,bn', [*((s, 'plain', 24, bn) for s in STRATEGIES for bn in (False, True)),
                                                 ('ddp', 'masked', 39, False), ('zero1', 'weighted', 19, False), ('zero2', 'plain', 19, False), ('fsdp', 'weighted', 19, False)])
 def test_the_host_waits_for_no_kernel_of_a_step(gpu_worlds, strategy, loss, n, bn):
-    """What all have agreed on fastdist reads a step late, when it is there. fastai reads the loss, for its average.
+    """What all have agreed on fastdist reads a step late, when it is there, and fastai's average of the losses when it has come or somebody looks.
     Of 19 samples the last batch has one, and one worker none"""
     # the loss, gradients, the parameters that each has stepped, or its rows of the gradients before; parts that are gathered as one; forward and backward of batch norm
     messages = dict(ddp=2, zero1=2+1, zero2=1+1+1, fsdp=1+(2+bn)*3)[strategy] + 2*bn + (loss != 'plain')
@@ -222,10 +224,47 @@ def test_the_host_waits_for_no_kernel_of_a_step(gpu_worlds, strategy, loss, n, b
         assert len(found) == (8 if loss == 'masked' else 2)
         if alone: same(learned, alone, 1e-5)
         for step, messages_of in zip(found, sent):
-            assert {k: n for k, n in step.items() if k[1] != 'fastai'} == {('event', 'fastdist', 'trainer/step.py', '_agreed'): 1}, step
-            assert sum(step.values()) == 2, step
+            assert step == A_STEP_LATE, step
             assert len(messages_of) == messages, messages_of
             if n == 24: assert sum(o[1] for o in messages_of) == BYTES[strategy][bn], messages_of
+
+
+class Looks(Callback):
+    "Looks at fastai's average after each batch"
+    order = 70
+    def before_fit(self): self.seen, self.own, self.average = [], [], torch.tensor(0.)
+    def after_batch(self):
+        if not self.training: return
+        self.average = torch.lerp(self.loss.cpu(), self.average, .98)
+        self.own.append(float(self.average/(1-.98**(self.iter+1))))
+        self.seen.append((self.smooth_loss.item(), float(self.recorder.losses[-1])))
+        assert isinstance(self.smooth_loss, torch.Tensor) and self.smooth_loss.device.type == 'cpu'
+
+
+def averages(looks):
+    "fastai's averages of the losses, and their types, after a fit; what somebody who looks has seen, and what a progress bar has shown"
+    import fastdist.all
+    from fastprogress.fastprogress import ConsoleProgressBar
+    cbs, shown = [Looks()] if looks else [], []
+    learn = learner(n=72, bs=6, n_val=6, lr=0.05, dtype=torch.float32, cbs=cbs)
+    learn.logger = noop
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(ConsoleProgressBar, 'on_update', lambda self, val, text: shown.append(text))
+        with learn.distrib_ctx(): learn.fit(1)
+    rec = learn.recorder
+    left = {type(o) for o in (*rec.losses, learn.smooth_loss, rec.smooth_loss.val)}
+    return SimpleNamespace(losses=[o.item() for o in rec.losses], left=left, seen=[(cb.seen, cb.own) for cb in cbs],
+                           shown=[o.split('... ')[1].rstrip(']') for o in shown if '... ' in o])
+
+
+def test_an_average_that_nobody_waits_for(gpu_worlds):
+    "Whoever looks at it in between, as the bar does, sees what fastai has there; in the end all are plain numbers"
+    plain, looked = (gpu_worlds(2)(averages, looks) for looks in (False, True))
+    for o in (*plain, *looked): assert o.losses == looked[0].losses and len(o.losses) == 6 and o.left == {torch.Tensor}, o
+    for o in looked:
+        seen, own = o.seen[0]
+        assert seen == [(x, x) for x in own] and own == o.losses, o
+    for o in (plain[0], looked[0]): assert o.shown == [f'{x:.4f}' for x in o.losses[:5]], o.shown  # beside each batch the average of the one before
 
 
 class Dense(Callback):
@@ -277,7 +316,7 @@ def test_nor_where_more_has_to_be_agreed_on(gpu_worlds, strategy, case, loss, st
         assert diff(learned.weights, alone.weights) < 1e-5
         assert len(found) == 5 or 'unsized' in case, len(found)
         for step in found:
-            assert {k: n for k, n in step.items() if k[1] != 'fastai'} == {('event', 'fastdist', 'trainer/step.py', '_agreed'): 1}, step
+            assert step == A_STEP_LATE, step
 
 
 def wide():
@@ -485,23 +524,40 @@ def test_workers_that_part_ways_are_found_wherever_they_stand(gpu_worlds, tmp_pa
         assert [o['profiling_name'].replace('allreduce', 'all_reduce') for o in json.loads((tmp_path/f'nccl_rank{r}.json').read_text())['entries']] == [f'nccl:{name}']
 
 
-def leaving(ctx, n_in):
-    "The most bytes of the device that are in use while a context ends, in sizes of the model, and where the optimizer's state is then"
-    import fastdist.all
+class Joined(torch.optim.Optimizer):
+    "A user's own optimizer, which keeps both of a parameter's averages in one tensor, twice as wide"
+    def __init__(self, params, lr): super().__init__(params, dict(lr=lr))
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group['params']:
+                both, s = torch.cat([p.grad, p.grad.square()], 1), self.state[p]
+                s['both'] = both if 'both' not in s else s['both']*.9 + both*.1
+                mean, square = s['both'].chunk(2, 1)
+                p -= group['lr']*mean/(square.sqrt()+.01)
+
+
+def leaving(ctx, n_in, opt=Adam):
+    """The most bytes of the device that are in use while a context ends, in sizes of the model, where the optimizer's state is then,
+    and what was learned"""
+    from fastdist.strategy.base import inner_opt
     from fastdist.world import setup_distrib
-    setup_distrib()
+    import fastdist.all
+    if ctx is not None: setup_distrib()
     set_seed(1)
-    model = nn.Sequential(*[nn.Linear(n_in, n_in, bias=False) for _ in range(6)], nn.Linear(n_in, 3))
+    model = nn.Sequential(*[nn.Linear(n_in, n_in, bias=False) for _ in range(6)], nn.Linear(n_in, 3, bias=False))
     size = sum(p.nbytes for p in model.parameters())
     x, y, found = torch.randn(12, n_in), torch.randint(0, 3, (12,)), SimpleNamespace()
     dls = DataLoaders(*[DataLoader(list(zip(x, y)), bs=6, num_workers=0) for _ in range(2)])
-    dls.to(torch.device('cuda', torch.cuda.current_device()))
-    learn = quiet(Learner(dls, model, CrossEntropyLossFlat(), opt_func=Adam, lr=1e-3))
-    with learn.distrib_ctx(**ctx):
+    if ctx is not None: dls.to(torch.device('cuda', torch.cuda.current_device()))
+    learn = quiet(Learner(dls, model, CrossEntropyLossFlat(), opt_func=opt, lr=1e-3))
+    with contextlib.nullcontext() if ctx is None else learn.distrib_ctx(**ctx):
         learn.fit(2)
-        torch.cuda.reset_peak_memory_stats()
-    found.leaving = torch.cuda.max_memory_allocated()/size
-    found.devices = {str(v.device) for s in learn.opt.state.values() for v in s.values() if isinstance(v, torch.Tensor) and v.dim()}
+        if ctx is not None: torch.cuda.reset_peak_memory_stats()
+    if ctx is not None: found.leaving = torch.cuda.max_memory_allocated()/size
+    state = [v for p in learn.model.parameters() for v in inner_opt(learn.opt).state[p].values() if isinstance(v, torch.Tensor) and v.dim()]
+    found.devices, found.learned = {str(v.device) for v in state}, [v.cpu() for v in (*weights(learn).values(), *state)]
     return found
 
 
@@ -512,6 +568,16 @@ def test_whole_states_come_back_without_their_shards(gpu_worlds, strategy, n, mo
     for o in gpu_worlds(n)(leaving, ctx_of(strategy), 512):
         assert o.leaving < most*1.05, o
         assert len(o.devices) == 1 and 'fakegpu' in min(o.devices), o
+
+
+@pytest.mark.parametrize('strategy,n,most', [('zero1', 2, 5), ('zero2', 3, 4), ('fsdp', 3, 4/3+3/6)])
+def test_whole_states_of_another_shape(gpu_worlds, strategy, n, most):
+    "An optimizer that fastdist does not know, whose state has not the parameter's shape: its rows are gathered in CPU memory as well"
+    opt = partial(OptimWrapper, opt=Joined)
+    alone = leaving(None, 130, opt).learned
+    for o in gpu_worlds(n)(leaving, ctx_of(strategy), 130, opt):
+        assert o.leaving < most*1.05 and len(o.devices) == 1, o
+        for a, b in zip(o.learned, alone, strict=True): assert diff(a, b) < 1e-5
 
 
 def peaks(ctx, found, width=258, layers=12):
@@ -596,10 +662,12 @@ def test_shards_that_stand_twice(gpu_worlds):
     world, part, alone = gpu_worlds(4), 1/12, twice(opt=Adam, frozen=True)
     for o in world(twice, hybrid(), opt=Adam, frozen=True): same(o, alone)
     same_in_half(world, hybrid(), 'fp16', 'plain')
-    for (found, sent), _ in world(waits, hybrid()):
-        for step, messages in zip(found, sent):
-            assert {k: n for k, n in step.items() if k[1] != 'fastai'} == {('event', 'fastdist', 'trainer/step.py', '_agreed'): 1}, step
-            assert (len(messages), sum(o[1] for o in messages)) == (7+2, 1560), messages  # as 'fsdp', and the shards of two parts between nodes
+    # as 'fsdp', and the shards of its parts between nodes
+    for bn, counts in (False, (7+2, 1560)), (True, (12+3, 2080)):
+        for (found, sent), _ in world(waits, hybrid(), bn=bn):
+            for step, messages in zip(found, sent, strict=True):
+                assert step == A_STEP_LATE, step
+                assert (len(messages), sum(o[1] for o in messages)) == counts, (len(messages), sum(o[1] for o in messages))
     for first, second in world(peaks, hybrid(), 'cpu'):
         assert first['devices'] == second['devices'] == {'cpu'} and first['saved'] == second['saved'] == 0
         for o, begun in (first, 1/2), (second, 2):

@@ -6,7 +6,7 @@ import fastai, torch
 import fastdist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-state = SimpleNamespace(counter=None, events=0)
+state = SimpleNamespace(counter=None, recorded=0, ended=0)  # how many events were recorded, and how many have happened
 _reads = ('aten._local_scalar_dense', 'aten.nonzero', 'aten.masked_select', 'aten.is_nonzero', 'aten.equal', 'aten.unique', 'aten._unique2')
 
 
@@ -17,8 +17,9 @@ _packages = {o.__name__: os.path.dirname(o.__file__) + os.sep for o in (fastdist
 def is_fake(t): return isinstance(t, torch.Tensor) and t.device.type == 'fakegpu'
 
 
-def note(what):
-    "The host waits here"
+def note(what, until=None):
+    "The host waits here, for all that was queued or `until` an event"
+    state.ended = state.recorded if until is None else until
     if state.counter is not None: state.counter[what, *_where()] += 1
 
 
