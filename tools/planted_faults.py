@@ -128,7 +128,7 @@ FAULTS = [Fault(*o) for o in [
      'self.undo.enter_context(self.learn.no_logging())', 'self.learn.logger = noop',
      ['tests/promises/test_p5_no_trace.py::test_after_the_end']),
     ('optimizer-state-lost', 'P5', "the optimizer's state is dropped when zero1 ends, in place of being put together",
-     'else: _each_state(self.opt, lambda p,o: self._gather(p, o, group))', 'else: self.opt.clear_state()',
+     'else: _each_state(self.opt, whole)', 'else: self.opt.clear_state()',
      ['tests/strategy/test_strategies.py::test_optimizer_before_and_after[zero1]']),
     ('compression-left', 'P5', "the wrapper of one fit, with GradientCompression's hook on it, serves in the next as well",
      '    self.strategy.end_fit()\n    self.strategy.set_opt(self.learn.opt)', '    self.strategy.set_opt(self.learn.opt)',
