@@ -89,7 +89,7 @@ def _divide(self:FullyShard):
     self.rows_of = Rows(self.mesh['shard'] if self.mesh.ndim > 1 else self.mesh)
     if isinstance(ignored, str): ignored = [m for n,m in model.named_modules() if re.fullmatch(ignored, n)]
     every,ids = _slots(model),{id(p) for m in ignored for p in m.parameters()}
-    def has_rows(p): return p.dim() and id(p) not in ids # a number has none
+    def has_rows(p): return p.dim() and p.numel() and id(p) not in ids # a number has none
     self.home = torch.device('cpu') if all(p.device.type=='cpu' for p,_ in every) else self.device # where all is at the end
     self.replicated = [p for p,_ in every if not has_rows(p)]
     self.slots = [o for o in every if has_rows(o[0])]

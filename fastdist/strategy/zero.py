@@ -98,7 +98,7 @@ class ShardedGradients(_ShardedSteps, Strategy):
                 ):
         super().__init__()
         self.allows_unused = handler is not None and (handler.find_unused_parameters or handler.static_graph)
-        self.handles,self.trained,self.buckets,self.sync,self.sums = [],None,[],True,_RowSums(None)
+        self.handles,self.trained,self.buckets,self.empty,self.sync,self.sums = [],None,[],[],True,_RowSums(None)
         self.backwards = Backwards(self)
 
     def setup(self, learn, device):
@@ -177,6 +177,8 @@ def _finish(self:ShardedGradients, partly=False # May parameters have got no gra
     if self.next < len(self.buckets): self._fill_up(partly)
     while self.next < len(self.buckets): self._send()
     while self.sums.sent: self.sums.receive()
+    for p in self.empty: # of which nothing is sent
+        if _is_new(p.grad): self.sums._done(p, self.rows_of.of(p.grad))
     average_grads(self.loose)
     self.unsynced = False
 
@@ -228,7 +230,8 @@ def _add_hooks(self:ShardedGradients, trained):
     self.average()
     self.end_fit()
     # about in the order in which they get gradients
-    ps = list({id(p):p for p in self.model.parameters() if p.requires_grad and p.numel()}.values())[::-1]
+    ps = list({id(p):p for p in self.model.parameters() if p.requires_grad}.values())[::-1]
+    ps,self.empty = partition(ps, lambda p: p.numel() > 0)
     self.buckets,self.trained = buckets(ps),trained
     self.bucket_of = {p:i for i,b in enumerate(self.buckets) for p in b}
-    self.handles = [BeforeAdding(ps, self._before), *(p.register_post_accumulate_grad_hook(self._after) for p in ps)]
+    self.handles = [BeforeAdding([*ps,*self.empty], self._before), *(p.register_post_accumulate_grad_hook(self._after) for p in ps)]

@@ -1,6 +1,7 @@
 "Parameters without elements, as tabular models without continuous columns have them"
 import pandas as pd
 import pytest
+from fastai.callback.training import GradientClip
 from learners import *
 
 
@@ -28,16 +29,28 @@ class Spare(nn.Linear):
         self.spare = nn.Parameter(torch.zeros(0, 3, dtype=torch.float64))
 
 
+class Used(Spare):
+    "It has a gradient, and so has a number"
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+    def forward(self, x): return super().forward(x)*self.scale + self.spare.sum(0)
+
+
+def clipped(): return learner(n=21, model=Used, cbs=[GradientClip(0.05), GradientAccumulation(10)])
+
+
 def trained_on(what, strategy=None):
     warnings.simplefilter('ignore')
     set_seed(3)
-    learn = quiet(dict(tabular=tabular, collab=collab, spare=lambda: learner(n=7, model=Spare))[what]())
+    learn = quiet(dict(tabular=tabular, collab=collab, spare=lambda: learner(n=7, model=Spare), clipped=clipped)[what]())
     with contextlib.nullcontext() if strategy is None else learn.distrib_ctx(split_batches=True, strategy=strategy): learn.fit(2, 0.01)
     return weights(learn), list(learn.recorder.values[-1])
 
 
 # each model under two: what a strategy does about such a parameter does not depend on the model
-@pytest.mark.parametrize('what,strategy', [('tabular', 'ddp'), ('spare', 'ddp'), ('spare', 'fsdp'), ('tabular', 'zero2'), ('collab', 'zero1'), ('collab', 'fsdp')])
+@pytest.mark.parametrize('what,strategy', [('tabular', 'ddp'), ('spare', 'ddp'), ('spare', 'fsdp'), ('tabular', 'zero2'), ('collab', 'zero1'), ('collab', 'fsdp'),
+                                           ('clipped', 'zero2'), ('clipped', 'fsdp')])
 def test_no_elements(world2, what, strategy):
     import fastdist.all
     want, values = trained_on(what)
