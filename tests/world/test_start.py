@@ -228,8 +228,9 @@ def test_a_port_that_is_taken():
 
 def test_the_same_rank_twice():
     url = f'tcp://127.0.0.1:{free_port()}'
-    res = started(lambda: by_hand(url, int(os.environ['R']), 2, timeout=5), [dict(R=r) for r in '011'])
-    assert 'two workers say that they are rank 1 of 2' in str(res)
+    # of three, so that those who have come do not start, and end, before the other one is there
+    res = started(lambda: by_hand(url, int(os.environ['R']), 3, timeout=15), [dict(R=r) for r in '011'])
+    assert 'two workers say that they are rank 1 of 3' in str(res)
 
 
 MAIN = r'''
