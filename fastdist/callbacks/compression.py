@@ -42,7 +42,10 @@ def _joined(cb, cls, strategies, **args):
     return trainer
 
 # %% ../../nbs/callbacks/06_compression.ipynb #fb7a0008
-_hooks = dict(fp16=fp16_compress_hook, bf16=bf16_compress_hook, powersgd=powerSGD_hook)
+# torch before 2.14 knows its own by the name, and refuses it on the CPU
+def _bf16_compress(state, bucket): return bf16_compress_hook(state, bucket)
+
+_hooks = dict(fp16=fp16_compress_hook, bf16=_bf16_compress, powersgd=powerSGD_hook)
 _power_options = [o for o in inspect.signature(PowerSGDState).parameters if o!='process_group']
 
 def _check_hook(hook, options):

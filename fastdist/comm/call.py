@@ -12,7 +12,7 @@ import torch, torch.distributed as dist, torch.nn.functional as F
 from fastcore.basics import patch
 from ..world.ranks import check_member, get_rank, get_world_size
 from ..world.secret import SignatureError
-from .pack import as_bytes, unpack
+from .pack import as_bytes, gather_single, unpack
 
 # %% ../../nbs/comm/01_call.ipynb #94fd0ed1
 _frame_size = 1024 # bytes
@@ -98,7 +98,7 @@ def _exchange(frame, n, group):
     if not dist.is_initialized(): return [_fields(frame)]
     mine = torch.frombuffer(bytearray(frame.ljust(_frame_size, b'\0')), dtype=torch.uint8).to(route(torch.device('cpu'), group))
     every = mine.new_empty(n*_frame_size)
-    dist.all_gather_single(every, mine, group=group)
+    gather_single(every, mine, group=group)
     return [_fields(o.tobytes()) for o in every.cpu().view(n, -1).numpy()]
 
 # %% ../../nbs/comm/01_call.ipynb #f6924095

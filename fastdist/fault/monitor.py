@@ -34,6 +34,7 @@ class Scope:
     failure:Failure=None # Of another rank
     raised:bool=False # Has this rank raised it?
     broken:bool=False # Was the process group broken off?
+    told:bool=False # Has this rank written what it has called?
 
 # %% ../../nbs/fault/04_monitor.ipynb #c202d8e0
 class Monitor:
@@ -181,6 +182,13 @@ def _end_process(self:Monitor, f):
 
 # %% ../../nbs/fault/04_monitor.ipynb #5d1f0a02
 @patch
+def tell(self:Monitor, s # `Scope` that the watchdog has ended
+        ):
+    "Write what this rank has called last, once"
+    told,s.told = s.told,True
+    if not told: tell_collectives(self.rank)
+
+@patch
 def _receive(self:Monitor, s, f, now):
     "Another rank has failed"
     if f.kind=='stalled' or now >= self.deadline.setdefault(s.key, now+self.grace): self.deliver(s, f)
@@ -198,7 +206,7 @@ def deliver(self:Monitor, s, # `Scope`
         if not s.left: s.failure = f
         if f.kind=='stalled':
             end_stopped_children()
-            tell_collectives(self.rank)
+            self.tell(s)
         if s.left: return # it fails, or has ended, by itself, and reports it
         self._try(lambda: self.records.set(f'ack/{s.key}/{self.rank}', 'aborted'))
         reacts()

@@ -10,26 +10,31 @@ import copyreg
 from functools import lru_cache
 
 import torch.distributed as dist, torch.nn.functional as F
-from torch.distributed._functional_collectives import all_gather_single_autograd, all_gather_single, reduce_scatter_single
+from torch.distributed import _functional_collectives as collectives
 from torch.nn.modules.batchnorm import _BatchNorm
 from fastai.basics import *
 
 # %% ../../nbs/model/03_batchnorm.ipynb #65d54f6e
+def _named(new, old): return getattr(collectives, new, None) or getattr(collectives, old) # torch before 2.13 has the old names
+
+_gather,_reduce_scatter = _named('all_gather_single', 'all_gather_tensor'),_named('reduce_scatter_single', 'reduce_scatter_tensor')
+_gather_autograd = _named('all_gather_single_autograd', 'all_gather_tensor_autograd')
+
 class _Gather(torch.autograd.Function):
     "One row of each worker, in all of them; its gradients are sums over workers, and have gradients too, which torch's own have not"
     @staticmethod
-    def forward(ctx, x): return all_gather_single(x, 0, dist.group.WORLD)+0 # waits, where it runs by itself
+    def forward(ctx, x): return _gather(x, 0, dist.group.WORLD)+0 # waits, where it runs by itself
     @staticmethod
     def backward(ctx, g): return _Scatter.apply(g)
 
 class _Scatter(torch.autograd.Function):
     "This worker's row of the sum"
     @staticmethod
-    def forward(ctx, x): return reduce_scatter_single(x.contiguous(), 'sum', 0, dist.group.WORLD)+0
+    def forward(ctx, x): return _reduce_scatter(x.contiguous(), 'sum', 0, dist.group.WORLD)+0
     @staticmethod
     def backward(ctx, g): return _Gather.apply(g.contiguous())
 
-def _gathered(x): return all_gather_single_autograd(x, 0, dist.group.WORLD) if torch.compiler.is_compiling() else _Gather.apply(x)
+def _gathered(x): return _gather_autograd(x, 0, dist.group.WORLD) if torch.compiler.is_compiling() else _Gather.apply(x)
 
 # %% ../../nbs/model/03_batchnorm.ipynb #068e025f
 def _statistics(centered, # This worker's values about `around`, `(batch, channels, ...)`

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.utils import clip_grad
 from ..comm.call import route
 from .backward import buckets
-from ..comm.pack import as_bytes
+from ..comm.pack import as_bytes, gather_single, scatter_single
 from ..comm.shards import is_dtensor, local
 from ..world.ranks import get_rank
 from ..world.process_group import keep_timeout
@@ -198,7 +198,7 @@ def reduce(self:RowMessage):
     self.sent,self.flat = buf,buf[0] if self.whole else buf.new_empty(sum(self.widths))
     out,inp = (torch.view_as_real(o) if o.is_complex() else o for o in (self.flat,buf))
     if self.whole: self.work = dist.all_reduce(inp, group=self.group, async_op=True)
-    else: self.work = dist.reduce_scatter_single(out.view(-1), inp.view(-1), group=self.group, async_op=True)
+    else: self.work = scatter_single(out.view(-1), inp.view(-1), group=self.group, async_op=True)
 
 # %% ../../nbs/strategy/04_sharding.ipynb #50da6271
 @patch
@@ -215,7 +215,7 @@ def gather(self:RowMessage, parts, # For each tensor, this worker's rows, anywhe
     else:
         view = self.as_view()
         self.sent = torch.empty(self.size, n, **like) if view is None else view
-        self.work = dist.all_gather_single(as_bytes(self.sent), as_bytes(mine), group=self.group, async_op=True)
+        self.work = gather_single(as_bytes(self.sent), as_bytes(mine), group=self.group, async_op=True)
 
 @patch
 def scatter(self:RowMessage):

@@ -91,7 +91,9 @@ FAULTS = dict(
             list(DistributedDL(DataLoader(list(range(8)), bs=2, num_workers=1, after_item=later), 0, 1))''',
         before='from fastdist.all import DistributedDL\n    from fastdist.fault.stacks import crashes\n    from fastdist.fault.monitor import running_monitor',
         says=['Fatal Python error: Segmentation fault', 'in item', 'rank 1 has kept the others waiting', 'its loader process', 'in later']),
-    sleeps=dict(fault='time.sleep(1000)', says=['rank 1 has kept the others waiting', 'in <module>', 'waits in all_reduce']),
+    # rank 2 is told by the end of its connections, before its monitor has heard of it
+    sleeps=dict(before='if rank == 2:\n        from fastdist.fault.monitor import Monitor\n        Monitor._receive = lambda *args: None',
+                fault='time.sleep(1000)', says=['rank 1 has kept the others waiting', 'in <module>', 'waits in all_reduce']),
     busy=dict(fault='while True: pass', says=['rank 1 has kept the others waiting']))
 
 
