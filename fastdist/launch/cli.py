@@ -24,27 +24,32 @@ from .processes import end_processes, handlers_kept, send_signal, torch_quiet
 _usage = """usage: fastdist launch [options] script.py [arguments of the script]
        fastdist launch [options] -m module [arguments of the module]
 
-Start workers that run script.py together, and wait until they have ended. What rank 0 prints is on the
-screen; what each of them prints is in a file of its own. An error in one ends all.
+Start workers that run script.py together, and wait until they have ended.
+What rank 0 prints is on the screen; what each of them prints is in a file of
+its own. An error in one ends all.
 
-  fastdist launch train.py                 a worker for each GPU, or one where there is none
-  fastdist launch -n 2 train.py            2 workers, on a machine without a GPU as well
+  fastdist launch train.py       a worker for each GPU, or one without a GPU
+  fastdist launch -n 2 train.py  2 workers, on a machine without a GPU as well
   fastdist launch --nnodes 2 --rdzv-endpoint host1:29500 train.py
-                                           on 2 nodes: the same command on both, host1 is one of them
-  In a job of Slurm's: on all of its nodes, as `fastdist launch train.py`
+                                 on 2 nodes: the same on both, one is host1
+  Inside a Slurm job: on all of its nodes, as `fastdist launch train.py`
 
 options, before the script:
   -n N                       number of workers, on all nodes together
   --nproc-per-node N         number of workers on each node
-  --nnodes N                 number of nodes (machines); 1:2 for 1 or 2, whichever are there
-  --rdzv-endpoint HOST:PORT  the rendezvous of the nodes: a name or address of the first, and a free port of it
-  --node-rank R              number of this node, 0 where the rendezvous is; can be left out for two
-  --max-restarts N           start all workers again, up to N times, when one fails
-  --log-dir DIR              folder of the logs; by default a new one, which stays if a worker fails
+  --nnodes N                 number of nodes (machines); 1:2 for 1 or 2
+  --rdzv-endpoint HOST:PORT  where the nodes meet: name or address of the first,
+                             and a free port of it
+  --node-rank R              number of this node, 0 where the rendezvous is; can
+                             be left out for two
+  --max-restarts N           start all again, up to N times, when one fails
+  --log-dir DIR              folder of the logs; by default a new one, which
+                             stays if a worker fails
   --tee 3                    show what all workers print
   --cpu                      use no GPU
-  --dry-run                  print the command that would be run, and run nothing
-  --mixed_precision, ...     `accelerate launch --help` lists its options: all are passed on"""
+  --dry-run                  print the command that would run, and run nothing
+  --mixed_precision, ...     `accelerate launch --help` lists its options: all
+                             are passed on"""
 
 # %% ../../nbs/launch/05_cli.ipynb #bc2a26c6
 def _parse(args):

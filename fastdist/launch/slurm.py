@@ -11,15 +11,19 @@ from pathlib import Path
 from .machine import Parser, n_threads, plural
 
 # %% ../../nbs/launch/06_slurm.ipynb #03c5c58c
-_usage = "fastdist slurm --nodes N (--gpus G | --workers W) [options] script.py [arguments of the script]"
+_usage = "fastdist slurm --nodes N (--gpus G | --workers W) [options] script.py\n                      [arguments of the script]"
 
-_help = """Write a Slurm job that runs script.py on N nodes, with G GPUs (or W workers on the CPU) on each of them:
+_help = """Write a Slurm job that runs script.py on N nodes, with G GPUs (or W workers on
+the CPU) on each of them:
 
     fastdist slurm --nodes 4 --gpus 8 --time 12:00:00 train.py --epochs 5
     sbatch train.sbatch
 
-or do both in one with --submit. Options of the script come after it. Where the script
-comes first, they come after --: fastdist slurm train.py --nodes 4 --gpus 8 -- --epochs 5
+or do both in one with --submit. Options of the script come after it. Where the
+script comes first, they come after --:
+
+    fastdist slurm train.py --nodes 4 --gpus 8 -- --epochs 5
+
 A script on the CPU, with 4 workers on each node: --workers 4 instead of --gpus."""
 
 def _size_options(add):

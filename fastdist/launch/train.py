@@ -6,7 +6,7 @@
 __all__ = ['train', 'launch_args', 'main']
 
 # %% ../../nbs/launch/09_train.ipynb #4398c9ec
-import os,shlex,textwrap
+import os,shlex,shutil,textwrap
 from argparse import RawDescriptionHelpFormatter
 from contextlib import contextmanager,nullcontext
 from importlib import import_module
@@ -179,7 +179,8 @@ Keys, and their defaults:
 def _config_help():
     "The table of keys, as text"
     rows = [f"  {k} = {toml(o.default)}" if o.default is not None else f"  {k}" for k,o in keys.items()]
-    helps = [textwrap.fill(f'{o.help} ({o.need})', 110, initial_indent=' '*6, subsequent_indent=' '*6) for o in keys.values()]
+    width = shutil.get_terminal_size().columns-2 # as argparse
+    helps = [textwrap.fill(f'{o.help} ({o.need})', width, initial_indent=' '*6, subsequent_indent=' '*6) for o in keys.values()]
     return _example + '\n'.join(f"{r}\n{h}" for r,h in zip(rows, helps))
 
 # %% ../../nbs/launch/09_train.ipynb #11457b85

@@ -95,19 +95,20 @@ def _run_workers(report, args, silence):
     finally: _stop(proc)
 
 # %% ../../../nbs/launch/check/03_cli.ipynb #e94bf39b
-_description = """What will a run look like here? Looks at this machine, starts workers as `fastdist launch` does with the same options,
-measures how fast they communicate, trains a tiny model, and prints what is wrong. The exit status is 0 where nothing is, and 1
-otherwise."""
+_description = """What will a run look like here? Looks at this machine, starts workers as
+`fastdist launch` does with the same options, measures how fast they
+communicate, trains a tiny model, and prints what is wrong. The exit status is
+0 where nothing is, and 1 otherwise."""
 
 _examples = """examples:
   fastdist check
   fastdist check -n 4 --shared /data/run1
-  fastdist check --nnodes 2 --rdzv-endpoint n1:29500    (the same on both nodes)
-  srun -N2 --ntasks-per-node=2 fastdist check           (instead of your `srun ... python train.py`)"""
+  fastdist check --nnodes 2 --rdzv-endpoint n1:29500  (the same on both nodes)
+  srun -N2 --ntasks-per-node=2 fastdist check         (as you start your script)"""
 
 def _parser():
     p = Parser(
-        prog='fastdist check', usage='fastdist check [-n N] [--shared DIR] [--timeout SECONDS] [options of `fastdist launch`]',
+        prog='fastdist check', usage='fastdist check [-n N] [--shared DIR] [--timeout SECONDS]\n                      [options of `fastdist launch`]',
         description=_description, epilog=_examples, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = p.add_argument
     add('-n', type=int, metavar='N', help="number of workers: by default as `fastdist launch`, but 2 on a machine without a GPU")
