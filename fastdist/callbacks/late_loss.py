@@ -112,5 +112,5 @@ def late_losses(learn # `Learner` that trains on a GPU
     finally:
         del met.accumulate
         for bar in bars: del bar.after_batch
-        _settle(getattr(rec, 'losses', []), met, last)
-        if hasattr(learn, 'smooth_loss'): learn.smooth_loss = last(learn.smooth_loss)
+        _settle(vars(rec).get('losses', []), met, last)
+        if 'smooth_loss' in vars(learn): learn.smooth_loss = last(learn.smooth_loss)
