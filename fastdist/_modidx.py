@@ -1190,6 +1190,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                           'fastdist/fault/monitor.py'),
                                         'fastdist.fault.monitor.Monitor._watch_all': ( 'fault/monitor.html#monitor._watch_all',
                                                                                        'fastdist/fault/monitor.py'),
+                                        'fastdist.fault.monitor.Monitor.all_tell': ( 'fault/monitor.html#monitor.all_tell',
+                                                                                     'fastdist/fault/monitor.py'),
                                         'fastdist.fault.monitor.Monitor.cause_of': ( 'fault/monitor.html#monitor.cause_of',
                                                                                      'fastdist/fault/monitor.py'),
                                         'fastdist.fault.monitor.Monitor.deliver': ( 'fault/monitor.html#monitor.deliver',

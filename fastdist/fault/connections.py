@@ -31,7 +31,7 @@ def _by_descriptor():
 
 def _connections():
     "This process's connections over TCP: (own address, the other's address) and the file descriptor"
-    # /proc lists those of the whole machine, in 5 ms or more. But a socket made by Python gets the user's limit, and so do its other owners
+    # /proc lists those of the whole machine, in 5 ms or more. But a socket made by Python gets the user's limit, and so do others' copies
     return _by_descriptor() if socket.getdefaulttimeout() is None else _by_system()
 
 # %% ../../nbs/fault/03_connections.ipynb #c5644f52

@@ -189,6 +189,14 @@ def tell(self:Monitor, s # `Scope` that the watchdog has ended
     if not told: tell_collectives(self.rank)
 
 @patch
+def all_tell(self:Monitor, s):
+    "The same, and wait for the others, three seconds at most: the launcher will end those that have not written theirs yet"
+    self.tell(s)
+    acks = [f'ack/{s.key}/{r}' for r in range(self.size)]
+    self._try(lambda: self.records.set(acks[self.rank], 'aborted'))
+    self._try(lambda: wait_until(lambda: self.store.check(acks), 3))
+
+@patch
 def _receive(self:Monitor, s, f, now):
     "Another rank has failed"
     if f.kind=='stalled' or now >= self.deadline.setdefault(s.key, now+self.grace): self.deliver(s, f)

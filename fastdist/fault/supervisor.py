@@ -82,7 +82,7 @@ def _fail(m, s, e):
     s.broken = m.broken = True
     write_record(other or e) # this process may be gone before the one that failed, and the launcher would blame it
     f = getattr(other or e, 'failure', s.failure)
-    if f is not None and f.kind=='stalled': m.tell(s) # the connections have ended before the monitor has heard of it
+    if f is not None and f.kind=='stalled': m.all_tell(s)
     if other is not None: raise other
 
 def _close(m, s):

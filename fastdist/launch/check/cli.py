@@ -108,7 +108,8 @@ _examples = """examples:
 
 def _parser():
     p = Parser(
-        prog='fastdist check', usage='fastdist check [-n N] [--shared DIR] [--timeout SECONDS]\n                      [options of `fastdist launch`]',
+        prog='fastdist check',
+        usage='fastdist check [-n N] [--shared DIR] [--timeout SECONDS]\n                      [options of `fastdist launch`]',
         description=_description, epilog=_examples, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = p.add_argument
     add('-n', type=int, metavar='N', help="number of workers: by default as `fastdist launch`, but 2 on a machine without a GPU")
