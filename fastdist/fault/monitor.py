@@ -184,17 +184,19 @@ def _end_process(self:Monitor, f):
 @patch
 def tell(self:Monitor, s # `Scope` that the watchdog has ended
         ):
-    "Write what this rank has called last, once"
+    "Write what this rank has called last, once; the last rank says that all have"
     told,s.told = s.told,True
-    if not told: tell_collectives(self.rank)
+    if told: return
+    tell_collectives(self.rank)
+    def count():
+        if self.store.add(f'told/{s.key}', 1)==self.size: self.store.set(f'told/{s.key}/all', '')
+    self._try(count)
 
 @patch
 def all_tell(self:Monitor, s):
     "The same, and wait for the others, three seconds at most: the launcher will end those that have not written theirs yet"
     self.tell(s)
-    acks = [f'ack/{s.key}/{r}' for r in range(self.size)]
-    self._try(lambda: self.records.set(acks[self.rank], 'aborted'))
-    self._try(lambda: wait_until(lambda: self.store.check(acks), 3))
+    self._try(lambda: wait_until(lambda: self.store.check([f'told/{s.key}/all']), 3, n=self.size))
 
 @patch
 def _receive(self:Monitor, s, f, now):

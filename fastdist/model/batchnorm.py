@@ -13,12 +13,12 @@ import torch.distributed as dist, torch.nn.functional as F
 from torch.distributed import _functional_collectives as collectives
 from torch.nn.modules.batchnorm import _BatchNorm
 from fastai.basics import *
+from ..comm.pack import named
 
 # %% ../../nbs/model/03_batchnorm.ipynb #65d54f6e
-def _named(new, old): return getattr(collectives, new, None) or getattr(collectives, old) # torch before 2.13 has the old names
-
-_gather,_reduce_scatter = _named('all_gather_single', 'all_gather_tensor'),_named('reduce_scatter_single', 'reduce_scatter_tensor')
-_gather_autograd = _named('all_gather_single_autograd', 'all_gather_tensor_autograd')
+_gather = named(collectives, 'all_gather_single', 'all_gather_tensor')
+_gather_autograd = named(collectives, 'all_gather_single_autograd', 'all_gather_tensor_autograd')
+_reduce_scatter = named(collectives, 'reduce_scatter_single', 'reduce_scatter_tensor')
 
 class _Gather(torch.autograd.Function):
     "One row of each worker, in all of them; its gradients are sums over workers, and have gradients too, which torch's own have not"

@@ -1,5 +1,5 @@
 """P6: what runs on the CPU runs on GPUs, with the same numbers; a worker stays on its own. The GPUs are pretended (support/fakegpu), nccl's rules are its own."""
-import gc, json, operator, os, signal, time
+import json, operator, os, signal, time
 
 import fakegpu, pytest
 from accelerate import ParallelismConfig
@@ -242,29 +242,34 @@ class Looks(Callback):
 
 
 def averages(looks):
-    "fastai's averages of the losses, and their types, after a fit; what somebody who looks has seen, and what a progress bar has shown"
+    """fastai's averages of the losses, and their types, after a fit; what somebody who looks has seen, what a progress bar has shown (beside batches 2 to 5,
+    and the last), and where the host has waited in steps 7 and 8, in which it shows nothing"""
     import fastdist.all
     from fastprogress.fastprogress import ConsoleProgressBar
-    cbs, shown = [Looks()] if looks else [], []
-    learn = learner(n=72, bs=6, n_val=6, lr=0.05, dtype=torch.float32, cbs=cbs)
+    cbs, shown = [Looks()] if looks else [Begins(), Ends()], []
+    learn = learner(n=108, bs=6, n_val=6, lr=0.05, dtype=torch.float32, cbs=cbs)
     learn.logger = noop
+    if not looks: learn.begins.first = 6
     with pytest.MonkeyPatch.context() as m:
         m.setattr(ConsoleProgressBar, 'on_update', lambda self, val, text: shown.append(text))
+        m.setattr(ConsoleProgressBar, 'update_every', 1e9)  # seconds
         with learn.distrib_ctx(): learn.fit(1)
     rec = learn.recorder
     left = {type(o) for o in (*rec.losses, learn.smooth_loss, rec.smooth_loss.val)}
-    return SimpleNamespace(losses=[o.item() for o in rec.losses], left=left, seen=[(cb.seen, cb.own) for cb in cbs],
+    return SimpleNamespace(losses=[o.item() for o in rec.losses], left=left, seen=looks and (cbs[0].seen, cbs[0].own), found=None if looks else learn.begins.found[:2],
                            shown=[o.split('... ')[1].rstrip(']') for o in shown if '... ' in o])
 
 
 def test_an_average_that_nobody_waits_for(gpu_worlds):
     "Whoever looks at it in between, as the bar does, sees what fastai has there; in the end all are plain numbers"
     plain, looked = (gpu_worlds(2)(averages, looks) for looks in (False, True))
-    for o in (*plain, *looked): assert o.losses == looked[0].losses and len(o.losses) == 6 and o.left == {torch.Tensor}, o
+    for o in (*plain, *looked): assert o.losses == looked[0].losses and len(o.losses) == 9 and o.left == {torch.Tensor}, o
+    for o in plain: assert o.found == [A_STEP_LATE]*2, o.found
     for o in looked:
-        seen, own = o.seen[0]
+        seen, own = o.seen
         assert seen == [(x, x) for x in own] and own == o.losses, o
-    for o in (plain[0], looked[0]): assert o.shown == [f'{x:.4f}' for x in o.losses[:5]], o.shown  # beside each batch the average of the one before
+    # beside each batch the average of the one before
+    for o in (plain[0], looked[0]): assert o.shown == [f'{o.losses[i]:.4f}' for i in (0, 1, 2, 3, 7)], o.shown
 
 
 class Dense(Callback):
@@ -554,7 +559,6 @@ def leaving(ctx, n_in, opt=Adam):
     learn = quiet(Learner(dls, model, CrossEntropyLossFlat(), opt_func=opt, lr=1e-3))
     with contextlib.nullcontext() if ctx is None else learn.distrib_ctx(**ctx):
         learn.fit(2)
-        gc.collect()  # what the fit has left in cycles is not of what leaving takes
         if ctx is not None: torch.cuda.reset_peak_memory_stats()
     if ctx is not None: found.leaving = torch.cuda.max_memory_allocated()/size
     state = [v for p in learn.model.parameters() for v in inner_opt(learn.opt).state[p].values() if isinstance(v, torch.Tensor) and v.dim()]

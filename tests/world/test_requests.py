@@ -100,6 +100,7 @@ def monitor_of(n, monkeypatch, tmp_path):
         m.records.set(f'beat/{r}', asdict(Beat(1, r, host_name()+'x', 7)))
         if r: m.records.set(connections.Connections._key(*links[r-1][::-1]), r)
         for s in ('job', '1/1', '1/2'): m.records.set(f'ack/{s}/{r}', 'left')
+    m.store.add('told/1/2', n-1)
     m.store = m.records.store = Counted(m.store, asked)
     m.tick, m.scopes = 0, [m.job, monitor.Scope('1/1', 600.), monitor.Scope('1/2')]
     return m, asked
@@ -120,6 +121,8 @@ def failure_of(n, monkeypatch, tmp_path):
     count('others', m.others)
     count('report', lambda: m.report(ValueError('no disk'), s))
     assert not s.broken
+    count('told', lambda: m.all_tell(s))
+    assert m.store.check(['told/1/2/all'])
     count('later', lambda: m._publish_failure(m.scopes[1], Failure(1, 'n1', text='later', by=1)))
     count('break off', m._break_off)
     count('gone', m._gone)
