@@ -2473,6 +2473,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                            'fastdist/strategy/fsdp.py'),
                                         'fastdist.strategy.fsdp._attributes': ( 'strategy/fsdp.html#_attributes',
                                                                                 'fastdist/strategy/fsdp.py'),
+                                        'fastdist.strategy.fsdp._groups': ('strategy/fsdp.html#_groups', 'fastdist/strategy/fsdp.py'),
                                         'fastdist.strategy.fsdp._is_torchs': ('strategy/fsdp.html#_is_torchs', 'fastdist/strategy/fsdp.py'),
                                         'fastdist.strategy.fsdp._put_params': ( 'strategy/fsdp.html#_put_params',
                                                                                 'fastdist/strategy/fsdp.py'),

@@ -116,7 +116,8 @@ def _input_grad(g, x, weight, mean, invstd, sums, products):
         return torch.batch_norm_backward_elemt(g, x, mean, invstd, w, sums, products, one)
     a = invstd if w is None else invstd*w
     k = -a*invstd*invstd*products
-    res = F.batch_norm(x, torch.zeros_like(k), torch.ones_like(k), k, -a*sums-k*mean, False, 0., 0.) # x*k + ..., in one pass
+    # x*k + ..., in one pass; PyTorch before 2.12 wants an eps above 0, and 1 plus this one is 1
+    res = F.batch_norm(x, torch.zeros_like(k), torch.ones_like(k), k, -a*sums-k*mean, False, 0., 1e-300)
     return res.addcmul_(g, a.view([1,-1]+[1]*(x.dim()-2)))
 
 # %% ../../nbs/model/03_batchnorm.ipynb #ec85f657

@@ -371,6 +371,12 @@ def end_fit(self:FullyShard):
     self.checked = False
 
 # %% ../../nbs/strategy/07_fsdp.ipynb #66c75912
+def _groups(module):
+    "Torch's groups of parameters of `module`, that it gathers at once"
+    state = fully_shard.state(module)
+    if hasattr(state, '_fsdp_param_groups'): return state._fsdp_param_groups
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group] # PyTorch before 2.12 has one for a module, or none
+
 @patch
 def _drop_shard(self:FullyShard, p, of_torch):
     "Free the memory of the shard `p`, which autograd's last graph keeps alive, and of what torch knows of it"
@@ -380,8 +386,7 @@ def _drop_shard(self:FullyShard, p, of_torch):
 @patch
 def _gather_params(self:FullyShard, group):
     "Give the model's own parameters their values, and gradients where no worker has failed: one after the other, as its shard goes"
-    groups = [g for m in (*self.parts,self.model) for g in fully_shard.state(m)._fsdp_param_groups]
-    of_torch = {id(o.sharded_param):o for g in groups for o in g.fsdp_params}
+    of_torch = {id(o.sharded_param):o for m in (*self.parts,self.model) for g in _groups(m) for o in g.fsdp_params}
     def whole(o): return gather_rows(local(o), o.shape, self.rows_of, group, self.home)
     for (p,_),new,strides in zip(self.slots, self.params, self.formats):
         _put_values(p, whole(new), strides)
@@ -394,15 +399,15 @@ def _gather_params(self:FullyShard, group):
 # %% ../../nbs/strategy/07_fsdp.ipynb #a44c276d
 @patch
 def _unshard_model(self:FullyShard):
-    undo,self.undo,states = self.undo,None,[fully_shard.state(m) for m in (self.model,*self.parts)]
-    gathered = {id(getattr(o, '_unsharded_param', None)) for s in states for g in s._fsdp_param_groups for o in g.fsdp_params}
+    undo,self.undo,modules = self.undo,None,(self.model,*self.parts)
+    groups,states = {m:_groups(m) for m in modules},[fully_shard.state(m) for m in modules]
+    gathered = {id(getattr(o, '_unsharded_param', None)) for m in modules for g in groups[m] for o in g.fsdp_params}
     # what the user has put in the place of one stays
     def ours(m, n): return n in m._parameters and (isinstance(m._parameters[n], DTensor) or id(m._parameters[n]) in gathered)
     slots = [(p,[o for o in owners if ours(*o)]) for p,owners in self.slots]
     undo()
     # autograd's graph keeps them alive, where the garbage collector does not see it, and they the model and its gradients
-    for state in states:
-        for o in (*state._fsdp_param_groups,state): vars(o).clear()
+    for o in (*[g for m in modules for g in groups[m]], *states): vars(o).clear()
     _put_params(slots)
     self.params,self.parts = [],[]
 
