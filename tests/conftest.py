@@ -8,11 +8,12 @@ os.environ.setdefault('OMP_NUM_THREADS', '1')  # one core for each of xdist's pr
 # torch asks for the name of each address that it connects to: a name server that does not answer costs 5 s otherwise, in this process as well,
 # which holds the stores of the worlds
 os.environ.setdefault('RES_OPTIONS', 'timeout:1 attempts:1')
-import cpu, fakegpu, warm
+import cpu, fakegpu, real_gpus, warm
 from harness import Worlds
 from hosts import Slurm, why_no_slurm
 
 TESTS = Path(__file__).parent
+GPUS = real_gpus.hide()
 # a shell's background job has them ignored, and so would all that the tests start, also what they interrupt
 for s, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGQUIT, signal.SIG_DFL)):
     if signal.getsignal(s) == signal.SIG_IGN: signal.signal(s, handler)
@@ -33,18 +34,30 @@ def worlds():
 
 @pytest.fixture(scope='session')
 def gpu_worlds():
-    "The same of workers that have GPUs, which are pretended: two, or three in a world of three"
-    if why := fakegpu.why_not(): pytest.skip(f'the branches for GPUs: {why}')
-    library = str(fakegpu.build())
-    w = Worlds({'FASTDIST_TEST_GPUS': library, 'FAKEGPU_COUNT': '4'})
+    "The same of workers that have GPUs: those of this machine, or else pretended ones"
+    if not GPUS and (why := fakegpu.why_not()): pytest.skip(f'the branches for GPUs: {why}')
+    w = Worlds(real_gpus.shown() if GPUS else {'FASTDIST_TEST_GPUS': str(fakegpu.build()), 'FAKEGPU_COUNT': '4'})
     yield w
     w.stop()
+
+
+@pytest.fixture(scope='session')
+def fake_gpu_worlds(request):
+    "Those with pretended GPUs, for tests that ask these what has happened"
+    if GPUS: pytest.skip('asks the pretended GPU what has happened: there is a real one')
+    return request.getfixturevalue('gpu_worlds')
+
+
+@pytest.fixture(scope='session')
+def real_gpu_worlds(request):
+    if not GPUS: pytest.skip('needs a GPU')
+    return request.getfixturevalue('gpu_worlds')
 
 
 @pytest.fixture(autouse=True)
 def no_group_left(request, worlds):
     yield
-    for o in (worlds, (request.node.funcargs or {}).get('gpu_worlds')):
+    for o in (worlds, *((request.node.funcargs or {}).get(o) for o in ('gpu_worlds', 'fake_gpu_worlds', 'real_gpu_worlds'))):
         if o is not None: o.end_groups()
 
 

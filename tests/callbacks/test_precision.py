@@ -7,8 +7,6 @@ from fastai.basics import Callback
 from fastai.callback.fp16 import MixedPrecision
 from learners import learner, quiet, weights, diff
 
-cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a GPU')
-
 
 class OnCPU(MixedPrecision):
     "fastai's, on the device that is there: torch scales and casts on the CPU as well"
@@ -107,11 +105,15 @@ def test_refused_and_no_trace(cb, handlers, msg):
 def test_bf16_with_autocast(): assert {*seen(AutocastKwargs(enabled=False), None, to_fp16=dict(amp_mode='bf16'))[0].dtypes} == {torch.float32}
 
 
-@cuda
-def test_on_a_gpu():
-    look, learn, moved = seen(AutocastKwargs(enabled=False), GradScalerKwargs(init_scale=2., growth_factor=4., growth_interval=1), owner=MixedPrecision)
-    assert look.scales == [8., 32., 128.] and {*look.dtypes} == {torch.float32} and moved > 0
-    assert {*seen(owner=MixedPrecision)[0].dtypes} == {torch.float16}
+def on_a_gpu():
+    "Scales and types of a fit with settings, and types of one without"
+    look, _, moved = seen(AutocastKwargs(enabled=False), GradScalerKwargs(init_scale=2., growth_factor=4., growth_interval=1), owner=MixedPrecision)
+    return look.scales, {str(o) for o in look.dtypes}, moved, {str(o) for o in seen(owner=MixedPrecision)[0].dtypes}
+
+
+def test_on_a_gpu(real_gpu_worlds):
+    (scales, types, moved, plain), = real_gpu_worlds(1)(on_a_gpu)
+    assert scales == [8., 32., 128.] and types == {'torch.float32'} and moved > 0 and plain == {'torch.float16'}
 
 
 def states(rng_types):

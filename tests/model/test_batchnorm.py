@@ -38,7 +38,7 @@ def shared(cases, device='cpu'):
     rank, size, res = dist.get_rank(), dist.get_world_size(), []
     cut = slice(0, 1) if rank == 0 else slice(1+(rank-1)*6//(size-1), 1+rank*6//(size-1))
     for args, twice in cases:
-        bn, x, g = prepared(*args, cut=cut, device=f'{device}:{rank}' if device == 'cuda' else device)
+        bn, x, g = prepared(*args, cut=cut, device=torch.device('cuda', torch.cuda.current_device()) if device == 'cuda' else device)
         undo = sync_batch_norm(nn.Sequential(bn))
         mine, grads, stats = passed(bn, x, g, twice)
         undo()

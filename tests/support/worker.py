@@ -15,11 +15,15 @@ def main(folder):
     faulthandler.register(signal.SIGUSR1, file=open(folder/f'rank{rank}.stacks', 'ab', 0), all_threads=True)
     import fastai.basics, fastai.callback.all, torch.distributed as dist  # once, here, and not in every call
     if library := os.environ.get('FASTDIST_TEST_GPUS'):
-        import fakegpu
-        fakegpu.install(library)
+        if library != 'real':
+            import fakegpu
+            fakegpu.install(library)
     try: import fastdist.all
     except Exception: traceback.print_exc()  # into the log: a test that needs it fails by itself, and shows this
 
+    if library == 'real':
+        import real_gpus
+        real_gpus.share(int(os.environ['WORLD_SIZE']))
     fastai.basics.defaults.cpus = 0  # as in conftest.py: a loader has processes where a test says so
 
     conn = Client(str(folder/'line'), 'AF_UNIX', authkey=bytes.fromhex(os.environ['FASTDIST_TEST_KEY']))
