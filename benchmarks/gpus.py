@@ -2,17 +2,22 @@
 
     torchrun --nproc-per-node 2 benchmarks/gpus.py [--rounds 7] [--models tiny resnet18]
 
-All ways take turns in the same processes, in another order each round. With one process there is no DistributedDataParallel, and `distrib_ctx` has nothing to do.
+Where there are fewer GPUs than processes these share them, over nccl's sockets: then only ratios say something. All ways take turns in the same processes, in another order each round. With one process there is no DistributedDataParallel, and `distrib_ctx` has nothing to do.
 Medians of the milliseconds of a step, by the clock (the GPU's work ends within) and of this process's CPU, with quartiles of the ratio to by hand."""
-import argparse, os, random, statistics, time
+import argparse, os, random, statistics, sys, time
+from contextlib import nullcontext
+from pathlib import Path
 
 import torch, torch.distributed as dist
-from fastai.basics import Adam, Callback, CrossEntropyLossFlat, DataLoaders, Learner, TfmdDL, nn, noop, nullcontext
+from fastai.basics import Adam, Callback, CrossEntropyLossFlat, DataLoaders, Learner, TfmdDL, nn, noop
 from fastai.callback.fp16 import MixedPrecision
 from fastai.callback.progress import ProgressCallback
 import fastdist.all
 from fastdist.world import setup_distrib, get_world_size, get_rank
 from torch.nn.parallel import DistributedDataParallel
+
+sys.path.append(str(Path(__file__).parents[1]/'tests'/'support'))
+from real_gpus import share
 
 STEPS = 30
 
@@ -80,6 +85,7 @@ def main():
     p.add_argument('--rounds', type=int, default=7)
     p.add_argument('--models', nargs='+', default=['tiny', 'resnet18'])
     a = p.parse_args()
+    share(int(os.environ.get('WORLD_SIZE', 1)))
     setup_distrib()
     n = get_world_size()
     names = [o for o in WAYS if o != 'fastai alone' or n == 1]

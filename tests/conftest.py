@@ -14,6 +14,7 @@ from hosts import Slurm, why_no_slurm
 
 TESTS = Path(__file__).parent
 GPUS = real_gpus.hide()
+if GPUS: os.environ.setdefault(warm.COLD, '1')  # imports start threads of the driver's, which a fork loses
 # a shell's background job has them ignored, and so would all that the tests start, also what they interrupt
 for s, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGQUIT, signal.SIG_DFL)):
     if signal.getsignal(s) == signal.SIG_IGN: signal.signal(s, handler)
