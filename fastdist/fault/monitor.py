@@ -17,7 +17,8 @@ from .stacks import Stacks, ask_late, begin_loader_process, crashes, end_stopped
 from .watchdog import Beat, Neighbour, Watch, ended, find_ended, frame_text, own_beat, recorded_before, stack_of, user_frames
 from ..notices import notice
 from ..world.errors import Failure, RemoteError, _light, end_after_first, in_short, write_record
-from ..world.process_group import abort_gpu_collectives, shared_store
+from ..world.backends import abort_gpu_collectives
+from ..world.process_group import shared_store
 from ..world.records import Records
 from ..world.secret import signed_json
 from ..world.state import current_world

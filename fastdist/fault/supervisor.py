@@ -13,7 +13,8 @@ import torch.distributed as dist
 from .interrupt import handler_kept
 from .monitor import Monitor, Scope, running_monitor
 from ..world.errors import RemoteError, end_after_first, write_record
-from ..world.process_group import collective_timeout, init_group, teardown_distrib
+from ..world.backends import collective_timeout
+from ..world.process_group import init_group, teardown_distrib
 from ..world.ranks import get_rank, get_world_size
 from ..world.state import World, current_world
 from ..world.store import seconds

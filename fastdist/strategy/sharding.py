@@ -19,7 +19,7 @@ from .backward import buckets
 from ..comm.pack import as_bytes, gather_single, scatter_single
 from ..comm.shards import is_dtensor, local
 from ..world.ranks import get_rank
-from ..world.process_group import keep_timeout
+from ..world.backends import keep_timeout
 from ..world.state import current_world
 
 # %% ../../nbs/strategy/04_sharding.ipynb #75908766

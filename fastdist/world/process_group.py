@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['ended', 'all_sign', 'job_secret', 'shared_store', 'world_store', 'init_group', 'distributed_init', 'setup_distrib',
-           'keep_timeout', 'collective_timeout', 'abort_gpu_collectives', 'teardown_distrib', 'call_main']
+           'teardown_distrib', 'call_main']
 
 # %% ../../nbs/world/09_process_group.ipynb #f6da0eae
 import atexit,gc,hmac,multiprocessing,os,secrets,shutil,sys,time,warnings
@@ -12,8 +12,6 @@ from contextlib import contextmanager,nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from importlib import import_module
-from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
 from urllib.parse import urlparse
@@ -21,6 +19,7 @@ from urllib.parse import urlparse
 import torch, torch.distributed as dist
 from ..env import check_gpus, cpu_switch
 from ..notices import notice
+from .backends import end_groups
 from .state import World, current_world, enter_world
 from .ranks import accelerate_state, check_rank, get_device, get_local_world_size, get_rank, get_world_size, other_accelerator
 from .ranks import ranks_on_hosts, use_cpu
@@ -284,65 +283,6 @@ def setup_distrib(gpu=None, # Number of the GPU that this process uses; by defau
     init_group(timeout=timeout, gpu=gpu)
     return gpu
 
-# %% ../../nbs/world/09_process_group.ipynb #0cc4ab33
-def _backends():
-    "[(process group, `torch.device`, its backend)] of all groups, the newest first"
-    names = dist.distributed_c10d._world.pg_names if dist.is_initialized() else {}
-    return [(o,d,o._get_backend(d)) for o in sorted(names, key=names.get, reverse=True) for d in o._device_types]
-
-def keep_timeout():
-    "Let collectives of all groups wait as long as `collective_timeout` says; for groups that are made in it"
-    world = current_world()
-    if 'timeout' not in world.cache: return
-    secs = world.cache['timeout']
-    for group,_,o in _backends():
-        torchs = dist.distributed_c10d._get_default_timeout(dist.get_backend(group))
-        getattr(o, 'set_timeout', o._set_default_timeout)(torchs if secs is ... else timedelta(seconds=secs))
-
-# %% ../../nbs/world/09_process_group.ipynb #c3c7c908
-@contextmanager
-def collective_timeout(watchdog # Seconds after which the watchdog ends the work; `None` for never
-                      ):
-    "Let collectives wait longer than the watchdog; no change where `timeout` was given, or somebody else has made the process group"
-    world = current_world()
-    if world._store is None or 'timeout' in world.options: return (yield)
-    outer = world.cache.get('timeout', ...)
-    world.cache['timeout'] = 365*86400 if watchdog is None else 2*watchdog+60 # it needs seconds to find out who is missing
-    try:
-        keep_timeout()
-        yield
-    finally:
-        world.cache['timeout'] = outer
-        if world.is_live: keep_timeout()
-
-# %% ../../nbs/world/09_process_group.ipynb #c98fe6c7
-def _gpu_backends():
-    "[(process group, `torch.device`, its backend)] for all that is not gloo's, the newest group first"
-    return [o for o in _backends() if o[2].name()!='gloo']
-
-def abort_gpu_collectives():
-    """End the collectives of GPUs that this process waits in, of all groups; what they were to write is garbage. The groups stay,
-    broken, until `teardown_distrib`. Returns whether there are groups on GPUs"""
-    torchs,found = dist.distributed_c10d,_gpu_backends()
-    if not found: return False
-    device = found[0][1] if getattr(found[0][2], 'supports_coalescing', False) else None # as torch's `_abort_process_group`,
-    with torchs._coalescing_manager(dist.group.WORLD, device): # which also forgets that there are groups, so that nobody ends them
-        for _,_,backend in found: backend.abort()
-    return True
-
-# %% ../../nbs/world/09_process_group.ipynb #5b1e86a8
-_MESH_CACHES = ('debug._clear_sharding_prop_cache', '_collective_utils.MeshTopoInfo.build_from_mesh.cache_clear',
-                '_redistribute.clear_redistribute_planner_cache', '_redistribute._gen_transform_infos.cache_clear',
-                '_sharding_prop.ShardingPropagator._propagate_tensor_meta_cached.cache_clear')
-
-def _forget_meshes():
-    "Empty torch's caches of sharded tensors: they hold groups that have ended, each with a thread of gloo's that wakes 100 times a second"
-    if 'torch.distributed.tensor' not in sys.modules: return
-    for name in _MESH_CACHES:
-        module,_,clear = name.partition('.')
-        try: attrgetter(clear)(import_module(f'torch.distributed.tensor.{module}'))()
-        except (ImportError, AttributeError): pass # another torch's: the thread stays, nothing else
-
 # %% ../../nbs/world/09_process_group.ipynb #d64a0236
 def _teardown_own():
     "At the end of a process; nothing in a copy of a rank, whose connections are the rank's"
@@ -352,11 +292,9 @@ def teardown_distrib():
     "Leave the process group, if there is one; a second call does nothing"
     world,made = current_world(),dist.is_initialized() # it ends the world of a group that somebody else has destroyed
     if made:
+        aborted = world.cache.get('aborted', False)
         world.end()
-        gc.collect() # wrappers in cycles hold the group, whose threads abort the process if they outlive it
-        dist.destroy_process_group()
-        _forget_meshes()
-        gc.collect()
+        end_groups(aborted)
     state = accelerate_state()
     if state is None or not made and getattr(state, 'num_processes', 0)==1: return # none, where it was not made to the end
     from accelerate.state import AcceleratorState # it goes on to believe in the group that has gone

@@ -13,7 +13,7 @@ from strategies import FullyShardedDataParallelPlugin, ctx_of, fit, fits
 
 STRATEGIES = 'ddp', 'zero1', 'zero2', 'fsdp'
 DEVICE = 'cuda' if real_gpus.hide() else 'fakegpu'
-WIDTH = 4096 if real_gpus.hide() else 258  # of layers: cuBLAS has some 30 MB of its own
+WIDTH, BESIDE = (4096, .12) if real_gpus.hide() else (258, 0)  # of layers; what cuBLAS has of its own, some 90 MB, in sizes of such a model
 
 
 def report(learn, preds=None):
@@ -490,7 +490,7 @@ def over_links(rank, library, url, fn):
     import fakegpu, torch.distributed as dist
     fakegpu.install(library)
     from fakegpu import nccl
-    nccl.deaf = True
+    nccl.deaf = nccl.noticed = True
     from fastdist.world import RemoteError, distributed_init, fail_together
     distributed_init(init_method=url, rank=rank, world_size=3)
     t = torch.ones(4, device='cuda')
@@ -514,7 +514,7 @@ def killed(rank, t):
 
 
 def test_a_killed_worker_is_noticed_by_its_heartbeat(fake_gpu_worlds):
-    "Links between GPUs tell nobody: the collective would wait until the watchdog's 600 s are over"
+    "Links between GPUs tell nobody: the collective would wait until the watchdog's 600 s are over. Nor does the group's end wait for nccl's watchdog"
     res = over_three(killed)
     assert res[1] is None
     for r in (0, 2): assert res[r][:2] == (1, 'ended') and res[r][2] < 60 and 'rank 1 (host' in res[r][3] and 'ended without a traceback' in res[r][3], res[r]
@@ -658,16 +658,16 @@ def test_a_model_that_does_not_fit_one_gpu(gpu_worlds, n, found, offload):
     part, activations = 1/12, 6//n*13/WIDTH/12  # of the model
     shards = 0 if offload else 4/n  # of parameters, gradients and Adam's two
     found_there = 4 if found == 'gpu' else 0
-    def close(a, b): return abs(a-b) < .05*max(b, part)
+    def close(a, b): return abs(a-b) < .05*max(b, part) + BESIDE
     for first, second in gpu_worlds(n)(peaks, sharded(cpu_offload=offload), found):
         assert first['saved'] == second['saved'] == 0
         assert first['devices'] == second['devices'] == {DEVICE if found == 'gpu' else 'cpu'}
         assert close(first['begun'], shards/4) and close(second['begun'], shards), (first, second)
         for o, before in (first, found_there/4), (second, found_there):
             assert close(o['before'], before) and close(o['after'], found_there), o
-            assert o['begins'] < 1.05*max(o['before'], o['begun']) + part*(1+1/n), o
+            assert o['begins'] < 1.05*max(o['before'], o['begun']) + part*(1+1/n) + BESIDE, o
             assert close(o['fitted'], shards) and close(o['step'], shards + 4*part + activations), o
-            assert o['saves'] < 1.05*(shards + 3*part) and o['ends'] < 1.05*max(shards + 3*part, found_there), o
+            assert o['saves'] < 1.05*(shards + 3*part) + BESIDE and o['ends'] < 1.05*max(shards + 3*part, found_there) + BESIDE, o
 
 
 def test_shards_that_stand_twice(gpu_worlds):
@@ -684,16 +684,16 @@ def test_shards_that_stand_twice(gpu_worlds):
     for first, second in world(peaks, hybrid(), 'cpu'):
         assert first['devices'] == second['devices'] == {'cpu'} and first['saved'] == second['saved'] == 0
         for o, begun in (first, 1/2), (second, 2):
-            assert abs(o['begun']/begun-1) < .05 and abs(o['fitted']/2-1) < .05 and o['begins'] < 1.05*(begun+part), o
+            assert abs(o['begun']-begun) < .05*begun + BESIDE and abs(o['fitted']-2) < .1 + BESIDE and o['begins'] < 1.05*(begun+part) + BESIDE, o
             # beside what 'fsdp' takes: torch keeps the gradients' shards that it adds up until the backward has ended
-            assert abs(o['step']/(2 + 1/2 + 4*part)-1) < .05 and max(o['saves'], o['ends']) < 1.05*(2 + 3*part), o
+            assert abs(o['step']/(2 + 1/2 + 4*part)-1) < .05 + BESIDE and max(o['saves'], o['ends']) < 1.05*(2 + 3*part) + BESIDE, o
 
 
 @pytest.mark.parametrize('n,strategy,formula', [(2, 'ddp', lambda n: 1+2+2), (3, 'zero1', lambda n: 1+2+2/n+(1+1/n)), (2, 'zero2', lambda n: 1+(1+2)/n+1+(1+2/n))])
 def test_the_most_that_a_step_takes(gpu_worlds, n, strategy, formula):
     """As docs/strategies.md has it. The message of zero1, of parameters, has all of them, as they are fewer than 25 MB, and this worker's rows; that of zero2
     all gradients, beside themselves, and twice this worker's rows"""
-    for first, _ in gpu_worlds(n)(peaks, ctx_of(strategy), 'cpu'): assert abs(first['step']/formula(n)-1) < .05, first
+    for first, _ in gpu_worlds(n)(peaks, ctx_of(strategy), 'cpu'): assert abs(first['step']/formula(n)-1) < .05 + BESIDE, first
 
 
 @pytest.mark.parametrize('n,kwargs,pairs', [(3, {}, [('frozen', 'adam'), ('bn', 'sgd')]), (2, dict(cpu_offload=True), [('clip', 'adam'), ('bn', 'lamb'), ('frozen', 'adamw')])])

@@ -14,6 +14,7 @@ delay = float(os.environ.get('FAKENCCL_DELAY', 0))  # seconds that a message is 
 dtypes = {torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.bool}
 groups = []  # torch holds only what is in C++
 deaf = False  # links between GPUs: of a rank that is gone nobody is told, and what waits for it does so until it is aborted
+noticed = False  # nccl's own watchdog has been told of an error: it sleeps, and what ends the group waits for it
 
 
 class StrictNCCL(torch._C._distributed_c10d.Backend):
@@ -85,7 +86,9 @@ class StrictNCCL(torch._C._distributed_c10d.Backend):
         for job in list(self.pending):
             if not job.future.done(): self._drop(job)
 
-    def shutdown(self): self.queue.put(None)
+    def shutdown(self):
+        self.queue.put(None)
+        if noticed: time.sleep(300)
 
     # --- the collectives, on the same memory as tensors of the CPU
 
