@@ -2966,6 +2966,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                    'fastdist/trainer/trainer.py'),
                                           'fastdist.trainer.trainer.DistributedTrainer._end_fit': ( 'trainer/trainer.html#distributedtrainer._end_fit',
                                                                                                     'fastdist/trainer/trainer.py'),
+                                          'fastdist.trainer.trainer.DistributedTrainer._fit_bars': ( 'trainer/trainer.html#distributedtrainer._fit_bars',
+                                                                                                     'fastdist/trainer/trainer.py'),
                                           'fastdist.trainer.trainer.DistributedTrainer._fit_failed': ( 'trainer/trainer.html#distributedtrainer._fit_failed',
                                                                                                        'fastdist/trainer/trainer.py'),
                                           'fastdist.trainer.trainer.DistributedTrainer._leave_stream': ( 'trainer/trainer.html#distributedtrainer._leave_stream',

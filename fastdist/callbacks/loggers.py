@@ -56,13 +56,14 @@ def _is_watched():
 def console_bars():
     "A context in which fastai's progress bars are text, in a fork of a notebook's kernel, and not there where nobody sees them move"
     bars,texts,old = fastai.callback.progress,fastprogress.fastprogress,{}
-    no_bar = texts.NO_BAR
+    no_bar,fill = texts.NO_BAR,ConsoleProgressBar.fill
     # the kernel's front end takes text from a fork and nothing else
     if IN_NOTEBOOK and multiprocessing.parent_process() is not None: old = {o:getattr(bars, o) for o in ('master_bar','progress_bar')}
     try:
         if old: bars.master_bar,bars.progress_bar = ConsoleMasterBar,ConsoleProgressBar
         texts.NO_BAR = no_bar or not _is_watched() # fastprogress means to look, but does not call `isatty`
+        if texts.NO_BAR: ConsoleProgressBar.fill = '' # which it prints nevertheless
         yield
     finally:
-        texts.NO_BAR = no_bar
+        texts.NO_BAR,ConsoleProgressBar.fill = no_bar,fill
         for nm,o in old.items(): setattr(bars, nm, o)

@@ -134,10 +134,14 @@ def _share_loaders(self:DistributedTrainer):
     self.undo.enter_context(self.loaders.on_learner())
 
 @patch
+def _fit_bars(self:DistributedTrainer):
+    "No progress bar, frame by frame, where nobody sees it move"
+    self.undo.enter_context(console_bars())
+
+@patch
 def _show_in_rank0(self:DistributedTrainer):
     "Rank 0 alone shows a progress bar, a graph and a table, and logs"
     self.loggers = HiddenLoggers(self.learn)
-    self.undo.enter_context(console_bars())
     if get_rank()==0: return
     self.undo.enter_context(self.learn.no_logging())
     self.undo.enter_context(self.loggers.hidden())
@@ -213,7 +217,7 @@ def model_steps(self:DistributedTrainer):
 @patch
 def steps(self:DistributedTrainer):
     "What `attach` does, in this order; `detach` undoes it in reverse"
-    both = [self._accumulate, self._set_path, self._seed_loaders, self._set_precision]
+    both = [self._fit_bars, self._accumulate, self._set_path, self._seed_loaders, self._set_precision]
     if self.accelerator is None: return [self._copy_to_gpus, self._checkpoint, self._compile, *both]
     return [self._same_model,
             self._prepare,

@@ -470,3 +470,14 @@ def test_gan(world2):
     w, moved = gan(False)
     assert moved > 1e-4
     for w1, _ in world2(gan, True): assert diff(w, w1) < 2e-6
+
+
+def test_no_bar_where_nobody_sees_it_in_one_process_either(monkeypatch):
+    "fastai's would fill a file, frame by frame"
+    import io, sys, fastdist.all
+    learn, out = learner(n=10), io.StringIO()
+    monkeypatch.setattr(sys, 'stdout', out)
+    with learn.distrib_ctx(): learn.fit(1)
+    assert '|' not in out.getvalue() and '█' not in out.getvalue() and 'train_loss' in out.getvalue()
+    learn.fit(1)  # after it, as before
+    assert '|' in out.getvalue()
