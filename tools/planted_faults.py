@@ -169,7 +169,7 @@ FAULTS = [Fault(*o) for o in [
      "if 'device_placement' in given:", "if 'device_placement' in kwargs and None:",
      ['tests/promises/test_p7_arguments.py::test_no_argument_of_accelerates_is_swallowed']),
     ('error-without-value', 'P7', "errors of arguments do not say which value is not accepted",
-     '{arg}={_short(value)} is not accepted', '{arg} is not accepted',
+     '{arg}={short_repr(value)} is not accepted', '{arg} is not accepted',
      ['tests/promises/test_p7_arguments.py::test_still_refused']),
     ('config-key-ignored', 'P7', "split_batches in a config for fastdist train has no effect",
      'sync_bn=c.sync_bn, split_batches=c.split_batches,', 'sync_bn=c.sync_bn,',

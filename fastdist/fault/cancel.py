@@ -16,7 +16,7 @@ import torch, torch.distributed as dist
 from fastai.callback.core import (Callback, CancelBackwardException, CancelBatchException, CancelEpochException, CancelFitException,
                                   CancelStepException, CancelTrainException, CancelValidException, event)
 from fastcore.basics import noop, patch
-from ..comm.call import _check, route, same_text
+from ..comm.call import check_calls, route, same_text
 from ..comm.objects import all_gather_list
 from .interrupt import Interrupts
 from .same_call import gone_on
@@ -90,7 +90,7 @@ def agree(self:Decisions, code=0 # 1 to 7 for a Cancel exception, 8 for `Keyboar
 def _same_call(every):
     "An `OutOfStep` where the ranks, of which `every` has (call, line, callbacks), are at different calls"
     lines = [f"{line[0]}:{line[1]} in {line[2]}" if line else '?' for _,line,_ in every]
-    _check(range(len(every)), [o[0] for o in every], lines, [None]*len(every))
+    check_calls(range(len(every)), [o[0] for o in every], lines, [None]*len(every))
 
 # %% ../../nbs/fault/07_cancel.ipynb #04e60481
 @patch

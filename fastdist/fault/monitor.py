@@ -16,7 +16,7 @@ from .connections import Connections, lost_peer, of_group
 from .stacks import Stacks, ask_late, begin_loader_process, crashes, end_stopped, end_stopped_children, end_with_children, tell_collectives
 from .watchdog import Beat, Neighbour, Watch, ended, find_ended, frame_text, own_beat, recorded_before, stack_of, user_frames
 from ..notices import notice
-from ..world.errors import Failure, RemoteError, _light, end_after_first, in_short, write_record
+from ..world.errors import Failure, RemoteError, end_after_first, in_short, light_error, write_record
 from ..world.backends import abort_gpu_collectives
 from ..world.process_group import shared_store
 from ..world.records import Records
@@ -395,7 +395,7 @@ def _uncaught(self:Monitor, typ, e, tb):
     if isinstance(e, KeyboardInterrupt) or isinstance(other, KeyboardInterrupt) or self.interrupts.pending is not None:
         if self.rank==0: print("fastdist: stopped by Ctrl-C", file=sys.stderr, flush=True)
     elif other is None:
-        self.old_hook(typ, _light(e), tb)
+        self.old_hook(typ, light_error(e), tb)
         if at := crashes(self.stacks): print(f"Its loader process:\n{at}", file=sys.stderr, flush=True)
     else: print(f"fastdist: {in_short(other, self.rank)}", file=sys.stderr, flush=True)
     self.job.left = True

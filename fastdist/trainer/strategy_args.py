@@ -15,7 +15,7 @@ import torch.distributed as dist
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import DynamoBackend, FullyShardedDataParallelPlugin, TorchDynamoPlugin
 from fastai.basics import *
-from ..world.errors import _short, refuse
+from ..world.errors import refuse, short_repr
 from ..world.ranks import get_rank, get_world_size
 
 # %% ../../nbs/trainer/00_strategy_args.ipynb #ff6a8c4b
@@ -52,7 +52,7 @@ def _check_strategy(strategy, # A word, an object with the hooks, or `None`
     for i,(arg,v,ok) in enumerate(means):
         for arg0,v0,ok0 in means[:i]:
             if not {*ok} & {*ok0}:
-                refuse(arg0, v0, f"{arg}={_short(v)} means {_either(ok)}, and this {_either(ok0)}: {_one_of_them}")
+                refuse(arg0, v0, f"{arg}={short_repr(v)} means {_either(ok)}, and this {_either(ok0)}: {_one_of_them}")
     return strategy if own else next((o for o in _words if means and all(o in ok for _,_,ok in means)), 'ddp')
 
 # %% ../../nbs/trainer/00_strategy_args.ipynb #8fc21189
