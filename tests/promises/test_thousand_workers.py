@@ -1,0 +1,108 @@
+"""What a fit costs one of a thousand workers, in messages, requests to the store, and calls of Python functions: what it costs one of two.
+
+All others are taken to be like this one (support/echo), which is rank 0 and so has most to do."""
+import os, sys
+from collections import Counter
+
+from forked import started
+from learners import *
+from strategies import ctx_of
+
+
+STRATEGIES = 'ddp', 'zero1', 'zero2', 'fsdp'
+
+
+class Phases:
+    "By phase: the collectives and their bytes, requests to the store, and calls of fastdist's functions"
+    def __init__(self, store):
+        import fastdist
+        self.store, self.folder, self.found, self.now = store, os.path.dirname(fastdist.__file__)+os.sep, {}, None
+
+    def begin(self, name):
+        import echo
+        self.now, self.calls, self.messages, self.asked = name, Counter(), len(echo.sent), self.store.count.copy()
+        sys.setprofile(self._count)
+
+    def _count(self, frame, event, arg):
+        file = frame.f_code.co_filename
+        if event == 'call' and file.startswith(self.folder): self.calls[file[len(self.folder):], frame.f_code.co_name] += 1
+
+    def end(self):
+        import echo
+        sys.setprofile(None)
+        self.found[self.now] = SimpleNamespace(sent=echo.sent[self.messages:], asked=dict(self.store.count-self.asked), calls=dict(self.calls))
+
+
+class InFit(Callback):
+    "Begins and ends the phases of the second epoch"
+    def __init__(self, phases): self.phases = phases
+    def before_train(self):
+        if self.epoch == 1: self.phases.begin('an epoch begins')
+    def after_train(self):
+        if self.epoch == 1: self.phases.begin('validation')
+    def after_epoch(self):
+        if self.epoch == 1: self.phases.end()
+
+
+class First(InFit):
+    order = -1000
+    def before_batch(self):
+        if self.epoch != 1 or not self.training: return
+        if self.iter == 0: self.phases.end()
+        if self.iter == 2: self.phases.begin('a step')
+
+
+class Last(InFit):
+    order = 2000
+    def before_train(self): pass
+    def after_train(self): pass
+    def after_epoch(self): pass
+    def after_batch(self):
+        if self.epoch == 1 and self.training and self.iter == 2: self.phases.end()
+
+
+def costs_of(strategy, size, store):
+    import fastdist.all
+    phases = Phases(store)
+    learn = quiet(learner(n=4*size, n_val=4*size, bs=size, val_bs=2, bn=True, opt=Adam, metrics=accuracy, cbs=[First(phases), Last(phases)]))
+    for i in range(2):
+        ctx = learn.distrib_ctx(**ctx_of(strategy))
+        phases.begin(f'context {i} begins')
+        ctx.__enter__()
+        phases.end()
+        if i == 0: learn.fit(2)
+        phases.begin(f'context {i} ends')
+        ctx.__exit__(None, None, None)
+        phases.end()
+    return phases.found
+
+
+def costs():
+    "By strategy and phase, as one of SIZE workers"
+    import echo
+    size, store = int(os.environ['SIZE']), echo.Asked()
+    echo.join(0, size, store)
+    return {o: costs_of(o, size, store) for o in STRATEGIES}
+
+
+# messages in each phase, of a model with 6 parameters, 2 of which are batch norm's
+MESSAGES = {'context 0 begins': 3, 'an epoch begins': 5, 'validation': 5, 'context 1 begins': 3}
+
+
+def test_a_fit_costs_what_it_costs_one_of_two():
+    """Messages and requests are the same in number, in every phase and with every strategy, and so are bytes, but where rows are padded to as many for each worker,
+    of which a worker has few here. Calls are no more"""
+    two, many = started(costs, [{'SIZE': '2'}, {'SIZE': '1024'}], timeout=200)
+    assert isinstance(two, dict) and isinstance(many, dict), (two, many)
+    for strategy in STRATEGIES:
+        for phase, a in two[strategy].items():
+            b, at = many[strategy][phase], (strategy, phase)
+            assert len(a.sent) == len(b.sent) and a.asked == b.asked, (at, a.sent, b.sent, a.asked, b.asked)
+            if phase in MESSAGES and strategy == 'ddp': assert len(a.sent) == MESSAGES[phase], (at, a.sent)
+            sizes = [sum(n for _, n in o.sent) for o in (a, b)]
+            if strategy == 'ddp': assert sizes[1] <= sizes[0]*1.01+64, (at, a.sent, b.sent)
+            # the first context looks at as many samples as there are, up to some number
+            if phase != 'context 0 begins': assert sum(b.calls.values()) <= sum(a.calls.values())*(1 if strategy == 'ddp' else 1.05), (at, more(a.calls, b.calls))
+
+
+def more(a, b): return {k: (a.get(k, 0), n) for k, n in b.items() if n > a.get(k, 0)}
