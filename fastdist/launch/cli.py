@@ -109,7 +109,8 @@ def _plan_srun(a, rest, srun):
 
 def _summary(a, n, cpu, env, want):
     threads = a.num_cpu_threads_per_process or env.get('OMP_NUM_THREADS') or os.environ['OMP_NUM_THREADS']
-    device = f"the CPU, {threads} thread{'' if str(threads)=='1' else 's'} each" if cpu else "one GPU each"
+    device = f"the CPU, {threads} thread{'' if str(threads)=='1' else 's'}" if cpu else "one GPU"
+    if n > 1: device += ' each'
     n_nodes,nodes = want['num_machines'],''
     if n_nodes > 1: nodes = (f" on {a.nnodes if node_range(a) else n_nodes} nodes, "
                              f"rendezvous at {want['main_process_ip']}:{want['main_process_port']}")

@@ -129,7 +129,7 @@ def _workers(n, cpu, log_dir):
     undo = ExitStack()
     w = NotebookWorkers(n, envs, _log_folder(log_dir, undo), kind)
     w.store,w.undo = store,undo
-    on = f"the CPU, {plural(n_threads(n_cores(), n), 'thread')} each" if cpu else 'one GPU each'
+    on = (f"the CPU, {plural(n_threads(n_cores(), n), 'thread')}" if cpu else 'one GPU') + (' each' if n > 1 else '')
     print(f"fastdist: starting {plural(n, 'worker')} on {on}", file=sys.stderr if rich_shell() is None else sys.stdout, flush=True)
     return w
 
