@@ -129,7 +129,10 @@ def _broadcast(ts # Tensors, in the same order and shapes in all workers
     for some in (here, *([t] for t in elsewhere)): # one by one: the device that they are sent from may not have room for all
         # as bytes: gloo knows neither bfloat16 nor bool, and takes no strides
         flat = [as_bytes(t.to(route(t.device, None))) for t in some]
-        dist._broadcast_coalesced(dist.group.WORLD, flat, 25*2**20, 0) # small ones together, of 25 MiB at most
+        large,small = partition(flat, lambda b: b.nbytes > 2**16) # these as they are, for a copy of them takes memory
+        works = [dist.broadcast(b, src=0, async_op=True) for b in large]
+        if small: dist._broadcast_coalesced(dist.group.WORLD, small, 25*2**20, 0)
+        for w in works: w.wait()
         for t,b in zip(some, flat):
             if b.data_ptr()!=t.data_ptr(): t.copy_(b.view(t.dtype).view(t.shape))
 
