@@ -4,6 +4,7 @@ All others are taken to be like this one (support/echo), which is rank 0 and so 
 import os, sys
 from collections import Counter
 
+import fakegpu, pytest
 from forked import started
 from learners import *
 from strategies import ctx_of
@@ -92,6 +93,7 @@ MESSAGES = {'context 0 begins': 3, 'an epoch begins': 5, 'validation': 5, 'conte
 def test_a_fit_costs_what_it_costs_one_of_two():
     """Messages and requests are the same in number, in every phase and with every strategy, and so are bytes, but where rows are padded to as many for each worker,
     of which a worker has few here. Calls are no more"""
+    if why := fakegpu.no_backend(): pytest.skip(why)
     two, many = started(costs, [{'SIZE': '2'}, {'SIZE': '1024'}], timeout=200)
     assert isinstance(two, dict) and isinstance(many, dict), (two, many)
     for strategy in STRATEGIES:

@@ -7,7 +7,7 @@ which an op on tensors of two devices is an error. `torch.cuda` answers for it, 
 What it does not show: the order of kernels on streams, waits of autograd's own threads, the rounding of a GPU's kernels of half precision,
 cuDNN, `torch.save` of such tensors, links between GPUs, and time.
 """
-from .build import build, why_not
+from .build import build, no_backend, why_not
 from .waits import HostSyncs
 
 installed = False

@@ -5,13 +5,19 @@ from pathlib import Path
 SOURCE = Path(__file__).with_name('device.cpp')
 
 
+def no_backend():
+    "Why torch takes no process group backend that is written in Python; nothing if it does"
+    import torch
+    try: torch._C._distributed_c10d.Backend(0, 1)
+    except TypeError: return f'torch {torch.__version__} takes no process group backend that is written in Python'
+
+
 def why_not():
     "Why there can be no such device here; nothing if there can"
     import torch
     if shutil.which('g++') is None: return 'no C++ compiler: apt-get install g++'
     if torch.cuda.is_available(): return 'there is a GPU, which the pretended one would hide'
-    try: torch._C._distributed_c10d.Backend(0, 1)
-    except TypeError: return f'torch {torch.__version__} takes no process group backend that is written in Python'
+    return no_backend()
 
 
 def build():
