@@ -105,6 +105,9 @@ FAULTS = [Fault(*o) for o in [
      '_fastai_save(tmp, model, opt, with_opt, **kwargs)', '_fastai_save(Path(file), model, opt, with_opt, **kwargs)',
      ['tests/trainer/test_learner.py::test_save_that_fails_leaves_the_last_file[2]']),
     # P4: no tax
+    ('message-per-worker', 'P4', "when a context begins each worker sends its own message to all others",
+     '    check_values(model)\n', '    check_values(model)\n    for r in range(dist.get_world_size()): dist.broadcast(torch.zeros(1), r)\n',
+     ['tests/promises/test_thousand_workers.py::test_a_fit_costs_what_it_costs_one_of_two']),
     ('bar-waits', 'P4', "the progress bar waits in each step for the GPU to compute the loss",
      '    for bar in bars: bar.after_batch = partial(_show_batch, bar)\n', '    bars = []\n',
      ['tests/promises/test_gpus.py::test_an_average_that_nobody_waits_for']),
