@@ -23,6 +23,7 @@ setup(
     license_expression=cfg['license'],
     license_files=['LICENSE'],
     classifiers=cfg['classifiers'].strip().splitlines(),
+    project_urls=dict(o.split(' = ') for o in cfg['project_urls'].strip().splitlines()),
     python_requires='>='+cfg['min_python'],
     install_requires=cfg['requirements'].split(),
     extras_require=dict(dev=cfg['dev_requirements'].split()),

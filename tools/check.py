@@ -120,6 +120,7 @@ def check_metadata(root):
     cfg = settings(root)
     want = {'Name':cfg['dist_name'], 'Version':version(root), 'Summary':cfg['description'], 'Author':cfg['author'],
             'Keywords':cfg['keywords'].replace(' ', ','), 'License-Expression':cfg['license'], 'Requires-Python':f">={cfg['min_python']}"}
+    want['Project-URL'] = cfg['project_urls'].strip().replace(' = ', ', ')
     hook = ['setup.py: an editable install is an import hook, which type checkers do not follow: set package_dir'] if 'import' in path else []
     res = hook + [f'setup.py: the built package has {k} {meta[k]!r}, not {v!r}: take it from settings.ini' for k,v in want.items() if meta[k] != v]
     stated = cfg['requirements'].split() + [f'{o}; extra == "dev"' for o in cfg['dev_requirements'].split()]
