@@ -10,31 +10,35 @@ import copyreg
 from functools import lru_cache
 
 import torch.distributed as dist, torch.nn.functional as F
-from torch.distributed import _functional_collectives as collectives
 from torch.nn.modules.batchnorm import _BatchNorm
 from fastai.basics import *
 from ..comm.pack import named
 
 # %% ../../nbs/model/03_batchnorm.ipynb #65d54f6e
-_gather = named(collectives, 'all_gather_single', 'all_gather_tensor')
-_gather_autograd = named(collectives, 'all_gather_single_autograd', 'all_gather_tensor_autograd')
-_reduce_scatter = named(collectives, 'reduce_scatter_single', 'reduce_scatter_tensor')
+def _functional(new, old):
+    "One of torch's functional collectives"
+    from torch.distributed import _functional_collectives # here: it takes 50 ms
+    return named(_functional_collectives, new, old)
+
+def _gather(x): return _functional('all_gather_single', 'all_gather_tensor')(x, 0, dist.group.WORLD)
+def _reduce_scatter(x): return _functional('reduce_scatter_single', 'reduce_scatter_tensor')(x, 'sum', 0, dist.group.WORLD)
+def _gather_autograd(x): return _functional('all_gather_single_autograd', 'all_gather_tensor_autograd')(x, 0, dist.group.WORLD)
 
 class _Gather(torch.autograd.Function):
     "One row of each worker, in all of them; its gradients are sums over workers, and have gradients too, which torch's own have not"
     @staticmethod
-    def forward(ctx, x): return _gather(x, 0, dist.group.WORLD)+0 # waits, where it runs by itself
+    def forward(ctx, x): return _gather(x)+0 # waits, where it runs by itself
     @staticmethod
     def backward(ctx, g): return _Scatter.apply(g)
 
 class _Scatter(torch.autograd.Function):
     "This worker's row of the sum"
     @staticmethod
-    def forward(ctx, x): return _reduce_scatter(x.contiguous(), 'sum', 0, dist.group.WORLD)+0
+    def forward(ctx, x): return _reduce_scatter(x.contiguous())+0
     @staticmethod
     def backward(ctx, g): return _Gather.apply(g.contiguous())
 
-def _gathered(x): return _gather_autograd(x, 0, dist.group.WORLD) if torch.compiler.is_compiling() else _Gather.apply(x)
+def _gathered(x): return _gather_autograd(x) if torch.compiler.is_compiling() else _Gather.apply(x)
 
 # %% ../../nbs/model/03_batchnorm.ipynb #068e025f
 def _statistics(centered, # This worker's values about `around`, `(batch, channels, ...)`
