@@ -9,6 +9,7 @@ __all__ = ['GraphSteps', 'compile_model']
 import sys
 from contextlib import contextmanager
 from functools import partial
+from inspect import signature
 from torch.nn.parallel import DistributedDataParallel, DataParallel
 from torch.utils._pytree import tree_map_only
 from fastai.basics import *
@@ -48,6 +49,9 @@ def _not_compiled(kwargs, name):
                         "With fullgraph=True it says where; change that code, or train without compiling")
 
 # %% ../../nbs/model/02_compile.ipynb #3665d5d9
+# an older PyTorch has no such thing: what it does not compile any more is an error, see `first`
+_isolated = {o:True for o in ('isolate_recompiles',) if o in signature(torch.compile).parameters}
+
 class _Code:
     "Compiles the forward of the modules of one kind"
     def __init__(self, kwargs, name): self.kwargs,self.name,self.compiled,self.works = kwargs,name,{},False
@@ -56,7 +60,7 @@ class _Code:
         "Compiled `f`, a forward that is bound to its module"
         fn = getattr(f, '__func__', None)
         if fn is None: return torch.compile(f, **self.kwargs)
-        if fn not in self.compiled: self.compiled[fn] = torch.compile(fn, isolate_recompiles=True, **self.kwargs)
+        if fn not in self.compiled: self.compiled[fn] = torch.compile(fn, **_isolated, **self.kwargs)
         return partial(self.compiled[fn], f.__self__)
 
     def first(self, f, *args, **kwargs):
