@@ -112,7 +112,21 @@ def fabric(size):
     return lambda: loop(model, opt, dl, f.backward)
 
 
-WAYS = {'by hand': by_hand, 'fastdist': fastdist, 'Accelerate': accelerate, 'Lightning Fabric': fabric, 'fastai.distributed': fastai_distributed,
+def learner_on_ddp(size):
+    "fastai's `Learner` without any help"
+    import torch.distributed as dist
+    from fastai.basics import DataLoaders, TfmdDL
+    from torch.nn.parallel import DistributedDataParallel
+    dist.init_process_group('gloo')
+    learn = learner(size)
+    mine = slice(dist.get_rank(), None, WORKERS)
+    learn.dls = DataLoaders(*[TfmdDL(o.dataset[mine], bs=o.bs, num_workers=0) for o in learn.dls.loaders])
+    learn.create_opt()
+    learn.model = DistributedDataParallel(learn.model)
+    return lambda: learn.fit(1)
+
+
+WAYS = {'by hand': by_hand, 'fastdist': fastdist, 'Learner over DDP': learner_on_ddp, 'Accelerate': accelerate, 'Lightning Fabric': fabric, 'fastai.distributed': fastai_distributed,
         'one process': one_process}
 
 

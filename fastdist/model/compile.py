@@ -50,7 +50,7 @@ def _not_compiled(kwargs, name):
 
 # %% ../../nbs/model/02_compile.ipynb #3665d5d9
 # an older PyTorch has no such thing: what it does not compile any more is an error, see `first`
-_isolated = {o:True for o in ('isolate_recompiles',) if o in signature(torch.compile).parameters}
+_isolated = dict(isolate_recompiles=True) if 'isolate_recompiles' in signature(torch.compile).parameters else {}
 
 class _Code:
     "Compiles the forward of the modules of one kind"

@@ -37,19 +37,18 @@ class Steps(Callback):
         if self.iter == 5: self.stack.close()
 
 
-def waits(ctx, pin, bn=True):
+def waits(ctx):
     import fastdist.all
-    learn = quiet(learner(n=12*9, bs=12, n_val=6, lr=0.05, bn=bn, opt=Adam, dtype=torch.float32, cbs=Steps()))
-    for dl in learn.dls.loaders: dl.pin_memory, dl.device = pin, torch.device('cuda', torch.cuda.current_device())
-    learn.model.to(learn.dls.device)
-    with contextlib.nullcontext() if ctx is None else learn.distrib_ctx(**ctx): learn.fit(1)
+    learn = quiet(learner(n=12*9, bs=12, n_val=6, lr=0.05, bn=True, opt=Adam, dtype=torch.float32, cbs=Steps()))
+    learn.dls.to(torch.device('cuda', torch.cuda.current_device()))
+    with learn.distrib_ctx(**ctx): learn.fit(1)
     return learn.steps.found
 
 
 @pytest.mark.parametrize('strategy', ['ddp', 'zero1', 'zero2', 'fsdp'])
 def test_the_host_waits_for_batches_alone(real_gpu_worlds, strategy):
     "Where a batch is copied from memory that is not pinned the host waits for it, for features and labels; elsewhere nowhere"
-    for found in real_gpu_worlds(2)(waits, ctx_of(strategy), False):
+    for found in real_gpu_worlds(2)(waits, ctx_of(strategy)):
         assert 0 < len(found) <= 6 and {name for _, _, name in found} <= {'to_device', '_inner'}, found
 
 
