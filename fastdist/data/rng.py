@@ -8,7 +8,7 @@ __all__ = ['rng_state', 'set_rng_state', 'seed_of', 'WorkerRandom', 'generators_
            'rejoin_streams']
 
 # %% ../../nbs/data/00_rng.ipynb #d0d2f190
-import hashlib,pickle,random,warnings
+import ctypes,hashlib,pickle,random,warnings
 from contextlib import contextmanager
 
 import numpy as np
@@ -18,6 +18,25 @@ from ..comm.call import same_text
 from ..comm.objects import from_rank0
 from ..world.ranks import get_rank, get_world_size
 from ..world.state import current_world
+
+# %% ../../nbs/data/00_rng.ipynb #21f4e250
+_seen = None # NumPy's generator and its memory, where it was last seen without the second of a pair of normal numbers
+
+def _set_numpy(state):
+    global _seen
+    _seen = None
+    np.random.set_state(state)
+
+def _second_normal():
+    "NumPy's state where it has the second of a pair of normal numbers, which a change of its generator loses; else `None`"
+    global _seen
+    bits = np.random.get_bit_generator()
+    # to ask takes as long as all else here, so only after a draw: then the memory is another, of 624 numbers and a position
+    now = (bits,ctypes.string_at(bits.ctypes.state_address, 625*4)) if isinstance(bits, np.random.MT19937) else None
+    if now is not None and _seen==now: return
+    state = np.random.get_state()
+    if state[3]: return state
+    _seen = now
 
 # %% ../../nbs/data/00_rng.ipynb #e374276a
 def _others():
@@ -36,7 +55,7 @@ def rng_state():
 def set_rng_state(state # What `rng_state` returned
                  ):
     "Put the generators back to `state`"
-    np.random.set_state(state[1])
+    _set_numpy(state[1])
     _set_others(state)
 
 # %% ../../nbs/data/00_rng.ipynb #7a898e76
@@ -67,7 +86,7 @@ class WorkerRandom:
     def __init__(self,
         rank:int=0, # The worker; the stream follows from it and from the shared stream's state
     ):
-        self.rank,self.own,self.shared,self.left = rank,None,None,None
+        self.rank,self.own,self.shared,self.second,self.left = rank,None,None,None,None
         self.bits = np.random.MT19937(0) # NumPy's part of the stream: to change its generator is quick, to set a state is not
 
 # %% ../../nbs/data/00_rng.ipynb #1ec5ed61
@@ -75,7 +94,7 @@ class WorkerRandom:
 def enter(self:WorkerRandom):
     "Set the shared stream aside and draw from this worker's own"
     if WorkerRandom.active is not None: return
-    self.shared,self.shared_bits = rng_state(),np.random.get_bit_generator()
+    self.shared,self.shared_bits,self.second = _others(),np.random.get_bit_generator(),_second_normal()
     np.random.set_bit_generator(self.bits)
     if self.own is None: _seed(seed_of(self.rank, self.shared[0], self.shared[2].numpy().tobytes()))
     else: _set_others(self.own)
@@ -87,9 +106,9 @@ def exit(self:WorkerRandom):
     if WorkerRandom.active is not self: return
     self.own = _others()
     np.random.set_bit_generator(self.shared_bits)
-    if self.shared[1][3]: np.random.set_state(self.shared[1]) # the second of a pair of normal numbers, which the change has lost
+    if self.second is not None: _set_numpy(self.second)
     _set_others(self.shared)
-    WorkerRandom.active = self.shared = self.shared_bits = None
+    WorkerRandom.active = self.shared = self.shared_bits = self.second = None
 
 # %% ../../nbs/data/00_rng.ipynb #063871e2
 @patch

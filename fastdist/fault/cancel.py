@@ -71,6 +71,7 @@ class Decisions:
     def end(self):
         "Go back to callbacks that run as in one process"
         self.active,self.keys,self.points,self.everywhere,self.loop = False,{},{},set(),None
+        self.cbs,self.found = None,{} # the learner's callbacks with their orders, and by event what `_callbacks` has found for these
 
 # %% ../../nbs/fault/07_cancel.ipynb #c2bf4a9b
 @patch(as_prop=True)
@@ -133,6 +134,17 @@ def _responds(cb, event):
     own = t.__call__ is not _fastai_call or t.__getattr__ is not _fastai_getattr
     return own or event=='after_fit' or event in vars(cb) or hasattr(t, event)
 
+# %% ../../nbs/fault/07_cancel.ipynb #394c8f41
+@patch
+def _callbacks(self:Decisions, event):
+    "In their order, each with: does it respond to `event`? Looked up once, as long as the learner has these"
+    cbs = list(self.learn.cbs)
+    now = [*cbs,*[o.order for o in cbs]]
+    if self.cbs!=now: self.cbs,self.found = now,{}
+    res = self.found.get(event)
+    if res is None: res = self.found[event] = [(o,_responds(o, event)) for o in sorted(cbs, key=attrgetter('order'))]
+    return res
+
 # %% ../../nbs/fault/07_cancel.ipynb #06f1989f
 @patch
 def _has_all(self:Decisions, cb):
@@ -142,7 +154,6 @@ def _has_all(self:Decisions, cb):
 @patch
 def _run(self:Decisions, cb, event):
     "Call one callback"
-    if not _responds(cb, event): return
     if self._has_all(cb): return cb(event)
     before = {id(o) for o in self.learn.cbs}
     draws = hasattr(cb, event) and _library(cb) not in _libraries
@@ -164,6 +175,18 @@ def _undecided(self:Decisions, cb, event, e):
         raise RuntimeError(f"rank {get_rank()}: {type(cb).__name__}.{event} raised {type(e).__name__}, other ranks did not, "
                            f"and do not ask, as {how}, and all do what one decides") from e
 
+# %% ../../nbs/fault/07_cancel.ipynb #93230c4b
+@patch
+def _decides(self:Decisions, cb, points):
+    "Is it `cb`'s turn among `points`, those that may decide? Before it the ranks agree on those that others have"
+    k = self.keys.get(id(cb))
+    res = k in points
+    while points and points[0]!=k and (res or points[0][0] < cb.order):
+        points.pop(0)
+        self._raise_in_all(None)
+    if res: points.pop(0)
+    return res
+
 # %% ../../nbs/fault/07_cancel.ipynb #9a6fcbf9
 @patch
 def _call_each(self:Decisions, event):
@@ -171,15 +194,10 @@ def _call_each(self:Decisions, event):
         if event in _batch_events: return self._in_own_loop(event)
         if event in ('after_cancel_validate','after_validate'): self._close_loop(event)
     points = [] if self.inner else list(self.points.get(event, ())) # rank 0 alone may call `predict`
-    for cb in sorted(self.learn.cbs, key=attrgetter('order')):
-        k = self.keys.get(id(cb))
-        decides = k in points
-        while points and points[0]!=k and (decides or points[0][0] < cb.order): # one that other ranks have
-            points.pop(0)
-            self._raise_in_all(None)
-        if decides: points.pop(0)
-        exc = None
-        try: self._run(cb, event)
+    for cb,has in self._callbacks(event):
+        decides,exc = bool(points) and self._decides(cb, points),None
+        try:
+            if has or event in vars(cb): self._run(cb, event)
         except cancels as e:
             if not decides: self._undecided(cb, event, e)
             exc = e
@@ -193,7 +211,7 @@ def call(self:Decisions, event # Name of an event
     "Call the callbacks for `event`"
     try: self._call_each(event)
     except cancels as e:
-        e.agreed = True # for `outside`
+        e.agreed = True # for `judge`
         raise
 
 # %% ../../nbs/fault/07_cancel.ipynb #cf9842c7
@@ -238,7 +256,8 @@ def _end_own_loop(self:Decisions, e):
 def _in_own_loop(self:Decisions, event):
     try:
         if event=='before_batch' and self.interrupted: raise KeyboardInterrupt
-        for cb in self.learn.cbs.sorted('order'): self._run(cb, event)
+        for cb,has in self._callbacks(event):
+            if has or event in vars(cb): self._run(cb, event)
         if event=='after_batch': self.loop.done += 1
     except cancels as e: self._end_own_loop(e)
 
@@ -262,19 +281,16 @@ def _close_loop(self:Decisions, event):
 
 # %% ../../nbs/fault/07_cancel.ipynb #9127a4d6
 @patch
-@contextmanager
-def outside(self:Decisions):
-    "Around what is no callback's, such as a forward; a `RuntimeError` where some ranks alone raise a Cancel exception there"
-    try: yield
-    except cancels as e:
-        if not self.active or self.alone or self.inner or isinstance(e, KeyboardInterrupt) or getattr(e, 'agreed', False): raise
-        if self.loop is not None and self.loop.forwards_alone: self._end_own_loop(e)
-        nm = type(e).__name__
-        if gone_on(f'{nm} outside of callbacks') is None:
-            e.agreed = True
-            raise
-        raise RuntimeError(f"rank {get_rank()}: {nm} was raised, and not by a callback: by the model, the loss function, the loader or "
-                           "the optimizer. Other ranks have gone on: raise it in a callback, and all do what one decides") from e
+def judge(self:Decisions, e # One of `cancels`, of a callback or not
+         ):
+    "Return where all ranks raise `e`, or one may; a `RuntimeError` where some alone raise it, and no callback has"
+    if not self.active or self.alone or self.inner or isinstance(e, KeyboardInterrupt) or getattr(e, 'agreed', False): return
+    if self.loop is not None and self.loop.forwards_alone: self._end_own_loop(e)
+    nm = type(e).__name__
+    if gone_on(f'{nm} outside of callbacks') is not None: raise RuntimeError(
+        f"rank {get_rank()}: {nm} was raised, and not by a callback: by the model, the loss function, the loader or "
+        "the optimizer. Other ranks have gone on: raise it in a callback, and all do what one decides") from e
+    e.agreed = True
 
 # %% ../../nbs/fault/07_cancel.ipynb #7d3e3932
 @patch

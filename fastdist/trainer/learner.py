@@ -15,6 +15,7 @@ from fastai.basics import *
 from ..callbacks.data_parallel import ParallelTrainer, check_device_ids
 from ..callbacks.fastai_patches import trainer_of
 from ..checkpoint.resume import Resume, resume_of
+from ..fault.cancel import cancels
 from ..fault.same_call import all_at
 from ..fault.supervisor import handler_kept, scope
 from ..data.dl import DistributedDL
@@ -200,7 +201,10 @@ def __call__(self:Learner, event_name):
 def _with_events(self:Learner, f, event_type, ex, final=noop):
     def part():
         decisions = _decisions(self)
-        with nullcontext() if decisions is None else decisions.outside(): f()
+        try: f()
+        except cancels as e:
+            if decisions is not None: decisions.judge(e)
+            raise
     def run(): _with_events(self, part, event_type, ex, final)
     with _around(self, event_type):
         resume = resume_of(self) if event_type=='fit' else None

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from fastai.basics import *
 from fastai.callback.rnn import RNNRegularizer
 from fastai.callback.training import GradientAccumulation
+from ..callbacks.fastai_patches import QuickCallback
 from ..callbacks.grad_accumulation import AccumulateSteps, divisor, scale_all
 from ..callbacks.late_loss import send_to_host
 from ..comm.pack import tensors_in
@@ -92,6 +93,7 @@ def _number(self:TrainingStep, t):
 @patch
 def _numbers(self:TrainingStep, *os):
     "One tensor of numbers, some of which are on the device"
+    if _is_on_cpu(self.device): return torch.tensor([float(o) for o in os], dtype=torch.float64)
     kwargs = dict(dtype=torch.float64, device=self.device)
     return torch.stack([o if isinstance(o, Tensor) else torch.full((), float(o), **kwargs) for o in os])
 
@@ -150,12 +152,11 @@ def send_loss(self:TrainingStep, interrupted=False # Was Ctrl-C pressed in this 
              ):
     "Add up the losses of all workers, while the backward runs; what other callbacks make of the loss is in it"
     if not self.has_loss or self.loss is not None: return
-    value = torch.zeros((), dtype=torch.float64, device=self.device)
-    on_device = isinstance(self.n, Tensor)
-    if on_device or self.n:
+    value = 0.
+    if isinstance(self.n, Tensor) or self.n:
         with torch._C.DisableTorchFunctionSubclass(): # each of these calls would cost fastai's `TensorBase` more than it does
-            weighed = self.learn.loss.detach().double().mean()*self.n
-        value = torch.where(self.n!=0, weighed, value) if on_device else weighed
+            value = self.learn.loss.detach().double().mean()*self.n
+        if isinstance(self.n, Tensor): value = torch.where(self.n!=0, value, 0.)
     wish = sum(callback_results(self.learn, 'wish'))
     self.loss = self._numbers(value, self.n, bool(interrupted), wish, self.samples)
     self.sent = dist.all_reduce(self.loss, async_op=True)
@@ -327,7 +328,7 @@ def draws_of(random, # The trainer's `WorkerRandom`, or `None`
     return res
 
 # %% ../../nbs/trainer/03_step.ipynb #3632fc54
-class StrategyHooks(Callback):
+class StrategyHooks(QuickCallback):
     "Calls the hooks of the strategy, and the training step's, around a training batch, last of all callbacks"
     order = 1000
     def __init__(self, trainer, # Has the `TrainingStep` of the batch as `step`, and the `decisions` of the callbacks

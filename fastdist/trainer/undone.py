@@ -9,11 +9,12 @@ __all__ = ['UndoneCallback', 'FollowsModel']
 from contextlib import ExitStack
 
 from fastai.basics import *
+from ..callbacks.fastai_patches import QuickCallback
 from ..checkpoint.weights import is_sharded
 from ..strategy.base import check_trainable, same_everywhere, sync_buffers, whole_model
 
 # %% ../../nbs/trainer/05_undone.ipynb #0a43622b
-class UndoneCallback(Callback):
+class UndoneCallback(QuickCallback):
     "A callback that sets up its learner in steps, which push their undoing on `undo`, and gives the learner back when it is removed"
     undo,added = None,()
     @property
