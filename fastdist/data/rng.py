@@ -8,7 +8,7 @@ __all__ = ['rng_state', 'set_rng_state', 'seed_of', 'WorkerRandom', 'generators_
            'rejoin_streams']
 
 # %% ../../nbs/data/00_rng.ipynb #d0d2f190
-import ctypes,hashlib,pickle,random,warnings
+import _random,ctypes,hashlib,pickle,random,sys,warnings
 from contextlib import contextmanager
 
 import numpy as np
@@ -38,25 +38,48 @@ def _second_normal():
     if state[3]: return state
     _seen = now
 
-# %% ../../nbs/data/00_rng.ipynb #e374276a
-def _others():
-    "The state without NumPy's"
-    return random.getstate(),None,torch.get_rng_state(),torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+# %% ../../nbs/data/00_rng.ipynb #ae6ea227
+def _memory(r):
+    "Where the generator `r`, a `random.Random`, has its numbers: behind the head of the object, in CPython"
+    head = object.__basicsize__
+    return (ctypes.c_char*(_random.Random.__basicsize__-head)).from_address(id(r)+head)
 
-def _set_others(state):
-    random.setstate(state[0]); torch.set_rng_state(state[2])
-    if state[3] is not None and torch.cuda.is_initialized(): torch.cuda.set_rng_state(state[3])
+def _python_state(r=random._inst):
+    "Where the stream of `r` is, by default that of `random`'s functions"
+    return (_memory(r).raw,r.gauss_next) if _by_memory else r.getstate()
+
+def _set_python_state(state, r=random._inst):
+    if _by_memory: _memory(r).raw,r.gauss_next = state
+    else: r.setstate(state)
+
+# %% ../../nbs/data/00_rng.ipynb #7e7fe151
+def _goes_by_memory():
+    "Does a copy of the memory do what `getstate` and `setstate` do, in this Python?"
+    if sys.implementation.name!='cpython': return False
+    a,b = random.Random(1),random.Random(2)
+    a.gauss(0, 1)
+    _memory(b).raw,b.gauss_next = _memory(a).raw,a.gauss_next
+    return a.getstate()==b.getstate() and [a.random() for _ in range(700)]==[b.random() for _ in range(700)]
+
+_by_memory = _goes_by_memory()
+
+# %% ../../nbs/data/00_rng.ipynb #e374276a
+def _torch_state(): return torch.get_rng_state(),torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+
+def _set_torch_state(cpu, cuda):
+    torch.set_rng_state(cpu)
+    if cuda is not None and torch.cuda.is_initialized(): torch.cuda.set_rng_state(cuda)
 
 def rng_state():
     "State of the random number generators of Python, NumPy and torch (CUDA's too, once it is in use)"
-    py,_,cpu,cuda = _others()
-    return py,np.random.get_state(),cpu,cuda
+    return random.getstate(),np.random.get_state(),*_torch_state()
 
 def set_rng_state(state # What `rng_state` returned
                  ):
     "Put the generators back to `state`"
+    random.setstate(state[0])
     _set_numpy(state[1])
-    _set_others(state)
+    _set_torch_state(*state[2:])
 
 # %% ../../nbs/data/00_rng.ipynb #7a898e76
 def _same_state(a, b # What `rng_state` returned
@@ -80,6 +103,14 @@ def _seed(s # Of 32 bits
     (torch.manual_seed if torch.accelerator.is_available() else torch.default_generator.manual_seed)(s)
 
 # %% ../../nbs/data/00_rng.ipynb #9713f725
+def _here():
+    "Where the streams of Python and torch are"
+    return _python_state(),*_torch_state()
+
+def _go_to(python, *state):
+    _set_python_state(python)
+    _set_torch_state(*state)
+
 class WorkerRandom:
     "The stream of random numbers that belongs to one worker, between `enter` and `exit`; it goes on where it stopped when entered again"
     active = None # the one that is entered now
@@ -94,20 +125,20 @@ class WorkerRandom:
 def enter(self:WorkerRandom):
     "Set the shared stream aside and draw from this worker's own"
     if WorkerRandom.active is not None: return
-    self.shared,self.shared_bits,self.second = _others(),np.random.get_bit_generator(),_second_normal()
+    self.shared,self.shared_bits,self.second = _here(),np.random.get_bit_generator(),_second_normal()
     np.random.set_bit_generator(self.bits)
-    if self.own is None: _seed(seed_of(self.rank, self.shared[0], self.shared[2].numpy().tobytes()))
-    else: _set_others(self.own)
+    if self.own is None: _seed(seed_of(self.rank, random.getstate(), torch.get_rng_state().numpy().tobytes()))
+    else: _go_to(*self.own)
     WorkerRandom.active = self
 
 @patch
 def exit(self:WorkerRandom):
     "Go back to the shared stream"
     if WorkerRandom.active is not self: return
-    self.own = _others()
+    self.own = _here()
     np.random.set_bit_generator(self.shared_bits)
     if self.second is not None: _set_numpy(self.second)
-    _set_others(self.shared)
+    _go_to(*self.shared)
     WorkerRandom.active = self.shared = self.shared_bits = self.second = None
 
 # %% ../../nbs/data/00_rng.ipynb #063871e2
@@ -184,11 +215,23 @@ def plain_state(o):
     return type(o)(map(plain_state, o)) if isinstance(o, (list,tuple)) else o
 
 # %% ../../nbs/data/00_rng.ipynb #067b48e7
+def _as_python(state):
+    "What `_python_state` returned, as `getstate` returns it: the same in any Python"
+    r = random.Random()
+    _set_python_state(state, r)
+    return r.getstate()
+
+def _from_python(state):
+    r = random.Random()
+    r.setstate(state)
+    return _python_state(r)
+
 @patch
 def state_dict(self:WorkerRandom, plain=True # As plain data? Otherwise as it is, which takes no time
               ):
     "Where the stream is; not while it is entered"
-    res = dict(own=self.own, bits=self.bits.state, left=self.left)
+    own = self.own and (_as_python(self.own[0]),None,*self.own[1:])
+    res = dict(own=own, bits=self.bits.state, left=self.left)
     return plain_state(res) if plain else res
 
 @patch
@@ -197,7 +240,7 @@ def load_state_dict(self:WorkerRandom,
                    ):
     "Go on there when it is entered next"
     own,left,bits = state['own'],state['left'],state['bits']
-    self.own = None if own is None else tuple(own)
+    self.own = None if own is None else (_from_python(own[0]),*own[2:])
     self.left = None if left is None else tuple(map(_as_numpy, left))
     self.bits.state = {**bits, 'state':{**bits['state'], 'key':np.array(bits['state']['key'], dtype=np.uint32)}}
 

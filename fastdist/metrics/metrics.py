@@ -122,8 +122,8 @@ class EpochTotals:
         return list({id(m):m for m in mets}.values())
 
     def reset(self):
-        "Forget the batches"
-        self.batches,self.read,self.every,self.twins = [],None,None,None
+        "Forget the batches, and which metrics need them again"
+        self.batches,self.read,self.every,self.twins,self.again = [],None,None,None,None
 
 # %% ../../nbs/metrics/00_metrics.ipynb #9d4aca8a
 @patch
@@ -136,16 +136,17 @@ def add_batch(self:EpochTotals, counts=True, # Does this worker's batch count, o
               rows=False, # Was each batch split between all workers, rather than whole batches given to each?
              ):
     "Keep predictions and targets of the learner's batch, if there is a metric that has to be fed again"
-    if not (fed := self.fed(rows)): return
+    if self.again is None: self.again = self.fed(rows)
+    if not self.again: return
     learn = self.learn
-    self._begin(fed)
-    if self.read is None and counts: self.read = _read_by(fed, learn)
+    self._begin(self.again)
+    if self.read is None and counts: self.read = _read_by(self.again, learn)
     self.batches.append(to_detach({o:getattr(learn, o) for o in (*_of_batch,*self.read)}, gather=False) if counts else None)
     if not rows: return # else all workers are at the same batch, and can gather what they have had, before it is too much
     if self.every is None:
         same_call('the size of a batch for metrics')
         self.every = max(1, self.keep//max(1, -least(-bytes_in(self.batches))[0]))
-    if len(self.batches)==self.every: self._feed(fed, rows)
+    if len(self.batches)==self.every: self._feed(self.again, rows)
 
 @patch
 def _begin(self:EpochTotals, mets):
