@@ -130,10 +130,10 @@ WAYS = {'by hand': by_hand, 'fastdist': fastdist, 'Learner over DDP': learner_on
         'one process': one_process}
 
 
-def child(way, size):
-    "One worker of `way`: an epoch for each line of rank 0's input, of which it prints the seconds by the clock and of its CPU"
+def child(make):
+    "One worker: what `make` returns, once for each line of rank 0's input; it prints the seconds by the clock and of its CPU, and what that returns, if it is a number"
     warnings.filterwarnings('ignore')
-    epoch = WAYS[way](size)
+    epoch = make()
     import torch, torch.distributed as dist
     def barrier():
         if dist.is_initialized(): dist.all_reduce(torch.zeros(1))
@@ -143,14 +143,14 @@ def child(way, size):
         if not more: os._exit(0)
         barrier()
         wall, cpu = time.perf_counter(), time.process_time()
-        epoch()
+        res = epoch()
         barrier()
-        if os.environ['RANK'] == '0': print('took', time.perf_counter()-wall, time.process_time()-cpu, flush=True)
+        if os.environ['RANK'] == '0': print('took', time.perf_counter()-wall, time.process_time()-cpu, *([res] if isinstance(res, int) else []), flush=True)
 
 
 class Way:
     "The processes of a way of training"
-    def __init__(self, name, size, folder):
+    def __init__(self, name, size, folder, script):
         n = 1 if name == 'one process' else WORKERS
         with socket.socket() as s:
             s.bind(('127.0.0.1', 0))
@@ -158,7 +158,7 @@ class Way:
         env = {**os.environ, 'ACCELERATE_USE_CPU': 'true', 'OMP_NUM_THREADS': '1', 'PYTHONPATH': os.pathsep.join([str(ROOT), os.environ.get('PYTHONPATH', '')]),
                'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': str(port), 'WORLD_SIZE': str(n), 'LOCAL_WORLD_SIZE': str(n)}
         self.log = open(Path(folder)/f'{name}-{size}.log', 'w+')
-        self.ps = [subprocess.Popen([sys.executable, __file__, '--child', name, '--sizes', size], env={**env, 'RANK': str(r), 'LOCAL_RANK': str(r)}, text=True,
+        self.ps = [subprocess.Popen([sys.executable, script, '--child', name, '--sizes', size], env={**env, 'RANK': str(r), 'LOCAL_RANK': str(r)}, text=True,
                                     stdin=subprocess.PIPE, stdout=self.log if r else subprocess.PIPE, stderr=self.log) for r in range(n)]
     def epoch(self):
         "Seconds of an epoch: (by the clock, of rank 0's CPU)"
@@ -175,10 +175,10 @@ class Way:
             except subprocess.TimeoutExpired: p.kill()
 
 
-def measure(size, rounds, names):
+def measure(size, rounds, names, script=__file__):
     res = {o: [] for o in names}
     with tempfile.TemporaryDirectory() as d:
-        ways = {o: Way(o, size, d) for o in names}
+        ways = {o: Way(o, size, d, script) for o in names}
         try:
             for w in ways.values(): w.epoch()  # buckets, first allocations
             for _ in range(rounds):
@@ -194,7 +194,7 @@ if __name__ == '__main__':
     p.add_argument('--sizes', nargs='+', default=list(SIZES), choices=list(SIZES))
     p.add_argument('--child', help=argparse.SUPPRESS)
     a = p.parse_args()
-    if a.child: child(a.child, a.sizes[0])
+    if a.child: child(lambda: WAYS[a.child](a.sizes[0]))
     names = [o for o in WAYS if o != 'Lightning Fabric' or importlib.util.find_spec('lightning_fabric')]
     for size in a.sizes:
         steps, res = SIZES[size][3], measure(size, a.rounds, names)

@@ -15,7 +15,9 @@ from contextlib import nullcontext
 import fastai.callback.core,fastai.learner
 from fastai.basics import *
 from fastai.callback.mixup import CutMix, MixUp
+from fastai.torch_core import nested_reorder,to_concat
 from ..fault.same_call import after_rank0
+from ..metrics.predictions import Concatenated
 from ..strategy.sharded_opt import move_state
 
 # %% ../../nbs/callbacks/00_fastai_patches.ipynb #90dfbe92
@@ -27,6 +29,15 @@ def _distrib_barrier():
     "In place of fastai's, which calls it before a file that rank 0 writes is read: rank 0 has written it, and does not wait"
     after_rank0()
 
+def _to_concat(xs, dim=0):
+    "In place of fastai's, which copies what is one tensor already"
+    return xs[0] if isinstance(xs, Concatenated) else to_concat(xs, dim)
+
+def _nested_reorder(t, idxs):
+    "In place of fastai's, which copies what is in order already"
+    in_order = isinstance(t, (Tensor,L)) and len(t)==len(idxs) and idxs.equal(torch.arange(len(idxs), device=idxs.device))
+    return t if in_order else nested_reorder(t, idxs)
+
 def replace_in_fastai(new # `dict` from a function of fastai's to the one that takes its place
                      ):
     "Replace functions in all modules of fastai that have imported them"
@@ -35,7 +46,8 @@ def replace_in_fastai(new # `dict` from a function of fastai's to the one that t
         for old,f in new.items():
             if getattr(mod, old.__name__, None) is old: setattr(mod, old.__name__, f)
 
-replace_in_fastai({fastai.torch_core.maybe_gather:_maybe_gather, fastai.torch_core.distrib_barrier:_distrib_barrier})
+replace_in_fastai({fastai.torch_core.maybe_gather:_maybe_gather, fastai.torch_core.distrib_barrier:_distrib_barrier,
+                   to_concat:_to_concat, nested_reorder:_nested_reorder})
 
 # %% ../../nbs/callbacks/00_fastai_patches.ipynb #4301a8f8
 for _o in vars(fastai.callback.core).values():

@@ -27,8 +27,9 @@ class Evaluation:
                  decisions, # `Decisions` of its callbacks
                  gathers=False, # Does a forward need all workers, as each has a shard of the parameters?
                  dst=None, # The rank that gets predictions; by default all do
+                 activation=None, # `SharedActivation` for predictions, where there is one
                 ):
-        self.learn,self.decisions,self.gathers,self.dst = learn,decisions,gathers,dst
+        self.learn,self.decisions,self.gathers,self.dst,self.activation = learn,decisions,gathers,dst,activation
         self.totals,self.preds,self.forwards = EpochTotals(learn),[],0
 
     @property
@@ -46,7 +47,7 @@ class Evaluation:
 def begin(self:Evaluation):
     "Be ready to gather predictions"
     cbs = self.learn._grab_cbs(GatherPredsCallback) if self.shared else []
-    self.preds,self.forwards = [GatheredPreds(cb, self.by_rows, self.dst) for cb in cbs],0
+    self.preds,self.forwards = [GatheredPreds(cb, self.by_rows, self.dst, activation=self.activation) for cb in cbs],0
 
 @patch
 def number_batch(self:Evaluation):

@@ -19,6 +19,7 @@ from ..fault.cancel import cancels
 from ..fault.same_call import all_at
 from ..fault.supervisor import handler_kept, scope
 from ..data.dl import DistributedDL
+from ..metrics.predictions import SharedActivation
 from ..strategy.base import check_trainable
 from ..strategy.forward_proxy import ForwardProxy
 from .args import explained
@@ -273,6 +274,15 @@ def to_detach(self:Learner, b, cpu=True, gather=True):
 # %% ../../nbs/trainer/07_learner.ipynb #6e2f000b
 _get_preds = Learner.get_preds
 
+def _get_shared(trainer, args, kwargs):
+    "`get_preds` for all workers, each of which makes the loss function's activation of its own predictions"
+    given = inspect.signature(_get_preds).bind(trainer.learn, *args, **kwargs)
+    if given.arguments.get('act') is None:
+        trainer.activation = SharedActivation.of(trainer.learn.loss_func)
+        if trainer.activation is not None: given.arguments['act'] = trainer.activation
+    try: return _get_preds(*given.args, **given.kwargs)
+    finally: trainer.activation = None
+
 def _for_others(learn, args, kwargs):
     "Arguments of `get_preds` for a rank that helps and gets nothing, which decodes nothing, and the number of results that rank 0 gets"
     given = inspect.signature(_get_preds).bind(learn, *args, **kwargs).arguments
@@ -291,7 +301,8 @@ def get_preds(self:Learner, *args,
     "fastai's `get_preds`: predictions and targets of a loader, in the order of the data set"
     trainer = trainer_of(self)
     if not isinstance(rank0_only, bool): refuse('rank0_only', rank0_only, "it is True or False")
-    if not rank0_only or trainer is None or trainer.accelerator is None: return _get_preds(self, *args, **kwargs)
+    if trainer is None or trainer.accelerator is None: return _get_preds(self, *args, **kwargs)
+    if not rank0_only: return _get_shared(trainer, args, kwargs)
     n = None
     if get_rank()!=0: args,kwargs,n = (),*_for_others(self, args, kwargs)
     trainer.preds_to = 0

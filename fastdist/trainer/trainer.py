@@ -58,6 +58,7 @@ class DistributedTrainer(FollowsModel):
         self.accelerator = self.precision = self.decisions = self.strategy = self.step = self.evaluation = self.loggers = self.random = None
         self.by_fit = self.in_fit = self.in_scope = self.evaluated = False
         self.preds_to = None # the one rank that gets predictions, or all do
+        self.activation = None # `SharedActivation` for those of the evaluation that is to begin
 
 # %% ../../nbs/trainer/06_trainer.ipynb #6c8451da
 @patch
@@ -411,7 +412,8 @@ def validate_together(self:DistributedTrainer):
     learn,random,outer = self.learn,self.random,self.evaluation
     if not (self.in_fit or self.is_inner): self.follow_model()
     learn.dl = self.loaders.evaluate(learn.dl, self.decisions.alone)
-    self.evaluation = Evaluation(learn, self.decisions, self.strategy.shards_params, self.preds_to)
+    activation,self.activation = self.activation,None
+    self.evaluation = Evaluation(learn, self.decisions, self.strategy.shards_params, self.preds_to, activation)
     try:
         with self.evaluation.together():
             yield

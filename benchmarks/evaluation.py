@@ -1,0 +1,108 @@
+"""What `learn.validate` and `learn.get_preds` cost on 2 workers, beside one process and the same written by hand.
+
+    python benchmarks/evaluation.py [--rounds 5] [--sizes cheap small large wide]
+
+A network of linear layers, batches of 64, over gloo, one thread each: `cheap` has a batch of some 0.9 ms in one process, `small` of 1.3, `large` of 2.2, with accuracy. `wide`
+is `get_preds` of 1e5 predictions of 1,000 floats, 400 MB. By hand each worker has the first or the second half of the samples, adds up what it finds, or gathers predictions with
+one `all_gather_single`, and needs no order put back. As in training.py: processes stay, ways take turns. Medians of milliseconds a batch, of the ratio to one process in the
+same round, with quartiles, and the peak of rank 0's extra memory."""
+import argparse, statistics
+from pathlib import Path
+
+import training
+from training import WORKERS, in_context
+
+SIZES = {'cheap': (256, 10, 25600, 64), 'small': (512, 10, 25600, 64), 'large': (1024, 10, 12800, 64), 'wide': (64, 1000, 100_000, 256)}  # width, outputs, samples, batch size
+
+
+def parts(size):
+    import torch
+    from torch import nn
+    width, out, n, bs = SIZES[size]
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(256, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, out))
+    return model, list(zip(torch.randn(n, 256), torch.randint(0, out, (n,)))), bs
+
+
+def learner(size):
+    from fastai.basics import CrossEntropyLossFlat, DataLoaders, Learner, TfmdDL, accuracy, noop
+    from fastai.callback.progress import ProgressCallback
+    model, items, bs = parts(size)
+    learn = Learner(DataLoaders(*[TfmdDL(items, bs=bs, num_workers=0) for _ in range(2)]), model, loss_func=CrossEntropyLossFlat(), metrics=accuracy)
+    learn.remove_cbs(learn._grab_cbs(ProgressCallback))
+    learn.logger = noop
+    return learn
+
+
+def evaluate(learn, size): return (lambda: learn.get_preds()) if size == 'wide' else (lambda: learn.validate())
+def one_process(size): return evaluate(learner(size), size)
+
+
+def fastdist(size):
+    import fastdist.all
+    learn = learner(size)
+    keep = in_context(learn)
+    run = evaluate(learn, size)
+    return lambda: (keep, run())[1]
+
+
+def by_hand(size):
+    import torch, torch.distributed as dist
+    from fastai.basics import TfmdDL, accuracy
+    from torch.nn.functional import cross_entropy
+    dist.init_process_group('gloo')
+    model, items, bs = parts(size)
+    half = len(items)//WORKERS
+    dl = TfmdDL(items[dist.get_rank()*half:][:half], bs=bs, num_workers=0)
+    gather = getattr(dist, 'all_gather_single', dist.all_gather_into_tensor)
+    @torch.no_grad()
+    def validate():
+        model.eval()
+        sums = torch.zeros(3)
+        for x, y in dl:
+            pred = model(x)
+            sums += torch.stack([cross_entropy(pred, y)*len(y), accuracy(pred, y)*len(y), torch.tensor(float(len(y)))])
+        dist.all_reduce(sums)
+        return (sums[:2]/sums[2]).tolist()
+    @torch.no_grad()
+    def get_preds():
+        model.eval()
+        mine, targs = map(torch.cat, zip(*[(model(x), y) for x, y in dl]))
+        preds, ys = mine.new_empty(len(items), mine.shape[1]), targs.new_empty(len(items))
+        gather(preds, mine)
+        gather(ys, targs)
+        return preds, ys
+    return get_preds if size == 'wide' else validate
+
+
+WAYS = {'one process': one_process, 'by hand': by_hand, 'fastdist': fastdist}
+
+
+def memory(key): return int(next(l for l in open('/proc/self/status') if l.startswith(key)).split()[1])*1024
+
+
+def with_memory(run):
+    def measured():
+        Path('/proc/self/clear_refs').write_text('5')  # VmHWM begins again
+        before = memory('VmRSS')
+        res = run()
+        return memory('VmHWM')-before
+    return measured
+
+
+if __name__ == '__main__':
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument('--rounds', type=int, default=5)
+    p.add_argument('--sizes', nargs='+', default=list(SIZES), choices=list(SIZES))
+    p.add_argument('--child', help=argparse.SUPPRESS)
+    a = p.parse_args()
+    if a.child: training.child(lambda: with_memory(WAYS[a.child](a.sizes[0])))
+    for size in a.sizes:
+        _, _, n, bs = SIZES[size]
+        res = training.measure(size, a.rounds, list(WAYS), __file__)
+        print(f'\n{size}, {a.rounds} rounds of {-(-n//bs)} batches, {WORKERS} workers\n\n| | ms a batch | CPU ms a batch | one process / this | quartiles | MB |\n|---|---|---|---|---|---|')
+        for name, rs in res.items():
+            ratios = sorted(o[0]/r[0] for o, r in zip(res['one process'], rs))
+            wall, cpu, extra = [statistics.median(o) for o in zip(*rs)]
+            print(f'| {name} | {wall*bs/n*1e3:.2f} | {cpu*bs/n*1e3:.2f} | {statistics.median(ratios):.2f} | {ratios[len(ratios)//4]:.2f} to {ratios[3*len(ratios)//4]:.2f} | {extra/1e6:.0f} |', flush=True)
