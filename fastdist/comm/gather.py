@@ -14,7 +14,7 @@ from torch import Tensor
 from .pack import as_bytes, bytes_in, gather_single, pack
 from .call import Call, least, route
 from .objects import all_gather_list
-from ..world.ranks import get_rank, get_world_size
+from ..world.ranks import get_world_size
 
 # %% ../../nbs/comm/04_gather.ipynb #8a1c000a
 def gather_tensors(o, # Anything that can be pickled, with tensors in it
@@ -64,16 +64,18 @@ class _RowBuffers:
                sums, # Number of rows of each worker
               ):
         "The rows of each worker, on the CPU"
-        k = max(sums)*self.width
+        k,at = max(sums)*self.width,0
         mine,every = self.mine[:k],self.every[:k*self.n]
-        if ts: mine[:sums[get_rank()]*self.width].copy_(torch.cat(ts).reshape(-1))
+        for t in ts:
+            mine[at:at+t.numel()].view(t.shape).copy_(t)
+            at += t.numel()
         if dist.is_initialized(): gather_single(as_bytes(every), as_bytes(mine)) # as bytes: no backend knows all types
         else: every.copy_(mine)
         return [o[:s] for o,s in zip(every.cpu().view(self.n, max(sums), *self.shape), sums)]
 
 # %% ../../nbs/comm/04_gather.ipynb #89c97141
 def concat_in_turn(ts:list, # This worker's batches, on the CPU, with the same dtype and shape but for the rows in all workers: one at least
-                   nbytes=2**26, # Bytes that are sent at once, of all workers together
+                   nbytes=2**24, # Bytes that are sent at once, of all workers together: what caches hold is copied faster
                   ):
     "One tensor with the batches of all workers: batch `j` of all is batch `j//n` of worker `j%n`"
     ts = [t.detach().as_subclass(Tensor) for t in ts]
