@@ -29,15 +29,6 @@ def _distrib_barrier():
     "In place of fastai's, which calls it before a file that rank 0 writes is read: rank 0 has written it, and does not wait"
     after_rank0()
 
-def _to_concat(xs, dim=0):
-    "In place of fastai's, which copies what is one tensor already"
-    return xs[0] if isinstance(xs, Concatenated) else to_concat(xs, dim)
-
-def _nested_reorder(t, idxs):
-    "In place of fastai's, which copies what is in order already"
-    in_order = isinstance(t, (Tensor,L)) and len(t)==len(idxs) and idxs.equal(torch.arange(len(idxs), device=idxs.device))
-    return t if in_order else nested_reorder(t, idxs)
-
 def replace_in_fastai(new # `dict` from a function of fastai's to the one that takes its place
                      ):
     "Replace functions in all modules of fastai that have imported them"
@@ -46,8 +37,19 @@ def replace_in_fastai(new # `dict` from a function of fastai's to the one that t
         for old,f in new.items():
             if getattr(mod, old.__name__, None) is old: setattr(mod, old.__name__, f)
 
-replace_in_fastai({fastai.torch_core.maybe_gather:_maybe_gather, fastai.torch_core.distrib_barrier:_distrib_barrier,
-                   to_concat:_to_concat, nested_reorder:_nested_reorder})
+replace_in_fastai({fastai.torch_core.maybe_gather:_maybe_gather, fastai.torch_core.distrib_barrier:_distrib_barrier})
+
+# %% ../../nbs/callbacks/00_fastai_patches.ipynb #41bc5e29
+def _to_concat(xs, dim=0):
+    "In place of fastai's: what is concatenated already stays as it is"
+    return xs[0] if isinstance(xs, Concatenated) else to_concat(xs, dim)
+
+def _nested_reorder(t, idxs):
+    "In place of fastai's: what is in order already stays as it is"
+    in_order = isinstance(t, (Tensor,L)) and len(t)==len(idxs) and idxs.equal(torch.arange(len(idxs), device=idxs.device))
+    return t if in_order else nested_reorder(t, idxs)
+
+replace_in_fastai({to_concat:_to_concat, nested_reorder:_nested_reorder})
 
 # %% ../../nbs/callbacks/00_fastai_patches.ipynb #4301a8f8
 for _o in vars(fastai.callback.core).values():

@@ -19,40 +19,34 @@ from ..comm.objects import from_rank0
 from ..world.ranks import get_rank, get_world_size
 from ..world.state import current_world
 
-# %% ../../nbs/data/00_rng.ipynb #21f4e250
-_seen = None # NumPy's generator and its memory, where it was last seen without the second of a pair of normal numbers
+# %% ../../nbs/data/00_rng.ipynb #02f3623a
+class _SecondNormal:
+    "NumPy draws normal numbers in pairs, and loses the second where its generator is changed"
+    seen = None # the generator and its memory, where there was last no second
 
-def _set_numpy(state):
-    global _seen
-    _seen = None
-    np.random.set_state(state)
+    @classmethod
+    def state(cls):
+        "NumPy's state, if it has a second; else `None`"
+        bits = np.random.get_bit_generator()
+        # to ask takes as long as all else here, so only after a draw: then the memory is another, of 624 numbers and a position
+        now = (bits,ctypes.string_at(bits.ctypes.state_address, 625*4)) if isinstance(bits, np.random.MT19937) else None
+        if now is not None and cls.seen==now: return
+        state = np.random.get_state()
+        if state[3]: return state
+        cls.seen = now
 
-def _second_normal():
-    "NumPy's state where it has the second of a pair of normal numbers, which a change of its generator loses; else `None`"
-    global _seen
-    bits = np.random.get_bit_generator()
-    # to ask takes as long as all else here, so only after a draw: then the memory is another, of 624 numbers and a position
-    now = (bits,ctypes.string_at(bits.ctypes.state_address, 625*4)) if isinstance(bits, np.random.MT19937) else None
-    if now is not None and _seen==now: return
-    state = np.random.get_state()
-    if state[3]: return state
-    _seen = now
+    @classmethod
+    def go_to(cls, state):
+        "Let NumPy go on at `state`, which may have a second"
+        cls.seen = None
+        np.random.set_state(state)
 
-# %% ../../nbs/data/00_rng.ipynb #ae6ea227
+# %% ../../nbs/data/00_rng.ipynb #1419134c
 def _memory(r):
     "Where the generator `r`, a `random.Random`, has its numbers: behind the head of the object, in CPython"
     head = object.__basicsize__
     return (ctypes.c_char*(_random.Random.__basicsize__-head)).from_address(id(r)+head)
 
-def _python_state(r=random._inst):
-    "Where the stream of `r` is, by default that of `random`'s functions"
-    return (_memory(r).raw,r.gauss_next) if _by_memory else r.getstate()
-
-def _set_python_state(state, r=random._inst):
-    if _by_memory: _memory(r).raw,r.gauss_next = state
-    else: r.setstate(state)
-
-# %% ../../nbs/data/00_rng.ipynb #7e7fe151
 def _goes_by_memory():
     "Does a copy of the memory do what `getstate` and `setstate` do, in this Python?"
     if sys.implementation.name!='cpython': return False
@@ -62,6 +56,26 @@ def _goes_by_memory():
     return a.getstate()==b.getstate() and [a.random() for _ in range(700)]==[b.random() for _ in range(700)]
 
 _by_memory = _goes_by_memory()
+
+# %% ../../nbs/data/00_rng.ipynb #e3a70515
+def _python_state(r=random._inst):
+    "Where the stream of `r` is, by default that of `random`'s functions"
+    return (_memory(r).raw,r.gauss_next) if _by_memory else r.getstate()
+
+def _set_python_state(state, r=random._inst):
+    if _by_memory: _memory(r).raw,r.gauss_next = state
+    else: r.setstate(state)
+
+def _as_python(state):
+    "What `_python_state` returned, as `getstate` returns it: the same in any Python"
+    r = random.Random()
+    _set_python_state(state, r)
+    return r.getstate()
+
+def _from_python(state):
+    r = random.Random()
+    r.setstate(state)
+    return _python_state(r)
 
 # %% ../../nbs/data/00_rng.ipynb #e374276a
 def _torch_state(): return torch.get_rng_state(),torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
@@ -78,7 +92,7 @@ def set_rng_state(state # What `rng_state` returned
                  ):
     "Put the generators back to `state`"
     random.setstate(state[0])
-    _set_numpy(state[1])
+    _SecondNormal.go_to(state[1])
     _set_torch_state(*state[2:])
 
 # %% ../../nbs/data/00_rng.ipynb #7a898e76
@@ -125,7 +139,7 @@ class WorkerRandom:
 def enter(self:WorkerRandom):
     "Set the shared stream aside and draw from this worker's own"
     if WorkerRandom.active is not None: return
-    self.shared,self.shared_bits,self.second = _here(),np.random.get_bit_generator(),_second_normal()
+    self.shared,self.shared_bits,self.second = _here(),np.random.get_bit_generator(),_SecondNormal.state()
     np.random.set_bit_generator(self.bits)
     if self.own is None: _seed(seed_of(self.rank, random.getstate(), torch.get_rng_state().numpy().tobytes()))
     else: _go_to(*self.own)
@@ -137,7 +151,7 @@ def exit(self:WorkerRandom):
     if WorkerRandom.active is not self: return
     self.own = _here()
     np.random.set_bit_generator(self.shared_bits)
-    if self.second is not None: _set_numpy(self.second)
+    if self.second is not None: _SecondNormal.go_to(self.second)
     _go_to(*self.shared)
     WorkerRandom.active = self.shared = self.shared_bits = self.second = None
 
@@ -215,17 +229,6 @@ def plain_state(o):
     return type(o)(map(plain_state, o)) if isinstance(o, (list,tuple)) else o
 
 # %% ../../nbs/data/00_rng.ipynb #067b48e7
-def _as_python(state):
-    "What `_python_state` returned, as `getstate` returns it: the same in any Python"
-    r = random.Random()
-    _set_python_state(state, r)
-    return r.getstate()
-
-def _from_python(state):
-    r = random.Random()
-    r.setstate(state)
-    return _python_state(r)
-
 @patch
 def state_dict(self:WorkerRandom, plain=True # As plain data? Otherwise as it is, which takes no time
               ):

@@ -148,12 +148,12 @@ def add_batch(self:EpochTotals, counts=True, # Does this worker's batch count, o
         self.every = max(1, self.keep//max(1, -least(-bytes_in(self.batches))[0]))
     if len(self.batches)==self.every: self._feed(self.again, rows)
 
+# %% ../../nbs/metrics/00_metrics.ipynb #381c1426
 @patch
 def _begin(self:EpochTotals, mets):
     # Before the recorder feeds the metrics themselves, with what this worker has
     if self.twins is None: self.twins = [_twin(m) for m in mets]
 
-# %% ../../nbs/metrics/00_metrics.ipynb #381c1426
 @patch
 def _merge(self:EpochTotals, m, states):
     every = [copy(m) for _ in states]

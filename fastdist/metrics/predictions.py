@@ -15,7 +15,7 @@ from ..world.ranks import get_rank
 
 # %% ../../nbs/metrics/01_predictions.ipynb #e8ef0789
 class SharedActivation:
-    "An activation of fastai's for predictions, which it calls in the end: each worker may have made it of its own before, and then it is done"
+    "The activation that fastai makes of all predictions in the end; each worker may have made it of its own before, and then it is done"
     def __init__(self, f, # Takes each sample by itself
                  axis=-1, # Along which it does, unless that is the one of samples
                 ):

@@ -161,8 +161,8 @@ def end_backward(self:Replica, own):
     if not self.sync:
         self.unsynced = True
         return
-    if own and not self.reduced: average_grads(self.loose) # the others are on their way
-    else: self._average_all()
+    if not own or self.reduced: self._average_all()
+    elif self.loose: average_grads(self.loose) # the others are on their way
     self.reduced |= own
 
 @patch
