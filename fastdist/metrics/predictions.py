@@ -7,6 +7,7 @@ __all__ = ['SharedActivation', 'GatheredPreds', 'Concatenated']
 
 # %% ../../nbs/metrics/01_predictions.ipynb #e2240645
 from fastai.basics import *
+from fastai.losses import DiceLoss, FocalLossFlat, LabelSmoothingCrossEntropy, LabelSmoothingCrossEntropyFlat
 from ..comm.gather import concat_in_turn, gather_chunks, gather_tensors, in_turn, interleave
 from ..comm.call import least, same_call, same_text
 from ..comm.objects import all_gather_list
@@ -14,6 +15,8 @@ from ..comm.pack import bytes_in, tensors_in
 from ..world.ranks import get_rank
 
 # %% ../../nbs/metrics/01_predictions.ipynb #e8ef0789
+_with_softmax = CrossEntropyLossFlat,FocalLossFlat,LabelSmoothingCrossEntropy,LabelSmoothingCrossEntropyFlat,DiceLoss
+
 class SharedActivation:
     "The activation that fastai makes of all predictions in the end; each worker may have made it of its own before, and then it is done"
     def __init__(self, f, # Takes each sample by itself
@@ -24,9 +27,9 @@ class SharedActivation:
     @classmethod
     def of(cls, loss_func # Of a learner
           ):
-        "That of a loss function of fastai's; `None` for others, of whose activation nothing is known"
-        f = getattr(loss_func, 'activation', None)
-        if f is not None and f.__module__=='fastai.losses': return cls(f, getattr(loss_func, 'axis', -1))
+        "A softmax of fastai's, or `None`: of others nothing is known, and a sigmoid's last bit depends on where a number stands"
+        if not isinstance(loss_func, _with_softmax) or type(loss_func).activation.__module__!='fastai.losses': return
+        return cls(loss_func.activation, getattr(loss_func, 'axis', -1))
 
     def share(self, batches # This worker's
              ):

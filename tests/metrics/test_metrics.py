@@ -1,5 +1,5 @@
 "P1 for what is reported: each metric, of any kind, is that of one process"
-import collections, contextlib, warnings
+import collections, contextlib, itertools, math, warnings
 
 import pytest, torch
 
@@ -210,6 +210,25 @@ def test_gathered_in_chunks(world, n):
         for k, items in res: assert items == [(i, i % 4, f'{i}', i % 2 == 0, 3.*i*(i % 4)) for i in range(n)]
         assert res[0][0] == (n > 0) and res[2][0] >= res[1][0] >= res[0][0] and (n < 20 or res[2][0] > 3)
     assert [to for _, to in got] == [None]*(len(got)-1) + [n]
+
+
+def concatenated(n):
+    "In one tensor, sent at once and in many messages: what differs from what it should be"
+    from fastdist.comm.gather import concat_in_turn
+    from fastdist.world import get_rank, get_world_size, init_group
+    init_group()
+    rank, size, res = get_rank(), get_world_size(), []
+    kinds = dict(dtypes=[torch.float64, torch.bfloat16, torch.bool, torch.int64, torch.complex64], shapes=[(), (3,), (2, 1, 4), (0,)])
+    for dtype, shape in itertools.product(*kinds.values()):
+        every = [(torch.arange(r*math.prod(shape), dtype=torch.float64).view(r, *shape)+i).to(dtype) for i, r in enumerate(([5, 5, 2, 0, 7, 1]*n)[:n])]
+        for nbytes in (2**24, 100, 1):
+            got, want = concat_in_turn(every[rank::size], nbytes), torch.cat(every)
+            if not (got.dtype == want.dtype and got.equal(want)): res.append((dtype, shape, nbytes))
+    return res
+
+
+@pytest.mark.parametrize('n', [3, 4, 7, 20])
+def test_concatenated_in_turn(world, n): assert world(concatenated, n) == [[]]*world.n
 
 
 def double_mean(pred, targ): return (pred.double().argmax(1) == targ).double().mean()

@@ -137,6 +137,57 @@ def test_outputs_of_all_kinds(world, kind):
     for got in world(outputs, True, kind): assert close(want, got)
 
 
+class Ranks(CrossEntropyLossFlat):
+    "Its activation compares samples with each other"
+    def activation(self, x): return x.argsort(0).float()
+
+
+def of_kind(i):
+    "(loss function, predictions of a sample) for a model whose predictions are sums of its inputs"
+    return [(CrossEntropyLossFlat(), (3,)), (CrossEntropyLossFlat(axis=1), (3, 2, 2)), (BCEWithLogitsLossFlat(), (3,)),
+            (BCEWithLogitsLossFlat(), ()), (LabelSmoothingCrossEntropyFlat(), (3,)), (FocalLossFlat(), (3,)), (Ranks(), (3,)), (MSELossFlat(), (3,))][i]
+
+
+class Sums(nn.Module):
+    def __init__(self, shape):
+        super().__init__()
+        self.shape, self.w = shape, nn.Parameter(torch.linspace(-1, 1, 4*max(1, math.prod(shape))).view(4, -1))
+    def forward(self, x): return (x.float() @ self.w).view(-1, *self.shape)
+
+
+def activated(distrib, i, n):
+    loss, shape = of_kind(i)
+    ys = torch.arange(n)[(...,)+(None,)*(len(shape)-1)].expand(-1, *shape[1:]) % 3
+    if not isinstance(loss, CrossEntropyLossFlat | FocalLossFlat | LabelSmoothingCrossEntropyFlat): ys = torch.ones(n, *shape)
+    items, res = list(zip(torch.randn(n, 4, generator=torch.Generator().manual_seed(1)), ys)), []
+    dls = DataLoaders(*[TfmdDL(items, bs=4, num_workers=0) for _ in range(2)])
+    learn = quiet(Learner(dls, Sums(shape), loss_func=loss))
+    calls, softmax = [], F.softmax
+    def counted(x, *args, **kwargs):
+        calls.append(len(x))
+        return softmax(x, *args, **kwargs)
+    F.softmax = counted
+    try:
+        with ctx_of(learn, distrib):
+            res = [learn.get_preds()[0], learn.get_preds(with_decoded=True, with_input=True)[1], learn.get_preds(rank0_only=True)[0] if distrib else learn.get_preds()[0]]
+            res.append(learn.get_preds(act=torch.sigmoid)[0])
+    finally: F.softmax = softmax
+    return res, calls
+
+
+@pytest.mark.parametrize('i', range(8))
+def test_activations(world, i):
+    "fastai's for each sample are made by each worker of its own predictions, once; any other of all of them"
+    n = 23
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')
+        want, _ = activated(False, i, n)
+    for r, (got, calls) in enumerate(world(activated, True, i, n)):
+        assert all(a.equal(b) for a, b in zip(want[:2]+want[3:], got[:2]+got[3:])) and (want[2].equal(got[2]) if r == 0 else got[2] is None)
+        mine = sum(min(4, n-4*b) for b in range(r, 6, world.n))
+        if i in (0, 1, 4, 5): assert sum(calls[:len(range(r, 6, world.n))]) == mine and sum(calls) == 2*mine + n*(r == 0)
+
+
 def only_rank0(n, keep):
     "Predictions in rank 0 alone, sent while the evaluation goes on"
     import fastdist.metrics.predictions as M
