@@ -4,11 +4,12 @@
 
 # %% auto #0
 __all__ = ['Rows', 'shard_like', 'explain_shards', 'sends_whole', 'RowMessage', 'row_messages', 'send_rows', 'gather_rows',
-           'gather_group', 'mesh_of']
+           'norms_of_shards', 'gather_group', 'mesh_of']
 
 # %% ../../nbs/strategy/04_sharding.ipynb #bc23fb59
 from datetime import timedelta
-from functools import update_wrapper
+from contextlib import contextmanager
+from functools import wraps
 
 import torch.distributed as dist
 from fastai.basics import *
@@ -276,15 +277,18 @@ def _largest(ts):
     dist.all_reduce(both, dist.ReduceOp.MAX)
     return torch.where(both[1] > 0, math.nan, both[0]).to(ts[0].device, ts[0].dtype)
 
-_total_norm = clip_grad._get_total_norm
-
-def _norm_of_shards(tensors, norm_type=2., *args, **kwargs):
-    "torch's, but for the inf-norm, which fails in a worker that has no rows of a `DTensor`"
-    tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-    if float(norm_type)==math.inf and any(map(is_dtensor, tensors)): tensors = [_largest(tensors)]
-    return _total_norm(tensors, norm_type, *args, **kwargs)
-
-clip_grad._get_total_norm = nn.utils.get_total_norm = update_wrapper(_norm_of_shards, _total_norm)
+@contextmanager
+def norms_of_shards():
+    "A context in which torch clips by the inf-norm of shards too: by itself it fails in a worker that has no rows of a `DTensor`"
+    olds = clip_grad._get_total_norm,nn.utils.get_total_norm
+    @wraps(olds[0])
+    def norm(tensors, norm_type=2., *args, **kwargs):
+        tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        if float(norm_type)==math.inf and any(map(is_dtensor, tensors)): tensors = [_largest(tensors)]
+        return olds[0](tensors, norm_type, *args, **kwargs)
+    clip_grad._get_total_norm = nn.utils.get_total_norm = norm
+    try: yield
+    finally: clip_grad._get_total_norm,nn.utils.get_total_norm = olds
 
 # %% ../../nbs/strategy/04_sharding.ipynb #6c274410
 def gather_group(name, # The same in all workers, and another one each time

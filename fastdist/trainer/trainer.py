@@ -27,6 +27,7 @@ from ..model.compile import GraphSteps, compile_model
 from ..model.foreach import Foreach
 from ..strategy.base import Strategy, check_values, inner_opt, same_everywhere, whole_model
 from ..strategy.select import close_strategy, make_strategy
+from ..strategy.sharding import norms_of_shards
 from .args import accelerator_args, check_args, check_launch, check_own, check_precision, make_accelerator, not_default
 from .evaluation import Evaluation, same_log
 from .loaders import SharedLoaders, back_on_device, move_learner, seeded_loaders
@@ -119,6 +120,7 @@ def _share_model(self:DistributedTrainer):
     self.strategy.share_scale = lambda: self.step.share_scale()
     each = ddp is not None and (ddp.find_unused_parameters or ddp.static_graph) # what the last batch does not use would not be averaged
     self.add(StrategyHooks(self, self.strategy, each))
+    self.undo.enter_context(norms_of_shards())
     self.undo.callback(self._close_strategy)
     self.strategy.setup(learn, device)
     self.strategy.set_opt(learn.opt)
