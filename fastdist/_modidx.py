@@ -2576,6 +2576,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                      'fastdist/strategy/sharded_opt.py'),
                                                'fastdist.strategy.sharded_opt._OptRows._shard': ( 'strategy/sharded_opt.html#_optrows._shard',
                                                                                                   'fastdist/strategy/sharded_opt.py'),
+                                               'fastdist.strategy.sharded_opt._OptRows._whole_shape': ( 'strategy/sharded_opt.html#_optrows._whole_shape',
+                                                                                                        'fastdist/strategy/sharded_opt.py'),
                                                'fastdist.strategy.sharded_opt._OptRows.as_wanted': ( 'strategy/sharded_opt.html#_optrows.as_wanted',
                                                                                                      'fastdist/strategy/sharded_opt.py'),
                                                'fastdist.strategy.sharded_opt._OptRows.load_state_dict': ( 'strategy/sharded_opt.html#_optrows.load_state_dict',

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from ..comm.shards import local
 from ..model.blocks import units
 from .base import Strategy, check_trainable, unused_error
-from .backward import Backwards, BeforeAdding, average_grads
+from .backward import Backwards, BeforeAdding, average_grads, buckets
 from .sharding import Rows, explain_shards, gather_group, gather_rows, mesh_of, shard_like
 from .sharded_opt import ShardedOptimizer, exchange_params
 from ..world.ranks import get_rank
@@ -159,7 +159,7 @@ def _give_back(self:FullyShard, found):
     lost = [values is None and isinstance(new, DTensor) for new,(values,_) in zip(self.params, found)]
     group = self._same_failure(sum(lost)) if any(lost) else None
     for (p,_),new,strides,gone,(values,grad) in zip(self.slots, self.params, self.formats, lost, found):
-        if gone: values = gather_rows(local(new), new.shape, self.rows_of, group, self.home)
+        if gone: values, = gather_rows([local(new)], [new.shape], self.rows_of, group, self.home)
         if values is not None: _put_values(p, values, strides)
         p.grad = grad
     self._move_rest(self.home)
@@ -383,16 +383,21 @@ def _drop_shard(self:FullyShard, p, of_torch):
     vars(of_torch[id(p)]).pop('_sharded_param_data', None)
     p.grad,p._local_tensor = None,local(p).new_empty(0)
 
+# %% ../../nbs/strategy/07_fsdp.ipynb #4f2b9a96
 @patch
 def _gather_params(self:FullyShard, group):
-    "Give the model's own parameters their values, and gradients where no worker has failed: one after the other, as its shard goes"
+    "Give the model's own parameters their values, and gradients where no worker has failed: some after the others, as their shards go"
     of_torch = {id(o.sharded_param):o for m in (*self.parts,self.model) for g in _groups(m) for o in g.fsdp_params}
-    def whole(o): return gather_rows(local(o), o.shape, self.rows_of, group, self.home)
-    for (p,_),new,strides in zip(self.slots, self.params, self.formats):
-        _put_values(p, whole(new), strides)
-        p.requires_grad_(new.requires_grad)
-        if new.grad is not None and group is None: p.grad = whole(new.grad).to(p.dtype)
-        self._drop_shard(new, of_torch)
+    def whole(os): return gather_rows([local(o) for o in os], [o.shape for o in os], self.rows_of, group, self.home)
+    every = {id(new):(p,new,strides) for (p,_),new,strides in zip(self.slots, self.params, self.formats)}
+    for some in buckets(self.params):
+        graded = [new for new in some if new.grad is not None and group is None]
+        grads = {id(new):g for new,g in zip(graded, whole([new.grad for new in graded]))}
+        for (p,new,strides),values in zip([every[id(o)] for o in some], whole(some)):
+            _put_values(p, values, strides)
+            p.requires_grad_(new.requires_grad)
+            if id(new) in grads: p.grad = grads[id(new)].to(p.dtype)
+            self._drop_shard(new, of_torch)
     for p in self.replicated:
         if p.grad is not None: p.grad = local(p.grad).clone() # not a view: fastai detaches gradients in place
 

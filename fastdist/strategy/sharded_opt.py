@@ -14,6 +14,7 @@ from fastai.basics import *
 from fastai.optimizer import *
 from fastai.optimizer import average_grad,average_sqr_grad,debias # and what is in no `__all__`
 from ..comm.shards import is_dtensor, local
+from .backward import buckets
 from .base import inner_opt
 from .sharding import gather_rows, send_rows, shard_like
 from ..fault.same_call import all_at
@@ -157,13 +158,11 @@ def _shard(self:_OptRows, p, o):
     return self.as_wanted(p, self.rows_of.of(o).to(local(p).device, copy=True)) # the rows alone, from where the whole is
 
 @patch
-def _gather(self:_OptRows, p, o, group=None):
-    "What is remembered of `p`, whole, in CPU memory where it is in rows; `group` as for `gather_rows`"
-    if not isinstance(o, Tensor) or not p.dim(): return local(o)
-    if is_dtensor(o): in_rows,shape = o.placements[-1].is_shard(0),o.shape # which may be another than the parameter's
-    else: in_rows,shape = o.shape==self.rows(p).shape,p.shape
-    if in_rows: return gather_rows(local(o), shape, self.rows_of, group, 'cpu')
-    return o.full_tensor() if is_dtensor(o) else o
+def _whole_shape(self:_OptRows, p, o):
+    "The shape of the whole, if this worker has rows of it, remembered of `p`; else `None`"
+    if not isinstance(o, Tensor) or not p.dim(): return
+    if is_dtensor(o): return o.shape if o.placements[-1].is_shard(0) else None # which may be another than the parameter's
+    return p.shape if o.shape==self.rows(p).shape else None
 
 @patch
 def zero_grad(self:_OptRows, *args, **kwargs):
@@ -173,19 +172,38 @@ def zero_grad(self:_OptRows, *args, **kwargs):
         for p in self.params():
             if p.grad is not None: local(p.grad).zero_()
 
+# %% ../../nbs/strategy/05_sharded_opt.ipynb #ca951c3a
+@patch
+def _gather(self:_OptRows, group=None, keep=True):
+    """Let the optimizer remember whole tensors, in CPU memory where it had rows, or `None`, if they are not to be kept. The set of the
+    ids of those that have been gathered; `group` as for `gather_rows`"""
+    found,wholes = {},{}
+    def note(p, o):
+        shape = self._whole_shape(p, o)
+        if shape is not None: found[id(o)] = SimpleNamespace(o=local(o), shape=shape, nbytes=math.prod(shape)*o.element_size())
+        return o
+    _each_state(self.opt, note)
+    for some in buckets(found.values()): # those that are not kept are never all there
+        ts = gather_rows([o.o for o in some], [o.shape for o in some], self.rows_of, group, 'cpu')
+        wholes.update({id(o.o):t if keep else None for o,t in zip(some, ts)})
+    def whole(p, o):
+        if id(o) in found: return wholes[id(found[id(o)].o)]
+        return o.full_tensor() if is_dtensor(o) and p.dim() else local(o)
+    _each_state(self.opt, whole)
+    return {id(t) for t in wholes.values() if t is not None}
+
 # %% ../../nbs/strategy/05_sharded_opt.ipynb #c56342d3
 @patch
 def state_dict(self:_OptRows, keep=True # Does this worker want it? All workers call it together
               ):
     "The state of the whole parameters, in CPU memory"
     all_at("a save of the optimizer's state")
-    def f(p, o):
-        o = self._gather(p, o)
-        return o if not isinstance(o, Tensor) else o.cpu() if keep else None
+    def plain(o): return o if not isinstance(o, Tensor) else o.cpu() if keep else None
     state,slow = self.inner.state,vars(self.opt).get('slow_weights')
     self.inner.state = defaultdict(dict, {p:state[p] for p in self.params() if p in state})
     try:
-        _each_state(self.opt, f)
+        self._gather(keep=keep)
+        _each_state(self.opt, lambda p,o: plain(o))
         return self._call('state_dict')
     finally:
         self.inner.state = state
@@ -224,13 +242,9 @@ class ShardedOptimizer(_OptRows):
 def release(self:ShardedOptimizer, group=None, device=None):
     "Give the optimizer back, with its whole state; that of sharded parameters goes to `device`, by default to theirs"
     for nm in ('step','zero_grad','state_dict','load_state_dict'): vars(self.opt).pop(nm, None)
-    gathered = set()
-    def whole(p, o):
-        res = self._gather(p, o, group)
-        if isinstance(res, Tensor) and res.dim() and res is not o: gathered.add(id(res))
-        return res
+    gathered = ()
     if group is False: self.opt.clear_state() # without the others it is not to be had
-    else: _each_state(self.opt, whole)
+    else: gathered = self._gather(group)
     self.parts.clear()
     # to the device when all shards have left it: it never has both
     def home(p): return device if is_dtensor(p) and device is not None else local(p).device

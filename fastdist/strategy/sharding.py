@@ -171,10 +171,9 @@ def row_messages(ts, # Tensors with elements, the same shapes in all workers; a 
                 sums=True, # Are they to be added up, and not gathered?
                 ):
     "Yield the `RowMessage`s for `ts`: a bucket in each, a large tensor in several"
-    pg = group or rows_of.mesh.get_group()
     for kind in groupby(ts, lambda t: (t.dtype,t.device)).values():
         for some in buckets(kind):
-            t,at = some[0],torch.device(device or some[0].device)
+            t,at,pg = some[0],torch.device(device or some[0].device),group or rows_of.mesh.get_group()
             whole = group is not None or sends_whole(some, rows_of.size, at, pg, sums)
             n = 1 if whole else rows_of.size
             in_place = not whole and t.is_contiguous() and len(t)%n==0 and t.device==at
@@ -243,29 +242,29 @@ def send_rows(ts, # Tensors, the same in all workers, of which each worker has c
 
 # %% ../../nbs/strategy/04_sharding.ipynb #c0d7f363
 def _without_others(part, shape, rows_of):
+    if not len(shape): return part.clone()
     res = part.new_full(shape, math.nan) if part.is_floating_point() else part.new_zeros(shape)
     rows_of.of(res).copy_(part)
     return res
 
 # %% ../../nbs/strategy/04_sharding.ipynb #f4de9860
-def gather_rows(part, # This worker's rows
-                shape, # Of the whole tensor
+def gather_rows(parts, # This worker's rows of each tensor
+                shapes, # Of the whole tensors
                 rows_of, # `Rows`
                 group=None, # Another process group (gloo) than that of the mesh, of all workers; `False` if there is none any more
-                device=None, # Where the whole is to be; there where `part` is, if `None`
-               ):
-    "The whole tensor, in all workers; without the others it is `nan` where their rows were"
-    device = device or part.device
-    if not len(shape): return part.to(device, copy=True)
-    if group is False: return _without_others(part, shape, rows_of).to(device)
-    if group is not None: part = part.cpu()
-    res = part.new_empty(shape, device=device)
-    try: send_rows([res], rows_of, [part], group)
+                device=None, # Where the wholes are to be; there where the parts are, if `None`
+               )->list:
+    "The whole tensors, in all workers, by a message for many of them; without the others they are `nan` where their rows were"
+    def alone(): return [_without_others(o, s, rows_of).to(device or o.device) for o,s in zip(parts, shapes)]
+    if group is False: return alone()
+    if group is not None: parts = [o.cpu() for o in parts]
+    res = [o.new_empty(s, device=device or o.device) if len(s) else o.to(device or o.device, copy=True) for o,s in zip(parts, shapes)]
+    try: send_rows(res, rows_of, parts, group)
     except RuntimeError: # one that was in the new group has gone since
         if group is None: raise
         warn(f"rank {get_rank()}: a worker has gone with its rows of a tensor, which is nan there now: "
              "load a checkpoint before you go on with this learner")
-        return _without_others(part, shape, rows_of).to(device)
+        return alone()
     return res
 
 # %% ../../nbs/strategy/04_sharding.ipynb #16c15457

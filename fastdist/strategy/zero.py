@@ -212,8 +212,9 @@ def close(self:ShardedGradients, group=None):
     "Give the model and the optimizer back, with whole gradients"
     self.end_fit()
     self.sums.kept.clear()
-    for p in self.model.parameters():
-        if is_dtensor(p.grad): p.grad = None if group is not None else gather_rows(local(p.grad), p.shape, self.rows_of)
+    ps = [p for p in self.model.parameters() if is_dtensor(p.grad)]
+    grads = [None]*len(ps) if group is not None else gather_rows([local(p.grad) for p in ps], [p.shape for p in ps], self.rows_of)
+    for p,g in zip(ps, grads): p.grad = g
     self.release(group)
 
 # %% ../../nbs/strategy/06_zero.ipynb #663ae664

@@ -87,7 +87,7 @@ def sums_and_rows(rows, nbytes):
             for t, w in zip(ts, [t for t in whole if t.dim()]): rows_of.of(t).copy_(rows_of.of(w))
             sharding.send_rows(ts, rows_of)
             res += [float(not t.equal(w)) for t, w in zip(ts, [t for t in whole if t.dim()])]
-            res += [float(not sharding.gather_rows(rows_of.of(w), w.shape, rows_of).equal(w)) for w in whole]
+            res += [float(not o.equal(w)) for o, w in zip(sharding.gather_rows([*map(rows_of.of, whole)], [w.shape for w in whole], rows_of), whole)]
     return res
 
 
