@@ -93,12 +93,13 @@ class BeforeAdding:
 # %% ../../nbs/strategy/01_backward.ipynb #ebbcf0cf
 _bucket = 25*2**20 # bytes
 
-def buckets(ts # Tensors
+def buckets(ts, # Tensors
+            nbytes=None, # At most in each, if there are several; 25 MiB by default
            )->list: # Of lists of tensors
-    "`ts`, in their order, in lists of at most 25 MiB, or of one tensor: what is sent at once"
+    "`ts`, in their order, in lists of at most `nbytes`, or of one tensor: what is sent at once"
     res,n = [],0
     for t in ts:
-        if not res or n+t.nbytes > _bucket: res,n = res+[[]],0
+        if not res or n+t.nbytes > (nbytes or _bucket): res,n = res+[[]],0
         res[-1].append(t)
         n += t.nbytes
     return res

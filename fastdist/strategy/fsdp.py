@@ -18,7 +18,7 @@ from ..comm.shards import local
 from ..model.blocks import units
 from .base import Strategy, check_trainable, unused_error
 from .backward import Backwards, BeforeAdding, average_grads, buckets
-from .sharding import Rows, explain_shards, gather_group, gather_rows, mesh_of, shard_like
+from .sharding import Rows, explain_shards, gather_group, gather_rows, gathered_at_once, mesh_of, shard_like
 from .sharded_opt import ShardedOptimizer, exchange_params
 from ..world.ranks import get_rank
 from ..world.state import current_world
@@ -390,7 +390,7 @@ def _gather_params(self:FullyShard, group):
     of_torch = {id(o.sharded_param):o for m in (*self.parts,self.model) for g in _groups(m) for o in g.fsdp_params}
     def whole(os): return gather_rows([local(o) for o in os], [o.shape for o in os], self.rows_of, group, self.home)
     every = {id(new):(p,new,strides) for (p,_),new,strides in zip(self.slots, self.params, self.formats)}
-    for some in buckets(self.params):
+    for some in buckets(self.params, gathered_at_once):
         graded = [new for new in some if new.grad is not None and group is None]
         grads = {id(new):g for new,g in zip(graded, whole([new.grad for new in graded]))}
         for (p,new,strides),values in zip([every[id(o)] for o in some], whole(some)):

@@ -16,7 +16,7 @@ from fastai.optimizer import average_grad,average_sqr_grad,debias # and what is 
 from ..comm.shards import is_dtensor, local
 from .backward import buckets
 from .base import inner_opt
-from .sharding import gather_rows, send_rows, shard_like
+from .sharding import gather_rows, gathered_at_once, send_rows, shard_like
 from ..fault.same_call import all_at
 from ..world.errors import RemoteError
 from ..world.ranks import get_rank
@@ -183,7 +183,7 @@ def _gather(self:_OptRows, group=None, keep=True):
         if shape is not None: found[id(o)] = SimpleNamespace(o=local(o), shape=shape, nbytes=math.prod(shape)*o.element_size())
         return o
     _each_state(self.opt, note)
-    for some in buckets(found.values()): # those that are not kept are never all there
+    for some in buckets(found.values(), gathered_at_once): # those that are not kept are never all there
         ts = gather_rows([o.o for o in some], [o.shape for o in some], self.rows_of, group, 'cpu')
         wholes.update({id(o.o):t if keep else None for o,t in zip(some, ts)})
     def whole(p, o):

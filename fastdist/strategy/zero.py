@@ -12,7 +12,7 @@ from ..comm.shards import is_dtensor, local
 from .base import Strategy, check_trainable, unused_error
 from .backward import Backwards, BeforeAdding, average_grads, buckets, used_elsewhere
 from .ddp import Replica
-from .sharding import Rows, explain_shards, gather_rows, mesh_of, row_messages
+from .sharding import Rows, explain_shards, gather_rows, gathered_at_once, mesh_of, row_messages
 from .sharded_opt import ShardedOptimizer
 from ..world.ranks import get_rank
 
@@ -212,9 +212,9 @@ def close(self:ShardedGradients, group=None):
     "Give the model and the optimizer back, with whole gradients"
     self.end_fit()
     self.sums.kept.clear()
-    ps = [p for p in self.model.parameters() if is_dtensor(p.grad)]
-    grads = [None]*len(ps) if group is not None else gather_rows([local(p.grad) for p in ps], [p.shape for p in ps], self.rows_of)
-    for p,g in zip(ps, grads): p.grad = g
+    for ps in buckets([p for p in self.model.parameters() if is_dtensor(p.grad)], gathered_at_once):
+        grads = [None]*len(ps) if group is not None else gather_rows([local(p.grad) for p in ps], [p.shape for p in ps], self.rows_of)
+        for p,g in zip(ps, grads): p.grad = g
     self.release(group)
 
 # %% ../../nbs/strategy/06_zero.ipynb #663ae664
