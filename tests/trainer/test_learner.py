@@ -481,3 +481,45 @@ def test_no_bar_where_nobody_sees_it_in_one_process_either(monkeypatch):
     assert '|' not in out.getvalue() and '█' not in out.getvalue() and 'train_loss' in out.getvalue()
     learn.fit(1)  # after it, as before
     assert '|' in out.getvalue()
+
+
+class Notes(Callback):
+    "Notes its events"
+    def __init__(self, name, log): self.called, self.log = name, log
+    def _note(self, event): self.log.append((self.called, event, self.training, self.epoch))
+    def after_pred(self): self._note('after_pred')
+    def after_batch(self): self._note('after_batch')
+
+
+class Changes(Callback):
+    "Changes the learner's callbacks as a fit goes on, in all workers alike"
+    order = -3
+    def __init__(self, log): self.log = log
+    def before_batch(self):
+        if not self.training: return
+        a, b = [next(cb for cb in self.learn.cbs if getattr(cb, 'called', '') == o) for o in 'ab']
+        if self.iter == 1: self.learn.add_cb(Notes(f'added in {self.epoch}', self.log))
+        if self.iter == 2: a.order, b.order = b.order, a.order
+        if self.iter == 3: a.before_step = partial(a._note, 'before_step')  # of this object, and not of its class
+        if self.iter == 4: del a.before_step
+        if self.iter == 5: b.run = self.epoch > 0
+    def after_epoch(self):
+        for cb in self.learn.cbs:
+            if getattr(cb, 'called', '').startswith('added'): self.learn.remove_cb(cb)
+
+
+def changing(distrib):
+    log = []
+    a, b = Notes('a', log), Notes('b', log)
+    a.order, b.order = 3, 4
+    learn = quiet(learner(n=24, n_val=12, bs=4, val_bs=6, cbs=[Changes(log), a, b]))
+    with in_ctx(learn, distrib): learn.fit(2)
+    return [o for o in log if o[2]], [[o for o in log if not o[2] and o[3] == i] for i in range(2)]
+
+
+def test_callbacks_that_change_in_a_fit(world):
+    "Their order, and which there are: the events are those of one process, in validation those of one of its two batches, or of none"
+    want, of_valid = changing(False)
+    assert {'added in 0', 'added in 1'} < {o[0] for o in want} and ('a', 'before_step', True, 0) in want
+    for r, (got, valid) in enumerate(world(changing, True)):
+        assert got == want and valid == [o[:len(o)//2*(r < 2)] for o in of_valid]
