@@ -14,7 +14,7 @@ from fastai.learner import AvgMetric, AvgLoss, Metric
 from fastai.metrics import (AccumMetric, CorpusBLEUMetric, Dice, DiceMulti, LossMetric, accuracy, accuracy_multi,
                             error_rate, mae, mse, msle, top_k_accuracy)
 from ..comm.call import least, route, same_call
-from ..comm.gather import gather_chunks, in_turn, interleave
+from ..comm.gather import concat_in_turn, gather_chunks, in_turn, interleave, same_rows
 from ..comm.objects import all_gather_list
 from ..comm.pack import bytes_in
 from ..world.ranks import get_rank
@@ -218,7 +218,8 @@ def combine(self:EpochTotals, rows=True # Was each batch split between all worke
         for i,m in enumerate(sums): m.total,m.count = _add_up([p[0][i][0] for p in parts]),sum(p[0][i][1] for p in parts)
         for i,m in enumerate(merged): self._merge(m, [p[1][i] for p in parts])
     for m in by.get('accum', []):
-        every = [o for parts in gather_chunks(list(zip(m.preds, m.targs))) for o in in_turn(parts)]
+        mine = list(zip(m.preds, m.targs))
+        every = [concat_in_turn(mine)] if same_rows(mine) else [o for parts in gather_chunks(mine) for o in in_turn(parts)]
         m.preds,m.targs = [o[0] for o in every],[o[1] for o in every]
     if by.get('feed'):
         self._feed(by['feed'], rows)

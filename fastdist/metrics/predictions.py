@@ -8,11 +8,10 @@ __all__ = ['SharedActivation', 'GatheredPreds', 'Concatenated']
 # %% ../../nbs/metrics/01_predictions.ipynb #e2240645
 from fastai.basics import *
 from fastai.losses import DiceLoss, FocalLossFlat, LabelSmoothingCrossEntropy, LabelSmoothingCrossEntropyFlat
-from ..comm.gather import concat_in_turn, gather_chunks, gather_tensors, in_turn, interleave
-from ..comm.call import least, same_call, same_text
+from ..comm.gather import concat_in_turn, gather_chunks, gather_tensors, in_turn, interleave, same_rows
+from ..comm.call import least, same_call
 from ..comm.objects import all_gather_list
-from ..comm.pack import bytes_in, tensors_in
-from ..world.ranks import get_rank
+from ..comm.pack import bytes_in
 
 # %% ../../nbs/metrics/01_predictions.ipynb #e8ef0789
 _with_softmax = CrossEntropyLossFlat,FocalLossFlat,LabelSmoothingCrossEntropy,LabelSmoothingCrossEntropyFlat,DiceLoss
@@ -81,33 +80,16 @@ def _send(self:GatheredPreds):
         self.sent[nm] += len(o)
         o.clear()
 
-# %% ../../nbs/metrics/01_predictions.ipynb #f09ec711
+# %% ../../nbs/metrics/01_predictions.ipynb #703e8713
 class Concatenated(list):
     "In place of a list of batches: their concatenation, as its one item"
 
-def _kind(o):
-    "Types, dtypes, and shapes but for the rows, in a batch; `None` where batches cannot be concatenated, or not by fastdist"
-    if isinstance(o, Tensor):
-        plain = o.dim() > 0 and o.layout==torch.strided and not hasattr(o, '__tensor_flatten__')
-        return (type(o).__name__, str(o.dtype), *o.shape[1:]) if plain else None
-    if type(o) not in (list,tuple): return
-    res = [type(o).__name__, *map(_kind, o)]
-    return None if None in res else res
-
-# %% ../../nbs/metrics/01_predictions.ipynb #9f1819a1
-@patch
-def _alike(self:GatheredPreds, batches):
-    "Can the `batches` of all workers be one tensor, or nest of some?"
-    kinds = {repr(_kind(o)) for o in batches}
-    alike = len(kinds)==1 and kinds!={'None'} and getattr(self.cb, 'concat_dim', 0)==0
-    return same_text(kinds.pop() if alike else f'rank {get_rank()} has others') and alike
-
 @patch
 def _whole(self:GatheredPreds, nm, batches):
+    "The batches of all workers in one, or `None` where they cannot be"
+    if self.dst is not None or self.rows or getattr(self.cb, 'concat_dim', 0)!=0 or not same_rows(batches): return
     if nm=='preds' and self.activation is not None: self.activation.share(batches)
-    first,columns = batches[0],zip(*map(tensors_in, batches))
-    wholes = iter([concat_in_turn(o) for o in columns])
-    return Concatenated([apply(lambda _: next(wholes), first)])
+    return Concatenated([concat_in_turn(batches)])
 
 # %% ../../nbs/metrics/01_predictions.ipynb #f0905f44
 @patch
@@ -118,6 +100,6 @@ def finish(self:GatheredPreds,
     ends = cut and all_gather_list({nm:self.sent[nm]+len(o) for nm,o in self.lists().items()})[cut[0]]
     if self.dst is not None: self._send()
     for nm,o in self.lists().items():
-        if self.dst is None and not self.rows and not cut and self._alike(o): every = self._whole(nm, o)
-        else: every = [b for parts in gather_chunks(o) for b in self.in_order(parts)] if self.dst is None else self.got[nm]
+        every = None if cut else self._whole(nm, o)
+        if every is None: every = self.got[nm] if self.dst is not None else [b for parts in gather_chunks(o) for b in self.in_order(parts)]
         setattr(self.cb, nm, every[:cut[2]+ends[nm]-cut[1]] if cut else every)
