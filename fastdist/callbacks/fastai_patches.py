@@ -65,10 +65,10 @@ def before_batch(self:MixUp):
     self.lam,self.yb1 = torch.ones(1, device=self.x.device),tuple(self.learn.yb)
 
 # %% ../../nbs/callbacks/00_fastai_patches.ipynb #83db08b9
-def trainer_of(learn # Any `Learner`
+def trainer_of(learn # Any `Learner`, or `None`
               ):
     "The learner's `DistributedTrainer`, or `None`: fastai names callbacks after their class, and so does a subclass of it"
-    return vars(learn).get('distributed_trainer') # where a learner has none, `getattr` would look for it in its model
+    return getattr(learn, '__dict__', {}).get('distributed_trainer') # by itself `getattr` would look for it in the model, too
 
 # %% ../../nbs/callbacks/00_fastai_patches.ipynb #9b28aee8
 class QuickCallback(Callback):
