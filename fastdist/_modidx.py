@@ -620,6 +620,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                     'fastdist.comm.call.group_ranks': ('comm/call.html#group_ranks', 'fastdist/comm/call.py'),
                                     'fastdist.comm.call.least': ('comm/call.html#least', 'fastdist/comm/call.py'),
                                     'fastdist.comm.call.route': ('comm/call.html#route', 'fastdist/comm/call.py'),
+                                    'fastdist.comm.call.same_and_most': ('comm/call.html#same_and_most', 'fastdist/comm/call.py'),
                                     'fastdist.comm.call.same_call': ('comm/call.html#same_call', 'fastdist/comm/call.py'),
                                     'fastdist.comm.call.same_text': ('comm/call.html#same_text', 'fastdist/comm/call.py'),
                                     'fastdist.comm.call.trim': ('comm/call.html#trim', 'fastdist/comm/call.py'),

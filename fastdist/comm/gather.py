@@ -12,7 +12,7 @@ import torch, torch.distributed as dist
 from fastcore.foundation import L
 from torch import Tensor
 from .pack import as_bytes, bytes_in, gather_single, pack, tensors_in
-from .call import Call, least, route, same_text
+from .call import Call, route, same_and_most
 from .objects import all_gather_list
 from ..world.ranks import get_rank, get_world_size
 
@@ -42,11 +42,10 @@ def in_turn(parts:list, # For each worker a list, with something for each of its
     return [p[i] for i in range(max(map(len, parts))) for p in parts if i < len(p)]
 
 # %% ../../nbs/comm/04_gather.ipynb #3b865b6f
-def _rounds(ts):
-    "Rows of the batches of all workers, of whom this one has `ts`: for each round, of one batch a worker, those of each"
+def _rounds(ts, most):
+    "Rows of the batches of all workers, of whom this one has `ts`, and some have `most`: for each round, of one a worker, those of each"
     if not dist.is_initialized(): return [[len(t)] for t in ts]
-    most, = least(-len(ts))
-    mine = torch.tensor([len(t) for t in ts]+[0]*(-most-len(ts)), dtype=torch.int64, device=route(torch.device('cpu'), None))
+    mine = torch.tensor([len(t) for t in ts]+[0]*(most-len(ts)), dtype=torch.int64, device=route(torch.device('cpu'), None))
     every = mine.new_empty(get_world_size()*len(mine))
     gather_single(every, mine)
     return every.view(get_world_size(), -1).t().tolist()
@@ -74,10 +73,9 @@ class _RowBuffers:
         return [o[:s] for o,s in zip(every.cpu().view(self.n, max(sums), *self.shape), sums)]
 
 # %% ../../nbs/comm/04_gather.ipynb #89c97141
-def _concat(ts, nbytes):
+def _concat(ts, rounds, nbytes):
     "One tensor with the rows of the tensors of all workers, in turn"
-    ts = [t.detach().as_subclass(Tensor) for t in ts]
-    rounds,at = _rounds(ts),0
+    ts,at = [t.detach().as_subclass(Tensor) for t in ts],0
     longest = max(map(max, rounds))
     step = max(1, nbytes//max(1, longest*len(rounds[0])*ts[0][:1].nbytes))
     buffers = _RowBuffers(ts[0], longest*min(step, len(rounds)))
@@ -101,18 +99,22 @@ def _kind(o):
     return None if None in res else res
 
 def same_rows(batches # This worker's
-             )->bool:
-    "Do the batches of all workers, of whom each has one at least, differ in their rows only? One message"
+             )->int:
+    "The most batches that a worker has, if all differ in the number of their rows only, and each worker has one; else 0. One message"
     kinds = {repr(_kind(o)) for o in batches}
-    one = len(kinds)==1 and kinds!={'None'}
-    return same_text(kinds.pop() if one else f'rank {get_rank()} has others') and one
+    one = len(kinds)==1 and kinds!={'None'} and all(len({len(t) for t in tensors_in(o)})==1 for o in batches)
+    same,(most,) = same_and_most(kinds.pop() if one else f'rank {get_rank()} has others', len(batches))
+    return most if same and one else 0
 
 # %% ../../nbs/comm/04_gather.ipynb #8c364dee
-def concat_in_turn(batches:list, # This worker's, on the CPU: tensors, or lists and tuples of some, for which `same_rows` is true
+def concat_in_turn(batches:list, # This worker's, on the CPU: tensors, or lists and tuples of some
+                   most:int, # Of `same_rows`, which says that they can be concatenated
                    nbytes=2**24, # Bytes that are sent at once, of all workers together: what caches hold is copied faster
                   ):
     "One batch with the rows of all workers' batches: batch `j` of all is batch `j//n` of worker `j%n`"
-    wholes = iter([_concat(ts, nbytes) for ts in zip(*map(tensors_in, batches))])
+    columns = list(zip(*map(tensors_in, batches)))
+    rounds = _rounds(columns[0], most)
+    wholes = iter([_concat(ts, rounds, nbytes) for ts in columns])
     def like(o):
         if not isinstance(o, Tensor): return type(o)(map(like, o))
         res = next(wholes).as_subclass(type(o))

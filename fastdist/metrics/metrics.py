@@ -219,7 +219,7 @@ def combine(self:EpochTotals, rows=True # Was each batch split between all worke
         for i,m in enumerate(merged): self._merge(m, [p[1][i] for p in parts])
     for m in by.get('accum', []):
         mine = list(zip(m.preds, m.targs))
-        every = [concat_in_turn(mine)] if same_rows(mine) else [o for parts in gather_chunks(mine) for o in in_turn(parts)]
+        every = [concat_in_turn(mine, most)] if (most := same_rows(mine)) else [o for parts in gather_chunks(mine) for o in in_turn(parts)]
         m.preds,m.targs = [o[0] for o in every],[o[1] for o in every]
     if by.get('feed'):
         self._feed(by['feed'], rows)

@@ -87,9 +87,9 @@ class Concatenated(list):
 @patch
 def _whole(self:GatheredPreds, nm, batches):
     "The batches of all workers in one, or `None` where they cannot be"
-    if self.dst is not None or self.rows or getattr(self.cb, 'concat_dim', 0)!=0 or not same_rows(batches): return
+    if self.dst is not None or self.rows or getattr(self.cb, 'concat_dim', 0)!=0 or not (most := same_rows(batches)): return
     if nm=='preds' and self.activation is not None: self.activation.share(batches)
-    return Concatenated([concat_in_turn(batches)])
+    return Concatenated([concat_in_turn(batches, most)])
 
 # %% ../../nbs/metrics/01_predictions.ipynb #f0905f44
 @patch
