@@ -11,7 +11,7 @@ SPLIT = dict(split_batches=True)
 def world(request, worlds): return worlds(request.param)
 
 
-def noise(t): return t.new_tensor(random.random()) + t.new_tensor(np.random.randn()) + torch.randn_like(t)
+def noise(t): return t.new_tensor(random.gauss(0, 1)) + t.new_tensor(np.random.randn()) + torch.randn_like(t)
 
 
 class GradientNoise(Callback):
@@ -52,7 +52,7 @@ CASES = {**{f'gradients_{o}': dict(cbs=[partial(GradientNoise, o)]) for o in ('a
          'rarely': dict(cbs=[Rarely])}
 
 
-def drawn(): return random.random(), np.random.randn(), torch.rand(1).item()
+def drawn(): return random.gauss(0, 1), random.random(), np.random.randn(), torch.rand(1).item()
 
 
 def run(kinds, distrib, strategy='ddp', apart=False):
@@ -63,7 +63,7 @@ def run(kinds, distrib, strategy='ddp', apart=False):
         learn = quiet(learner(n=22, bs=5, **{**args, 'cbs': [o() for o in args.get('cbs', ())]}))
         from fastdist.world import get_rank
         set_seed(42+get_rank()*apart)
-        np.random.randn()  # it draws two, and keeps one
+        np.random.randn(), random.gauss(0, 1)  # each draws two, and keeps one
         if distrib:
             import fastdist.all
             with learn.distrib_ctx(**SPLIT, strategy=strategy):
