@@ -2648,6 +2648,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                   'fastdist/strategy/sharding.py'),
                                             'fastdist.strategy.sharding._largest': ( 'strategy/sharding.html#_largest',
                                                                                      'fastdist/strategy/sharding.py'),
+                                            'fastdist.strategy.sharding._norm_of_shards': ( 'strategy/sharding.html#_norm_of_shards',
+                                                                                            'fastdist/strategy/sharding.py'),
                                             'fastdist.strategy.sharding._refuse_pickle': ( 'strategy/sharding.html#_refuse_pickle',
                                                                                            'fastdist/strategy/sharding.py'),
                                             'fastdist.strategy.sharding._rows': ( 'strategy/sharding.html#_rows',

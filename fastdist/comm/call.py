@@ -130,7 +130,7 @@ def same_and_most(text, # What this worker has
     if not dist.is_initialized(): return True,list(ns)
     digest = torch.frombuffer(bytearray(hashlib.sha256(text.encode(errors='replace')).digest()), dtype=torch.int64)
     # the greatest digest, and the least
-    both = torch.cat([digest, ~digest, torch.tensor(ns, dtype=torch.int64)]).to(route(torch.device('cpu'), group))
+    both = torch.cat([digest, ~digest, torch.tensor(ns, dtype=torch.int64, device='cpu')]).to(route(torch.device('cpu'), group))
     dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
     return both[:4].equal(~both[4:8]),both[8:].tolist()
 

@@ -278,18 +278,25 @@ def _largest(ts):
     dist.all_reduce(both, dist.ReduceOp.MAX)
     return torch.where(both[1] > 0, math.nan, both[0]).to(ts[0].device, ts[0].dtype)
 
+_total_norm = clip_grad._get_total_norm
+
+@wraps(_total_norm)
+def _norm_of_shards(tensors, norm_type=2., *args, **kwargs):
+    tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    if float(norm_type)==math.inf and any(map(is_dtensor, tensors)): tensors = [_largest(tensors)]
+    return _total_norm(tensors, norm_type, *args, **kwargs)
+
+_norm_of_shards.users = 0 # contexts that end in any order
+
 @contextmanager
 def norms_of_shards():
     "A context in which torch clips by the inf-norm of shards too: by itself it fails in a worker that has no rows of a `DTensor`"
-    olds = clip_grad._get_total_norm,nn.utils.get_total_norm
-    @wraps(olds[0])
-    def norm(tensors, norm_type=2., *args, **kwargs):
-        tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        if float(norm_type)==math.inf and any(map(is_dtensor, tensors)): tensors = [_largest(tensors)]
-        return olds[0](tensors, norm_type, *args, **kwargs)
-    clip_grad._get_total_norm = nn.utils.get_total_norm = norm
+    _norm_of_shards.users += 1
+    clip_grad._get_total_norm = nn.utils.get_total_norm = _norm_of_shards
     try: yield
-    finally: clip_grad._get_total_norm,nn.utils.get_total_norm = olds
+    finally:
+        _norm_of_shards.users -= 1
+        if not _norm_of_shards.users: clip_grad._get_total_norm = nn.utils.get_total_norm = _total_norm
 
 # %% ../../nbs/strategy/04_sharding.ipynb #6c274410
 def gather_group(name, # The same in all workers, and another one each time

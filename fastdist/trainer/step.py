@@ -93,7 +93,7 @@ def _number(self:TrainingStep, t):
 @patch
 def _numbers(self:TrainingStep, *os):
     "One tensor of numbers, some of which are on the device"
-    if _is_on_cpu(self.device): return torch.tensor([float(o) for o in os], dtype=torch.float64)
+    if _is_on_cpu(self.device): return torch.tensor([float(o) for o in os], dtype=torch.float64, device='cpu')
     kwargs = dict(dtype=torch.float64, device=self.device)
     return torch.stack([o if isinstance(o, Tensor) else torch.full((), float(o), **kwargs) for o in os])
 
