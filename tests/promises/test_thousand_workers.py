@@ -86,8 +86,10 @@ def costs():
     return {o: costs_of(o, size, store) for o in STRATEGIES}
 
 
-# messages in each phase, of a model with 6 parameters, 2 of which are batch norm's
-MESSAGES = {'context 0 begins': 3, 'an epoch begins': 4, 'validation': 4, 'context 1 begins': 3}
+PHASES = 'context 0 begins', 'an epoch begins', 'a step', 'validation', 'context 0 ends', 'context 1 begins', 'context 1 ends'
+# messages in each phase, of a model with 6 parameters, 2 of which are batch norm's. What fsdp sends in a step and a forward is torch's own
+MESSAGES = dict(ddp=(3, 4, 5, 4, 0, 3, 0), zero1=(3, 4, 6, 4, 1, 3, 1), zero2=(3, 4, 6, 4, 2, 3, 1), fsdp=(3, 4, None, None, 3, 3, 3))
+CALLS = {'a step': 420, 'validation': 930}  # of fastdist's functions, with ddp, at most: 404 and 909 when this was written
 
 
 def test_a_fit_costs_what_it_costs_one_of_two():
@@ -100,7 +102,9 @@ def test_a_fit_costs_what_it_costs_one_of_two():
         for phase, a in two[strategy].items():
             b, at = many[strategy][phase], (strategy, phase)
             assert len(a.sent) == len(b.sent) and a.asked == b.asked, (at, a.sent, b.sent, a.asked, b.asked)
-            if phase in MESSAGES and strategy == 'ddp': assert len(a.sent) == MESSAGES[phase], (at, a.sent)
+            expected = MESSAGES[strategy][PHASES.index(phase)]
+            assert expected in (None, len(a.sent)), (at, a.sent)
+            if phase in CALLS and strategy == 'ddp': assert sum(a.calls.values()) <= CALLS[phase], (at, a.calls)
             sizes = [sum(n for _, n in o.sent) for o in (a, b)]
             if strategy == 'ddp': assert sizes[1] <= sizes[0]*1.01+64, (at, a.sent, b.sent)
             # the first context looks at as many samples as there are, up to some number
