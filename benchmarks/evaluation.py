@@ -1,18 +1,18 @@
 """What `learn.validate` and `learn.get_preds` cost on 2 workers, beside one process and the same written by hand.
 
-    python benchmarks/evaluation.py [--rounds 5] [--sizes cheap small large wide]
+    python benchmarks/evaluation.py [--rounds 5] [--sizes cheap small medium large wide] [--ways 'one process' fastdist]
 
-A network of linear layers, batches of 64, over gloo, one thread each: `cheap` has a batch of some 0.9 ms in one process, `small` of 1.3, `large` of 2.2, with accuracy. `wide`
-is `get_preds` of 1e5 predictions of 1,000 floats, 400 MB, with their softmax, and, as fastai does it, loss and accuracy. By hand each worker has the first or the second half of
-the samples, adds up what it finds, and gathers predictions with one `all_gather_single`, so that no order is to be put back. As in training.py: processes stay, ways take turns.
-Medians of milliseconds a batch, of the ratio to one process in the same round, with quartiles, and the peak of rank 0's extra memory."""
+A network of linear layers, batches of 64, over gloo, one thread each: `cheap` has a batch of some 0.9 ms in one process, `small` of 1.3, `medium` of 1.6 (the model 1.0), `large`
+of 2.2, with accuracy. `wide` is `get_preds` of 1e5 predictions of 1,000 floats, 400 MB, with their softmax, and, as fastai does it, loss and accuracy. By hand each worker has the
+first or the second half of the samples, adds up what it finds, and gathers predictions with one `all_gather_single`, so that no order is to be put back. As in training.py: processes
+stay, ways take turns. Medians of milliseconds a batch, of the ratio to one process in the same round, with quartiles, and the peak of rank 0's extra memory."""
 import argparse, statistics
 from pathlib import Path
 
 import training
 from training import WORKERS, in_context
 
-SIZES = {'cheap': (256, 10, 25600, 64), 'small': (512, 10, 25600, 64), 'large': (1024, 10, 25600, 64), 'wide': (64, 1000, 100_000, 256)}  # width, outputs, samples, batch size
+SIZES = {'cheap': (256, 10, 25600, 64), 'small': (512, 10, 25600, 64), 'medium': (768, 10, 25600, 64), 'large': (1024, 10, 25600, 64), 'wide': (64, 1000, 100_000, 256)}  # width, outputs, samples, batch size
 
 
 def parts(size):
@@ -95,14 +95,14 @@ if __name__ == '__main__':
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument('--rounds', type=int, default=5)
     p.add_argument('--sizes', nargs='+', default=list(SIZES), choices=list(SIZES))
+    p.add_argument('--ways', nargs='+', default=list(WAYS), choices=list(WAYS))
     p.add_argument('--child', help=argparse.SUPPRESS)
     a = p.parse_args()
     if a.child: training.child(lambda: with_memory(WAYS[a.child](a.sizes[0])))
     for size in a.sizes:
         _, _, n, bs = SIZES[size]
-        res = training.measure(size, a.rounds, [o for o in WAYS if size == 'wide' or 'no loss' not in o], __file__)
+        res = training.measure(size, a.rounds, [o for o in a.ways if size == 'wide' or 'no loss' not in o], __file__)
         print(f'\n{size}, {a.rounds} rounds of {-(-n//bs)} batches, {WORKERS} workers\n\n| | ms a batch | CPU ms a batch | one process / this | quartiles | MB |\n|---|---|---|---|---|---|')
         for name, rs in res.items():
-            ratios = sorted(o[0]/r[0] for o, r in zip(res['one process'], rs))
             wall, cpu, extra = [statistics.median(o) for o in zip(*rs)]
-            print(f'| {name} | {wall*bs/n*1e3:.2f} | {cpu*bs/n*1e3:.2f} | {statistics.median(ratios):.2f} | {ratios[len(ratios)//4]:.2f} to {ratios[3*len(ratios)//4]:.2f} | {extra/1e6:.0f} |', flush=True)
+            print(f'| {name} | {wall*bs/n*1e3:.2f} | {cpu*bs/n*1e3:.2f} | {training.beside(res["one process"], rs)} | {extra/1e6:.0f} |', flush=True)

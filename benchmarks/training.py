@@ -188,6 +188,12 @@ def measure(size, rounds, names, script=__file__):
     return res
 
 
+def beside(base, times):
+    "Of the ratio to `times` in each round, as cells of a table: the median, and quartiles"
+    ratios = sorted(b[0]/t[0] for b, t in zip(base, times))
+    return f'{statistics.median(ratios):.2f} | {ratios[len(ratios)//4]:.2f} to {ratios[3*len(ratios)//4]:.2f}'
+
+
 if __name__ == '__main__':
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument('--rounds', type=int, default=7)
@@ -200,6 +206,5 @@ if __name__ == '__main__':
         steps, res = SIZES[size][3], measure(size, a.rounds, names)
         print(f'\n{size}, {a.rounds} rounds of {steps} steps, {WORKERS} workers\n\n| | ms a step | CPU ms a step | by hand / this | quartiles |\n|---|---|---|---|---|')
         for name, rs in res.items():
-            ratios = sorted(h[0]/r[0] for h, r in zip(res['by hand'], rs))
             ms = [statistics.median(o)/steps*1e3 for o in zip(*rs)]
-            print(f'| {name} | {ms[0]:.1f} | {ms[1]:.1f} | {statistics.median(ratios):.2f} | {ratios[len(ratios)//4]:.2f} to {ratios[3*len(ratios)//4]:.2f} |', flush=True)
+            print(f'| {name} | {ms[0]:.1f} | {ms[1]:.1f} | {beside(res["by hand"], rs)} |', flush=True)

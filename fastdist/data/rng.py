@@ -230,7 +230,7 @@ def plain_state(o):
 
 # %% ../../nbs/data/00_rng.ipynb #067b48e7
 @patch
-def state_dict(self:WorkerRandom, plain=True # As plain data? Otherwise as it is, which takes no time
+def state_dict(self:WorkerRandom, plain=True # As plain data? Otherwise NumPy's arrays stay, which takes less time
               ):
     "Where the stream is; not while it is entered"
     own = self.own and (_as_python(self.own[0]),None,*self.own[1:])

@@ -389,11 +389,12 @@ def _gather_params(self:FullyShard, group):
     "Give the model's own parameters their values, and gradients where no worker has failed: some after the others, as their shards go"
     of_torch = {id(o.sharded_param):o for m in (*self.parts,self.model) for g in _groups(m) for o in g.fsdp_params}
     def whole(os): return gather_rows([local(o) for o in os], [o.shape for o in os], self.rows_of, group, self.home)
-    every = {id(new):(p,new,strides) for (p,_),new,strides in zip(self.slots, self.params, self.formats)}
+    own = iter(zip(self.slots, self.formats))
     for some in buckets(self.params, gathered_at_once):
         graded = [new for new in some if new.grad is not None and group is None]
         grads = {id(new):g for new,g in zip(graded, whole([new.grad for new in graded]))}
-        for (p,new,strides),values in zip([every[id(o)] for o in some], whole(some)):
+        for new,values in zip(some, whole(some)):
+            (p,_),strides = next(own)
             _put_values(p, values, strides)
             p.requires_grad_(new.requires_grad)
             if id(new) in grads: p.grad = grads[id(new)].to(p.dtype)

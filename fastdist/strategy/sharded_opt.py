@@ -198,12 +198,12 @@ def state_dict(self:_OptRows, keep=True # Does this worker want it? All workers 
               ):
     "The state of the whole parameters, in CPU memory"
     all_at("a save of the optimizer's state")
-    def plain(o): return o if not isinstance(o, Tensor) else o.cpu() if keep else None
+    def on_cpu(p, o): return o if not isinstance(o, Tensor) else o.cpu() if keep else None
     state,slow = self.inner.state,vars(self.opt).get('slow_weights')
     self.inner.state = defaultdict(dict, {p:state[p] for p in self.params() if p in state})
     try:
         self._gather(keep=keep)
-        _each_state(self.opt, lambda p,o: plain(o))
+        _each_state(self.opt, on_cpu)
         return self._call('state_dict')
     finally:
         self.inner.state = state

@@ -278,6 +278,7 @@ def _largest(ts):
     dist.all_reduce(both, dist.ReduceOp.MAX)
     return torch.where(both[1] > 0, math.nan, both[0]).to(ts[0].device, ts[0].dtype)
 
+# %% ../../nbs/strategy/04_sharding.ipynb #95f159f9
 _total_norm = clip_grad._get_total_norm
 
 @wraps(_total_norm)
