@@ -13,7 +13,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 assert DataParallel.reset.__module__ == DistributedDataParallel.reset.__module__ == 'fastdist.strategy.forward_proxy'
 import torch, threading
 import sys
-assert 'fastdist' not in torch.nn.utils.get_total_norm.__code__.co_filename, 'replaced outside of a context'
+assert torch.nn.utils.get_total_norm.__code__.co_filename.startswith(torch.__path__[0]), 'replaced outside of a context'
 dear = {'torch._dynamo', 'torch.distributed.tensor', 'torch.distributed.fsdp', 'torch.distributed.checkpoint', 'sympy'} & set(sys.modules)
 assert not dear, f'a third of the time that fastai takes: {dear}'
 assert not torch.cuda.is_initialized() and not torch.distributed.is_initialized() and threading.active_count() == 1
