@@ -32,7 +32,7 @@ class LateNumber(Tensor):
     "A number in CPU memory that is not there yet: who looks at it waits for it"
     __module__,__qualname__ = 'torch','Tensor' # loggers look at the name of the type
     @staticmethod
-    def __new__(cls, *args): return Tensor._make_subclass(cls, torch.empty(()))
+    def __new__(cls, *args): return Tensor._make_subclass(cls, torch.full((), math.nan)) # who looks there sees nothing, not something else
 
     def __init__(self, read, # Function that returns the number, and waits for it
                  is_there, # Function: would `read` return at once?
@@ -43,6 +43,8 @@ class LateNumber(Tensor):
         "The number itself, a tensor as `read` has it"
         if self.read is not None: self.found,self.read,self.is_there = self.read(),None,lambda: True
         return self.found
+
+    def as_subclass(self, cls): return self.number().as_subclass(cls) # torch would take the memory of this object
 
     @classmethod
     def __torch_function__(cls, f, types, args=(), kwargs=None): return _call(f, args, kwargs or {})

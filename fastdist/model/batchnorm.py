@@ -106,7 +106,9 @@ def _normalized(x, weight, bias, mean, var, eps):
 def _local_sums(g, x, weight, mean, invstd, eps):
     "Of this worker, by channel: the sums of `g` and of its products with the centered `x`, and the gradients of weight and bias"
     if not x.numel(): return [torch.zeros_like(mean)]*4
-    if x.device.type!='cpu': return torch.batch_norm_backward_reduce(g, x, mean, invstd, weight, True, True, True)
+    if x.device.type!='cpu': # the kernel raises where it is asked for the gradient of a weight that is not there
+        sums,products,gw,_ = torch.batch_norm_backward_reduce(g, x, mean, invstd, weight, True, weight is not None, False)
+        return sums,products,gw,sums
     args = (g, x, weight, None, None, mean, invstd, True, eps)
     _,gw,gb = torch.ops.aten.native_batch_norm_backward(*args, [False,True,True])
     return gb,gw/invstd,gw,gb

@@ -122,7 +122,7 @@ def _kept(forward):
     return run
 
 class GraphSteps(Callback):
-    "Tells torch's CUDA graphs where a batch begins, which may write over what the last one has computed"
+    "Tells torch's CUDA graphs where a batch begins, which may write over what the last one has computed, but for gradients"
     order = -1000
     def __init__(self, plugin # Accelerate's `TorchDynamoPlugin`
                 ):
@@ -131,6 +131,13 @@ class GraphSteps(Callback):
 
     def before_batch(self):
         if self.active: torch.compiler.cudagraph_mark_step_begin()
+
+    def before_train(self): self.own = dict.fromkeys(self.model.parameters()) if self.active else {}
+
+    def after_batch(self):
+        if not self.training: return
+        for p,g in self.own.items():
+            if p.grad is not g and type(p.grad) is Tensor: p.grad = self.own[p] = p.grad.clone()
 
 # %% ../../nbs/model/02_compile.ipynb #ea489069
 def compile_model(model, # Model, sharded and recomputed already if it is going to be; or a `DistributedDataParallel`

@@ -36,6 +36,7 @@ def seen(*args, **kwargs):
     from fastdist.callbacks.precision import PrecisionSettings
     look = Seen()
     learn = quiet(learner(n=15, bs=5, dtype=torch.float32, cbs=kwargs.pop('owner', OnCPU)(**kwargs.pop('to_fp16', {}))))
+    learn.dls.to(kwargs.pop('device', 'cpu'))
     before = weights(learn)
     learn.fit(1, cbs=[PrecisionSettings(*args), look, Overflow(kwargs.pop('overflow', ()))])
     return look, learn, diff(before, weights(learn))
@@ -107,8 +108,8 @@ def test_bf16_with_autocast(): assert {*seen(AutocastKwargs(enabled=False), None
 
 def on_a_gpu():
     "Scales and types of a fit with settings, and types of one without"
-    look, _, moved = seen(AutocastKwargs(enabled=False), GradScalerKwargs(init_scale=2., growth_factor=4., growth_interval=1), owner=MixedPrecision)
-    return look.scales, {str(o) for o in look.dtypes}, moved, {str(o) for o in seen(owner=MixedPrecision)[0].dtypes}
+    look, _, moved = seen(AutocastKwargs(enabled=False), GradScalerKwargs(init_scale=2., growth_factor=4., growth_interval=1), owner=MixedPrecision, device='cuda')
+    return look.scales, {str(o) for o in look.dtypes}, moved, {str(o) for o in seen(owner=MixedPrecision, device='cuda')[0].dtypes}
 
 
 def test_on_a_gpu(real_gpu_worlds):

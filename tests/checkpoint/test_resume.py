@@ -207,11 +207,12 @@ def test_all_workers_fail_or_one(world2, tmp_path):
         for w, (res, made, now) in zip(want, world2(stopped_by, tmp_path/f'{i}')): assert (res, made) == (None, 12-n) and not differ(w, now), (kw, made)
 
 
-def many(tmp_path, strategy, kind, at, dropout=.3, workers=0, plain=False, **kwargs):
+def many(tmp_path, strategy, kind, at, dropout=.3, workers=0, plain=False, gpus=False, **kwargs):
     "The same in `distrib_ctx`, in each worker; the first differences by checkpoint, and what the first run has left"
     import fastdist.all
     def run(folder, cbs):
         learn = made(folder, workers=workers, dropout=dropout, more=strategy != 'fsdp')
+        if gpus: learn.dls.to(torch.device('cuda', torch.cuda.current_device()))
         with learn.distrib_ctx(**ctx_of(strategy, **kwargs)): FITS[kind](learn, cbs=cbs)
         return found(learn)
     (first, *others), names = each_checkpoint(run, tmp_path, at, plain)
@@ -222,6 +223,12 @@ def many(tmp_path, strategy, kind, at, dropout=.3, workers=0, plain=False, **kwa
 def test_two_workers(world2, strategy, tmp_path):
     for bad, names in world2(many, tmp_path, strategy, 'fine_tune' if strategy == 'zero2' else 'one_cycle', [1, 5, 6, 8], plain=strategy == 'ddp'):
         assert not bad and len(names) == 4, (bad, names)
+
+
+def test_on_gpus(gpu_worlds, tmp_path):
+    "The numbers of dropout are drawn there"
+    for strategy in 'ddp', 'fsdp':
+        for bad, names in gpu_worlds(2)(many, tmp_path/strategy, strategy, 'one_cycle', [1, 6], gpus=True): assert not bad and len(names) == 2, (strategy, bad, names)
 
 
 def part(folder, strategy=None, opt=Adam):

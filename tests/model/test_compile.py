@@ -250,3 +250,38 @@ def test_graphs_write_over_nothing_that_is_kept(world2):
     "`mode='reduce-overhead'`: what a callback keeps of the model's outputs stays, and each batch says that it begins"
     for preds, marks in world2(kept, 'reduce-overhead'):
         assert len({tuple(o.flatten().tolist()) for o in preds}) == len(preds) == marks > 4
+
+
+def added_up(mode):
+    "Weights after a fit whose gradients are written each time into memory that a new batch takes away, as those of CUDA graphs are"
+    import fastdist.all
+    from accelerate.utils import TorchDynamoPlugin
+    memory, mark = [], torch.compiler.cudagraph_mark_step_begin
+    class Graph(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, w): return w.view_as(w)
+        @staticmethod
+        def backward(ctx, g):
+            memory.append(g.clone())
+            return torch.empty(0, dtype=g.dtype).set_(memory[-1])  # autograd keeps a tensor that nobody else has, and copies others
+    class Layer(nn.Linear):
+        def forward(self, x): return nn.functional.linear(x, Graph.apply(self.weight), Graph.apply(self.bias))
+    def begin():
+        for o in memory: o.fill_(float('nan'))
+        memory.clear()
+    learn = quiet(learner(n=24, bs=6, n_val=6, shuffle=False, model=lambda: nn.Sequential(Layer(4, 5), nn.Tanh(), Layer(5, 3)).double()))
+    torch.compiler.cudagraph_mark_step_begin = begin
+    try:
+        if mode is None: learn.fit(2)
+        else:
+            with learn.distrib_ctx(split_batches=True, dynamo_plugin=TorchDynamoPlugin(backend='inductor', mode=mode)): learn.fit(2)
+    finally: torch.compiler.cudagraph_mark_step_begin = mark
+    begin()
+    return weights(learn), [p.grad for p in learn.model.parameters()]
+
+
+def test_gradients_are_not_in_memory_of_graphs(world2):
+    "fastai's `zero_grad` keeps them for the next batch to be added to"
+    alone, _ = added_up(None)
+    for found, grads in world2(added_up, 'reduce-overhead'):
+        assert diff(found, alone) < 1e-9 and all(o.isfinite().all() for o in grads)

@@ -199,9 +199,10 @@ def _elements(x, w, b, mean, invstd, eps):
     return (y if w is None else y*_by_channel(w, x)+_by_channel(b, x)).to(x.dtype)
 
 
-def _backward_reduce(g, x, mean, invstd, w, *_):
+def _backward_reduce(g, x, mean, invstd, w, input_g, weight_g, bias_g):
+    if w is None and weight_g: raise RuntimeError('tensor does not have a device')  # as seen on a GPU
     sums, products = g.sum(_dims(x)), (g*(x-_by_channel(mean, x))).sum(_dims(x))
-    return sums, products, products*invstd, sums.clone()
+    return sums, products, products*invstd if weight_g else None, sums.clone() if bias_g else None
 
 
 def _backward_elements(g, x, mean, invstd, w, sums, products, counts):
