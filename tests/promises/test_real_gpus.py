@@ -98,22 +98,24 @@ def test_workers_that_part_ways(real_gpu_worlds, tmp_path):
     for o in over_three(parted, tmp_path): assert o[1] == 'stalled' and 'the ranks are at different calls' in o[3], o
 
 
-def compiled(ctx, **kwargs):
+def compiled(ctx, kept, **kwargs):
+    "Weights and losses of one worker, of all, and of all where the model is compiled; `kept` gradients are added up over batches, and are `None` afterwards"
     import fastdist.all
     from accelerate.utils import TorchDynamoPlugin
     res = []
     for c in (None, ctx, {**ctx, 'dynamo_plugin': TorchDynamoPlugin(backend='inductor', **kwargs)}):
-        learn = quiet(learner(n=24, bs=6, n_val=6, lr=0.05, bn=True, dtype=torch.float32, shuffle=False))
+        more = dict(opt=partial(OptimWrapper, opt=torch.optim.SGD), cbs=GradientAccumulation(12)) if kept else {}
+        learn = quiet(learner(n=24, bs=6, n_val=6, lr=0.05, bn=True, dtype=torch.float32, shuffle=False, **more))
         learn.dls.to(torch.device('cuda', torch.cuda.current_device()))
         with contextlib.nullcontext() if c is None else learn.distrib_ctx(**c): learn.fit(2)
         res.append((weights(learn), [float(o) for o in learn.recorder.losses]))
     return res
 
 
-@pytest.mark.parametrize('mode', ['default', 'reduce-overhead'])
-def test_compiled(real_gpu_worlds, mode):
-    "By inductor, with CUDA graphs in the second case"
-    for alone, plain, fast in real_gpu_worlds(2)(compiled, ctx_of('ddp'), mode=mode):
+@pytest.mark.parametrize('mode,kept', [('default', False), ('reduce-overhead', False), ('reduce-overhead', True)])
+def test_compiled(real_gpu_worlds, mode, kept):
+    "By inductor, with CUDA graphs in all cases but the first"
+    for alone, plain, fast in real_gpu_worlds(2)(compiled, ctx_of('ddp'), kept, mode=mode):
         for o in (plain, fast): assert diff(o[0], alone[0]) < 1e-4 and diff(o[1], alone[1]) < 1e-4, (o[1], alone[1])
 
 
