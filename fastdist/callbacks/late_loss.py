@@ -30,7 +30,6 @@ def number_of(o # A `LateNumber`, or anything else, which is returned as it is
 
 class LateNumber(Tensor):
     "A number in CPU memory that is not there yet: who looks at it waits for it"
-    __module__,__qualname__ = 'torch','Tensor' # loggers look at the name of the type
     @staticmethod
     def __new__(cls, *args): return Tensor._make_subclass(cls, torch.full((), math.nan)) # who looks there sees nothing, not something else
 
@@ -48,6 +47,8 @@ class LateNumber(Tensor):
 
     @classmethod
     def __torch_function__(cls, f, types, args=(), kwargs=None): return _call(f, args, kwargs or {})
+
+for nm in ('__name__','__qualname__','__module__'): setattr(LateNumber, nm, getattr(Tensor, nm)) # loggers, as wandb, look at the name of the type
 
 # %% ../../nbs/callbacks/08_late_loss.ipynb #6b22d590
 _same,_stays_late = {Tensor.detach, Tensor.cpu, Tensor.mean},{torch.lerp, Tensor.__truediv__, Tensor.div}

@@ -75,7 +75,7 @@ def test_augmentations_that_mix(world2, nm):
     assert diff(a[0], b[0]) == 0 and a[1:] == b[1:] and all(o == o for o in a[1])
 
 
-def logged(distrib, folder):
+def logged(distrib, folder, gpus=False):
     "Files of the loggers, and who wrote them"
     warnings.simplefilter('ignore')
     import os
@@ -97,6 +97,7 @@ def logged(distrib, folder):
                 with learn.removed_cbs([o for o in learn.cbs if is_logger(o)]): learn.validate()
     learn = learner(n=23, n_val=13, bs=4, metrics=accuracy, path=folder, dtype=torch.float32, loss=CrossEntropyLossFlat())
     learn.remove_cbs(learn._grab_cbs(ProgressCallback))
+    if gpus: learn.dls.to(torch.device('cuda', torch.cuda.current_device()))
     before = list(learn.cbs)
     if get_rank() == 0: wandb.init(project='test', dir=str(folder))
     mine = MyLogger('mine.csv')
@@ -112,10 +113,11 @@ def logged(distrib, folder):
 def csv(folder): return [line.rsplit(',', 1)[0] for line in (folder/'history.csv').read_text().splitlines()]
 
 
-def test_loggers(world2, tmp_path):
+@pytest.mark.parametrize('gpus', [False, True])
+def test_loggers(request, gpus, tmp_path):
     one, many = tmp_path/'one', tmp_path/'many'
     for o in (one, many): o.mkdir()
-    want, got = logged(False, one), world2(logged, True, many)
+    want, got = logged(False, one), request.getfixturevalue('gpu_worlds' if gpus else 'worlds')(2)(logged, True, many, gpus)
     assert want[0] and all(o[0] for o in got) and want[1] == 13 and [o[1] for o in got] == [13, None]
     assert all(abs(o[2]-want[2]) < 1e-6 for o in got)
     a, b = csv(one), csv(many)
