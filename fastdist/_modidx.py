@@ -2610,6 +2610,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                               'fastdist/strategy/sharded_opt.py'),
                                                'fastdist.strategy.sharded_opt._with_norms': ( 'strategy/sharded_opt.html#_with_norms',
                                                                                               'fastdist/strategy/sharded_opt.py'),
+                                               'fastdist.strategy.sharded_opt.cpu_numbers': ( 'strategy/sharded_opt.html#cpu_numbers',
+                                                                                              'fastdist/strategy/sharded_opt.py'),
                                                'fastdist.strategy.sharded_opt.exchange_params': ( 'strategy/sharded_opt.html#exchange_params',
                                                                                                   'fastdist/strategy/sharded_opt.py'),
                                                'fastdist.strategy.sharded_opt.move_state': ( 'strategy/sharded_opt.html#move_state',

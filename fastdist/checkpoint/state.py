@@ -19,7 +19,7 @@ from ..data.rng import plain_state, generator_states, generators_in, set_generat
 from ..model.batchnorm import GlobalBatchNorm
 from ..model.foreach import ForeachOptimizer
 from ..strategy.base import inner_opt, whole_model
-from ..strategy.sharded_opt import ShardedOptimizer
+from ..strategy.sharded_opt import ShardedOptimizer, cpu_numbers
 from ..world.ranks import get_rank, get_world_size
 
 # %% ../../nbs/checkpoint/04_state.ipynb #723a449b
@@ -111,7 +111,8 @@ def _hypers(opt):
 def _opt_rest(opt):
     "What `opt` remembers that is no tensor, and where the tensors are"
     state,names = inner_opt(opt).state,_params(opt)
-    tensors = {(id(p),k):dict(stored=nm, cpu=o.device.type=='cpu' and not o.dim()) for nm,p,k,o in _remembered(opt)}
+    on_cpu = {id(o) for o in cpu_numbers(opt)}
+    tensors = {(id(p),k):dict(stored=nm, cpu=id(o) in on_cpu) for nm,p,k,o in _remembered(opt)}
     def kept(p): return {k:tensors.get((id(p),k)) or to_plain(o) for k,o in state.get(p, {}).items()}
     own = vars(opt).get('state', {}) if inner_opt(opt) is not opt else {} # an `OptimWrapper` has one beside the torch optimizer's
     return dict(hypers=_hypers(opt), state={nm:kept(p) for nm,p in names.items() if p in state}, count=vars(opt).get('count'),

@@ -9,7 +9,7 @@ from fastai.callback.training import GradientClip
 from forked import started
 from harness import free_port
 from learners import *
-from strategies import FullyShardedDataParallelPlugin, ctx_of, fit, fits
+from strategies import FullyShardedDataParallelPlugin, Scaled, ctx_of, fit, fits
 
 STRATEGIES = 'ddp', 'zero1', 'zero2', 'fsdp'
 DEVICE = 'cuda' if real_gpus.hide() else 'fakegpu'
@@ -76,6 +76,26 @@ def test_as_on_the_cpu(gpu_worlds, early, strategy):
         assert o.devices == {'cpu' if strategy == 'fsdp' else o.gpu} and o.loader in (o.gpu, f'cuda:{o.rank}'), (o.rank, o.devices, o.loader)
         assert not any(o.elsewhere) or early or real_gpus.hide(), o.elsewhere
         assert diff(list(o.validated), list(alone.validated)) < 1e-6
+
+
+def goes_on(strategy, opt):
+    "A fit of a model that has been left on the CPU, with a parameter that is a number, in a context or not, and one after it, by this process alone on its GPU"
+    import fastdist.all
+    from fastdist.world import setup_distrib
+    learn = quiet(learner(n=20, bs=6, lr=0.05, opt=opt, model=lambda: Scaled(False).double()))
+    if strategy:
+        setup_distrib()
+        learn.dls.to(torch.device('cuda', torch.cuda.current_device()))
+    with learn.distrib_ctx(**ctx_of(strategy)) if strategy else contextlib.nullcontext(): learn.fit(1)
+    learn.fit(1)
+    return weights(learn), {str(o.device) for s in learn.opt.state.values() for k, o in s.items() if isinstance(o, torch.Tensor) and k != 'step'}
+
+
+@pytest.mark.parametrize('opt', [Adam, partial(OptimWrapper, opt=torch.optim.AdamW)])
+def test_after_a_context(gpu_worlds, opt):
+    "What the optimizer remembers follows the parameters to the GPU, but for counts of steps, which torch wants on the CPU"
+    alone, _ = goes_on(None, opt)
+    for found, devices in gpu_worlds(2)(goes_on, 'fsdp', opt): assert diff(found, alone) < 1e-6 and (opt is not Adam or (len(devices) == 1 and 'cpu' not in devices)), devices
 
 
 class Scales(Callback):
