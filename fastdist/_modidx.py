@@ -157,6 +157,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                     'fastdist/callbacks/late_loss.py'),
                                               'fastdist.callbacks.late_loss.LateNumber.__new__': ( 'callbacks/late_loss.html#latenumber.__new__',
                                                                                                    'fastdist/callbacks/late_loss.py'),
+                                              'fastdist.callbacks.late_loss.LateNumber.__torch_dispatch__': ( 'callbacks/late_loss.html#latenumber.__torch_dispatch__',
+                                                                                                              'fastdist/callbacks/late_loss.py'),
                                               'fastdist.callbacks.late_loss.LateNumber.__torch_function__': ( 'callbacks/late_loss.html#latenumber.__torch_function__',
                                                                                                               'fastdist/callbacks/late_loss.py'),
                                               'fastdist.callbacks.late_loss.LateNumber.as_subclass': ( 'callbacks/late_loss.html#latenumber.as_subclass',

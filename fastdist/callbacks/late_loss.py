@@ -31,7 +31,7 @@ def number_of(o # A `LateNumber`, or anything else, which is returned as it is
 class LateNumber(Tensor):
     "A number in CPU memory that is not there yet: who looks at it waits for it"
     @staticmethod
-    def __new__(cls, *args): return Tensor._make_subclass(cls, torch.full((), math.nan)) # who looks there sees nothing, not something else
+    def __new__(cls, *args): return Tensor._make_wrapper_subclass(cls, (), dtype=torch.float32) # without memory of its own
 
     def __init__(self, read, # Function that returns the number, and waits for it
                  is_there, # Function: would `read` return at once?
@@ -43,10 +43,14 @@ class LateNumber(Tensor):
         if self.read is not None: self.found,self.read,self.is_there = self.read(),None,lambda: True
         return self.found
 
-    def as_subclass(self, cls): return self.number().as_subclass(cls) # torch would take the memory of this object
+    def as_subclass(self, cls): return self.number().as_subclass(cls)
 
     @classmethod
     def __torch_function__(cls, f, types, args=(), kwargs=None): return _call(f, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(cls, f, types, args=(), kwargs=None): # of functions that ask no `__torch_function__`, as `torch.tensor`
+        return f(*tree_map(number_of, args), **tree_map(number_of, kwargs or {}))
 
 for nm in ('__name__','__qualname__','__module__'): setattr(LateNumber, nm, getattr(Tensor, nm)) # loggers, as wandb, look at the name of the type
 
