@@ -1,10 +1,11 @@
 """P6: what runs on the CPU runs on GPUs, with the same numbers; a worker stays on its own. Where there
 is none the GPUs are pretended (support/fakegpu), under nccl's rules."""
-import json, operator, os, signal, time
+import io, json, operator, os, signal, time
 
 import fakegpu, pytest, real_gpus
 from accelerate import ParallelismConfig
 from fastai.callback.fp16 import MixedPrecision  # and `to_fp16`
+from fastai.callback.tracker import EarlyStoppingCallback, SaveModelCallback
 from fastai.callback.training import GradientClip
 from forked import started
 from harness import free_port
@@ -76,6 +77,36 @@ def test_as_on_the_cpu(gpu_worlds, early, strategy):
         assert o.devices == {'cpu' if strategy == 'fsdp' else o.gpu} and o.loader in (o.gpu, f'cuda:{o.rank}'), (o.rank, o.devices, o.loader)
         assert not any(o.elsewhere) or early or real_gpus.hide(), o.elsewhere
         assert diff(list(o.validated), list(alone.validated)) < 1e-6
+
+
+CALLS = dict(
+    lr_find=lambda l: l.lr_find(num_it=8, show_plot=False), mixed=lambda l: (l.fine_tune(1), l.lr_find(num_it=5, show_plot=False), l.fit(1)),
+    best=lambda l: l.fit_one_cycle(3, 0.05, cbs=[SaveModelCallback(), EarlyStoppingCallback(patience=1)]),
+    loaded=lambda l: (l.fit(1), l.save('y', with_opt=True), l.fit(1), l.load('y', with_opt=True), l.fit(1)),
+    metrics=lambda l: (setattr(l, 'metrics', [F1Score(average='macro'), Perplexity()]), l.fit(1), l.validate()), losses=lambda l: (l.fit(1), l.get_preds(with_loss=True, ds_idx=0)))
+
+
+def called(strategy, path):
+    "What users call, in a context or not: weights and losses after each, and the numbers that it returns"
+    import fastdist.all
+    from fastdist.world import setup_distrib
+    if strategy: setup_distrib()
+    res = []
+    for nm, f in CALLS.items():
+        learn = quiet(learner(n=40, bs=5, n_val=7, bn=True, lr=0.05, metrics=accuracy, opt=Adam, path=path, shuffle=False))
+        if strategy: learn.dls.to(torch.device('cuda', torch.cuda.current_device()))
+        with learn.distrib_ctx(**ctx_of(strategy)) if strategy else contextlib.nullcontext(), contextlib.redirect_stdout(io.StringIO()): got = f(learn)
+        found = [torch.as_tensor(o).cpu() for o in got[-1]] if nm in ('metrics', 'losses') else []
+        res.append((nm, weights(learn), [float(o) for o in learn.recorder.losses], found))
+    return res
+
+
+@pytest.mark.parametrize('strategy', STRATEGIES)
+def test_what_users_call(gpu_worlds, strategy, tmp_path):
+    alone = called(None, tmp_path/'one')
+    for every in gpu_worlds(2)(called, strategy, tmp_path/'two'):
+        for (nm, *want), (_, *got) in zip(alone, every, strict=True):
+            assert len(want[2]) == len(got[2]) and max(diff(want[0], got[0]), diff(want[1], got[1]), *map(diff, want[2], got[2]), 0) < 1e-6, nm
 
 
 def goes_on(strategy, opt):

@@ -5,7 +5,7 @@ which an op on tensors of two devices is an error. `torch.cuda` answers for it, 
 `HostSyncs` counts where the host waits for the device (waits.py). Autocast casts what tests use (autocast.py); products in half precision are the CPU's.
 
 What it does not show: the order of kernels on streams, waits of autograd's own threads, the rounding of a GPU's kernels of half precision,
-cuDNN, `torch.save` of such tensors, links between GPUs, and time.
+cuDNN, links between GPUs, and time.
 """
 from .build import build, no_backend, why_not
 from .waits import HostSyncs

@@ -92,7 +92,7 @@ def _answers():
     "What `torch.cuda`, and the module of the device, say and do"
     return dict(
         is_available=lambda: lib.fakegpu_count() > 0, is_initialized=lambda: True, init=lambda: None, _lazy_init=lambda: None, _is_in_bad_fork=lambda: False,
-        device_count=lib.fakegpu_count, current_device=lib.fakegpu_current, set_device=set_device, device=OnDevice,
+        device_count=lambda: lib.fakegpu_count(), current_device=lambda: lib.fakegpu_current(), set_device=set_device, device=OnDevice,
         _exchange_device=lambda d: lib.fakegpu_current(), _maybe_exchange_device=lambda d: lib.fakegpu_current(),
         synchronize=lambda d=None: note('synchronize'), Stream=Stream, Event=Event, stream=OnStream, set_stream=lambda s: None,
         current_stream=lambda d=None: Stream(), default_stream=lambda d=None: Stream(), is_current_stream_capturing=lambda: False,
@@ -106,6 +106,12 @@ def _answers():
 
 
 set_data = torch.Tensor.data.__set__
+
+
+def copy_storage(self, source, non_blocking=None):
+    "Between devices, as `torch.save` and `torch.load` do"
+    ctypes.memmove(self.data_ptr(), source.data_ptr(), source.nbytes())
+    return self
 
 
 class CudaIsFake(TorchFunctionMode):
@@ -140,7 +146,12 @@ def install(library):
     torch.Tensor.is_pinned = lambda self, *args: self.device.type == 'cpu'  # all of its memory is alike
     torch.Tensor.is_cuda = property(lambda self: self.device.type == 'fakegpu')
     compatible = torch._has_compatible_shallow_copy_type
-    torch._has_compatible_shallow_copy_type = lambda a, b: compatible(a, b) or type(a.data) is type(b) is torch.Tensor  # as the CPU and CUDA are
+    def has_compatible_type(input: torch.Tensor, from_: torch.Tensor) -> bool:  # as the CPU and CUDA have; torch's compiler looks at the signature
+        return compatible(input, from_) or type(input.data) is type(from_) is torch.Tensor
+    torch._has_compatible_shallow_copy_type = has_compatible_type
+    torch.UntypedStorage.copy_ = copy_storage
+    restored = torch.serialization.default_restore_location
+    torch.serialization.default_restore_location = lambda storage, location: restored(storage, location.replace('cuda', 'fakegpu'))
     CudaIsFake().__enter__()
     autocast.install()
     _add_kernels()
