@@ -169,7 +169,7 @@ def after_epoch(self:LocalSGD):
 def after_fit(self:LocalSGD):
     "Leave one model, and one optimizer"
     self._average()
-    if self.steps_alone() and self.n > self.warmup: _average_state(self.learn.model, self.learn.opt, self.trainer.accelerator.device)
+    if self.steps_alone() and self.n > self.warmup: _average_state(self.learn.model, self.learn.opt, self.trainer.device)
     self.trainer = None
 
 # %% ../../nbs/callbacks/06_compression.ipynb #6418621d

@@ -224,7 +224,7 @@ _fastai_set_device = Learner._set_device
 @patch
 def _set_device(self:Learner, b):
     "fastai's, which takes a batch to the model's parameters; in a context, to this worker's device: they may be kept in CPU memory"
-    device = getattr(getattr(trainer_of(self), 'accelerator', None), 'device', None)
+    device = getattr(trainer_of(self), 'device', None)
     return _fastai_set_device(self, b) if device is None else to_device(b, device)
 
 # %% ../../nbs/trainer/07_learner.ipynb #13897973
@@ -339,7 +339,7 @@ def _unsharded(trainer, what):
     try: yield
     finally:
         trainer.strategy = strategy
-        strategy.setup(trainer.learn, trainer.accelerator.device)
+        strategy.setup(trainer.learn, trainer.device)
         strategy.set_opt(trainer.learn.opt)
         trainer.note_parts()
 

@@ -34,7 +34,7 @@ from .loaders import SharedLoaders, back_on_device, move_learner, seeded_loaders
 from .step import StrategyHooks, TrainingStep
 from .undone import FollowsModel, UndoneCallback
 from ..world.process_group import init_group, teardown_distrib
-from ..world.ranks import get_rank, get_world_size, use_cpu
+from ..world.ranks import get_device, get_rank, get_world_size, use_cpu
 
 # %% ../../nbs/trainer/06_trainer.ipynb #83db08b8
 class DistributedTrainer(FollowsModel):
@@ -56,7 +56,7 @@ class DistributedTrainer(FollowsModel):
         self.settings = check_args(kwargs, strategy)
         check_own(own, self.settings)
         self.args,self.watchdog = {**own, **not_default(kwargs)},own['watchdog']
-        self.accelerator = self.precision = self.decisions = self.strategy = self.step = self.evaluation = self.loggers = self.random = None
+        self.accelerator = self.device = self.precision = self.decisions = self.strategy = self.step = self.evaluation = self.loggers = self.random = None
         self.by_fit = self.in_fit = self.in_scope = self.evaluated = False
         self.preds_to = None # the one rank that gets predictions, or all do
         self.activation = None # `SharedActivation` for those of the evaluation that is to begin
@@ -74,7 +74,7 @@ def _same_model(self:DistributedTrainer):
     "All workers have the same data, and begin with rank 0's weights"
     same_data(self.learn.dls) # first: vocabularies, and so models, may differ by it
     check_values(whole_model(self.learn))
-    self.undo.enter_context(back_on_device(self.learn, self.accelerator.device)) # undone last, when the strategy has given back what it has
+    self.undo.enter_context(back_on_device(self.learn, self.device)) # undone last, when the strategy has given back what it has
     self.undo.callback(setattr, self, 'strategy', None)
     self._choose()
     same_everywhere(whole_model(self.learn), self.learn.opt)
@@ -82,14 +82,14 @@ def _same_model(self:DistributedTrainer):
 @patch
 def _choose(self:DistributedTrainer):
     "Choose the strategy; the model goes to the device as a whole, unless the strategy brings it there part by part"
-    self.strategy = make_strategy(self.settings, self.learn, self.accelerator.device)
-    if not self.strategy.moves: move_learner(self.learn, self.accelerator.device)
+    self.strategy = make_strategy(self.settings, self.learn, self.device)
+    if not self.strategy.moves: move_learner(self.learn, self.device)
 
 # %% ../../nbs/trainer/06_trainer.ipynb #b9718cfa
 @patch
 def _prepare(self:DistributedTrainer):
     "Random numbers of one's own, decisions in common, and what events hand over to"
-    learn,device = self.learn,self.accelerator.device
+    learn,device = self.learn,self.device
     self.random,self.totals = WorkerRandom(get_rank()),EpochTotals(learn)
     self.decisions = Decisions(learn, WorkerRandom(get_rank()).entered)
     self.loaders = SharedLoaders(learn, device, self.settings.split, self.args['sync_bn'], self.settings.non_blocking)
@@ -115,7 +115,7 @@ def _share_batch_norm(self:DistributedTrainer):
 @patch
 def _share_model(self:DistributedTrainer):
     "Replicate or shard the model, as the strategy does"
-    learn,device,ddp = self.learn,self.accelerator.device,self.settings.ddp
+    learn,device,ddp = self.learn,self.device,self.settings.ddp
     if self.strategy is None: self._choose() # the model has changed
     self.strategy.share_scale = lambda: self.step.share_scale()
     each = ddp is not None and (ddp.find_unused_parameters or ddp.static_graph) # what the last batch does not use would not be averaged
@@ -201,7 +201,7 @@ def _set_precision(self:DistributedTrainer):
 def detach(self:DistributedTrainer):
     "Give the learner back as it was"
     if self.undo is None: return
-    self.by_fit,self.accelerator,self.decisions = False,None,None
+    self.by_fit,self.accelerator,self.device,self.decisions = False,None,None,None
     UndoneCallback.detach(self)
 
 @patch
@@ -238,7 +238,7 @@ def attach(self:DistributedTrainer):
         "leave it before distrib_ctx")
     self.precision = check_launch(self.learn)
     cpu = self.join_group()
-    if get_world_size() > 1: self.accelerator = make_accelerator(self.settings, cpu)
+    if get_world_size() > 1: self.accelerator,self.device = make_accelerator(self.settings, cpu),get_device()
     self.set_up(self.steps())
 
 # %% ../../nbs/trainer/06_trainer.ipynb #e60ff0b0
@@ -313,7 +313,7 @@ def after_train(self:DistributedTrainer):
 def before_batch(self:DistributedTrainer):
     "Work out what this worker's share of the batch weighs, or the number of the batch in the data set"
     if not self.training: return self.evaluation.number_batch()
-    s = self.step = TrainingStep(self.learn, self.learn.dl.counts, self.accelerator.device, self.step)
+    s = self.step = TrainingStep(self.learn, self.learn.dl.counts, self.device, self.step)
     GlobalBatchNorm.expect(s.counts, s.empty)
     self.dirty = True
 
@@ -396,7 +396,7 @@ def _decide(self:DistributedTrainer):
         self.decisions.begin('a fit')
         undo.callback(self.decisions.end)
         undo.push(self._fit_failed)
-        if self.accelerator.device.type!='cpu': undo.enter_context(late_losses(self.learn))
+        if self.device.type!='cpu': undo.enter_context(late_losses(self.learn))
         with self.decisions.interruptible(): yield
 
 @patch

@@ -239,6 +239,26 @@ def share_after_a_fit():
     return dict(vars(GlobalBatchNorm.share))
 
 
+def memory(learn): return [o.data_ptr() for o in (*learn.model.parameters(), *learn.model.buffers(), *(v for s in learn.opt.state.values() for v in s.values() if isinstance(v, Tensor)))]
+
+
+def moved(strategy):
+    "Is the memory another in a context, or after it? (what `zero1` shards is)"
+    import fastdist.all
+    learn = quiet(learner(n=24, bs=6, bn=True, opt=Adam))
+    learn.fit(1)
+    before = memory(learn)
+    with learn.distrib_ctx(strategy=strategy):
+        inside = memory(learn)
+        learn.fit(1)
+    return before == inside, before == memory(learn)
+
+
+def test_nothing_is_copied_on_the_cpu(world2):
+    "to where it is already, which is called cpu:0 by Accelerate"
+    assert world2(moved, 'ddp') == [(True, True)]*2
+
+
 def test_no_share_is_left(worlds):
     "A loop of one's own with global batch norm, after a fit whose last batch had no sample for this worker"
     assert worlds(3)(share_after_a_fit)==[dict(counts=True, empty=False)]*3
