@@ -118,7 +118,7 @@ FAULTS = [Fault(*o) for o in [
      '    for bar in bars: bar.after_batch = partial(_show_batch, bar)\n', '    bars = []\n',
      ['tests/promises/test_gpus.py::test_an_average_that_nobody_waits_for']),
     ('average-waits', 'P4', "fastai's average of the losses waits in each step for the GPU",
-     'if self.accelerator.device.type!=\'cpu\': undo.enter_context(late_losses(self.learn))', 'pass',
+     'if self.device.type!=\'cpu\': undo.enter_context(late_losses(self.learn))', 'pass',
      ['tests/promises/test_gpus.py::test_the_host_waits_for_no_kernel_of_a_step[ddp-plain-24-False]']),
     ('waits-in-each-step', 'P4', "whether Ctrl-C was pressed is asked by a collective of its own in each step, which all wait for",
      'if self.stops and not any(', 'if dist.all_reduce(self.loss.clone()) or self.stops and not any(',
