@@ -56,7 +56,8 @@ class DistributedTrainer(FollowsModel):
         self.settings = check_args(kwargs, strategy)
         check_own(own, self.settings)
         self.args,self.watchdog = {**own, **not_default(kwargs)},own['watchdog']
-        self.accelerator = self.device = self.precision = self.decisions = self.strategy = self.step = self.evaluation = self.loggers = self.random = None
+        self.accelerator = self.device = self.precision = self.decisions = self.strategy = None
+        self.step = self.evaluation = self.loggers = self.random = None
         self.by_fit = self.in_fit = self.in_scope = self.evaluated = False
         self.preds_to = None # the one rank that gets predictions, or all do
         self.activation = None # `SharedActivation` for those of the evaluation that is to begin
