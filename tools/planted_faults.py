@@ -173,6 +173,12 @@ FAULTS = [Fault(*o) for o in [
     ('interface-unchecked', 'P6', "fastdist check says ready although the network interface does not exist",
      'node.node_findings(backend),node.gpu_findings', 'node.gpu_findings',
      ['tests/launch/test_check.py::test_wrong_interface']),
+    ('gradients-of-graphs', 'P6', "gradients stay in the memory of a CUDA graph, which takes it away when the next batch begins",
+     'if p.grad is not g and type(p.grad) is Tensor:', 'if False:',
+     ['tests/model/test_compile.py::test_gradients_are_not_in_memory_of_graphs']),
+    ('state-left-on-the-cpu', 'P6', "what an optimizer remembers of a parameter that is a number does not follow it to the GPU",
+     'k not in shaped]', 'True]',
+     ['tests/promises/test_gpus.py::test_after_a_context[opt1]']),
     # P7: no silent argument
     ('argument-swallowed', 'P7', "device_placement is taken, and does nothing",
      "if 'device_placement' in given:", "if 'device_placement' in kwargs and None:",

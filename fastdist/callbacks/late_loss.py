@@ -47,7 +47,7 @@ class LateNumber(Tensor):
     def __torch_dispatch__(cls, f, types, args=(), kwargs=None): # of functions that ask no `__torch_function__`, as `torch.tensor`
         return f(*tree_map(number_of, args), **tree_map(number_of, kwargs or {}))
 
-# loggers, as wandb, look at the name of the type
+# %% ../../nbs/callbacks/08_late_loss.ipynb #39121fa4
 for nm in ('__name__','__qualname__','__module__'): setattr(LateNumber, nm, getattr(Tensor, nm))
 
 # %% ../../nbs/callbacks/08_late_loss.ipynb #6b22d590
