@@ -38,7 +38,7 @@ class LateNumber(Tensor):
         if self.read is not None: self.found,self.read,self.is_there = self.read(),None,lambda: True
         return self.found
 
-    def as_subclass(self, cls): return self.number().as_subclass(cls)
+    def as_subclass(self, cls): return self.number().as_subclass(cls) # torch's takes none that Python has already
 
     @classmethod
     def __torch_function__(cls, f, types, args=(), kwargs=None): return _call(f, args, kwargs or {})

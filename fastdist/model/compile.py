@@ -128,6 +128,7 @@ class GraphSteps(Callback):
                 ):
         super().__init__()
         self.active = _reuses_memory(_compile_kwargs(plugin) or dict(mode=None))
+        self.own = {} # by parameter, a gradient that is in no graph's memory
 
     def before_batch(self):
         if self.active: torch.compiler.cudagraph_mark_step_begin()
