@@ -157,6 +157,6 @@ def compile_model(model, # Model, sharded and recomputed already if it is going 
     if _reuses_memory(kwargs): undos.append(wrap_forward(model, _kept))
     def undo():
         for f in undos: f()
-        # a group of nccl's does not end while a graph has one of its collectives, as batch norm's: it would wait for ever
+        # graphs keep their memory, and a group of nccl's waits at its end for those that have its collectives, as batch norm's
         if _reuses_memory(kwargs): torch.compiler.reset()
     return undo

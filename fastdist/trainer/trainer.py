@@ -195,7 +195,7 @@ def _seed_loaders(self:DistributedTrainer):
 @patch
 def _set_precision(self:DistributedTrainer):
     "Train in the precision that the launcher was told, with the settings of the arguments"
-    for cb in precision_callbacks(self.settings, self.precision, getattr(self.accelerator or self.learn.dls, 'device', None)): self.add(cb)
+    for cb in precision_callbacks(self.settings, self.precision, self.device or getattr(self.learn.dls, 'device', None)): self.add(cb)
 
 # %% ../../nbs/trainer/06_trainer.ipynb #22e674f5
 @patch
