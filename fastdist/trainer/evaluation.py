@@ -16,7 +16,7 @@ from ..comm.call import same_call
 from ..comm.objects import from_rank0
 from ..data.dl import DistributedDL
 from ..data.loaders import n_batches
-from ..metrics.metrics import EpochTotals
+from ..metrics.metrics import EpochTotals, plain_sums
 from ..metrics.predictions import GatheredPreds
 from ..world.private import clear_left, keep, new_folder
 
@@ -129,7 +129,7 @@ def together(self:Evaluation):
     begins = self.shared and not self.decisions.active
     if begins: self.decisions.begin(self._what())
     try:
-        with self._loop(): yield
+        with self._loop(), plain_sums(self.totals.metrics(training=False) if self.shared else ()): yield
     finally:
         if begins: self.decisions.end()
 
