@@ -14,6 +14,7 @@ from contextlib import nullcontext
 
 import fastai.callback.core,fastai.learner
 from fastai.basics import *
+from fastai.losses import BaseLoss
 from fastai.callback.mixup import CutMix, MixUp
 from fastai.torch_core import nested_reorder,to_concat
 from ..fault.same_call import after_rank0
@@ -63,6 +64,16 @@ def before_batch(self:MixUp):
     "Blend the batch with itself in another order; a single sample stays as it is"
     if self.y.size(0) > 1: return _mixup(self)
     self.lam,self.yb1 = torch.ones(1, device=self.x.device),tuple(self.learn.yb)
+
+# %% ../../nbs/callbacks/00_fastai_patches.ipynb #f974b5fa
+_loss = BaseLoss.__call__
+
+@patch
+def __call__(self:BaseLoss, inp, targ, **kwargs):
+    "fastai's; of plain tensors the loss is one"
+    plain = type(inp) is Tensor is type(targ) and type(self.func).__module__.startswith('torch.')
+    with torch._C.DisableTorchFunctionSubclass() if plain else nullcontext(): return _loss(self, inp, targ, **kwargs)
+
 
 # %% ../../nbs/callbacks/00_fastai_patches.ipynb #83db08b9
 def trainer_of(learn # Any `Learner`, or `None`

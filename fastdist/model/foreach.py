@@ -121,7 +121,8 @@ def _groups(opt):
             for o in _pieces(items): yield _Same(o, dict(step=step, do_wd=do_wd, **hyper))
 
 # %% ../../nbs/model/06_foreach.ipynb #a30ccdd2
-def _plain(p): return type(p.data) is Tensor and (p.grad is None or type(p.grad.data) is Tensor and p.grad.layout is torch.strided)
+def _plain(p): # of a subclass of `Tensor` a parameter is of that class
+    return type(p) in (nn.Parameter,Tensor) and ((g := p.grad) is None or type(g) is Tensor and g.layout is torch.strided)
 
 class ForeachOptimizer(Optimizer):
     "A fastai `Optimizer` that steps many parameters in one call where it knows how, with the same numbers and the same state"

@@ -36,14 +36,13 @@ class Backwards:
     def watch(self, loss):
         "Take `loss`, which has been weighed, for the batch's own"
         self.loss = loss
-        with torch._C.DisableTorchFunctionSubclass(): # as `loss` may be fastai's, for which that takes ten times as long
-            if loss.requires_grad: self.hook = loss.register_hook(self._unweighed)
 
 # %% ../../nbs/strategy/01_backward.ipynb #cc732d2d
 @patch
 def _other(self:Backwards, roots, args, kwargs):
     "Run another pass; has it given any parameter a gradient?"
     scale,touched = self.strategy.share_scale(),[]
+    if self.hook is None and self.loss is not None and self.loss.requires_grad: self.hook = self.loss.register_hook(self._unweighed)
     handles = [p.register_post_accumulate_grad_hook(touched.append) for p in self.strategy.all_params() if p.requires_grad]
     try: self.real([o if scale==1 else o*scale for o in roots], *args, **kwargs)
     finally:

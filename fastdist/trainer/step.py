@@ -35,7 +35,7 @@ class TrainingStep:
         # where it is known, the number of samples: a batch may have several rows for each of them, or have lost some
         self.n = self.samples = float(self.bs if mine is None else mine)
         self.rows = None if self.total is None else self.bs*self.total//max(mine, 1)
-        self.has_loss,self.loss,self.sums,self.kept,self.drawn = False,None,None,[],None
+        self.has_loss,self.loss,self.received,self.sums,self.kept,self.drawn = False,None,None,None,[],None
         self.unread = False # is what the shares weigh on the GPU, in `n` and `sums`, and not looked at?
         self.summed = is_summed(learn.loss_func) and not isinstance(learn.loss_func, GlobalBatchLoss)
         self.whole,self.weighed = False,[] # is the loss that of the global batch, or a sum? Has `weigh_loss` been called?
@@ -182,12 +182,18 @@ def check_draws(self:TrainingStep, strategy # `Strategy` that shards what the op
 
 # %% ../../nbs/trainer/03_step.ipynb #82f0acf4
 @patch
+def _wait(self:TrainingStep):
+    "Wait for the message of `send_loss`; its numbers are in `received`, unless they are on a GPU"
+    self.sent.wait()
+    if self.received is None and self.loss.device.type=='cpu': self.received = self.loss.tolist()
+
+@patch
 def _agreed(self:TrainingStep):
     """(samples that are left in this batch, was Ctrl-C pressed in a worker?), the same in all;
     on a GPU (`None`, was it in the batch before?)"""
     total = self.total if self.by_samples else None
     if self.loss.device.type=='cpu':
-        _,left,stops,self.wished,_ = self.loss.tolist()
+        _,left,stops,self.wished,_ = self.received
         self._note_left(left, total)
         return left,stops > 0
     self.late = *send_to_host(self.loss[1:4]),total
@@ -203,11 +209,14 @@ def _agreed(self:TrainingStep):
 def receive_loss(self:TrainingStep):
     "Make `learn.loss` that of the global batch, for whoever records it or decides by it; `KeyboardInterrupt` after Ctrl-C in a worker"
     if self.loss is None: return
-    self.sent.wait()
-    left,self.stops = self._agreed()
-    whole = self.loss[0]/(self.batch_weight() if self.summed else self.loss[1])
-    if left is None: self.learn.loss = torch.where(self.loss[1] > 0, whole, self.learn.loss.detach().mean()).to(self.learn.loss.dtype)
-    elif left or self.loss[4]: self.learn.loss = whole.to(self.learn.loss.dtype)
+    self._wait()
+    (left,self.stops),learn,dtype = self._agreed(),self.learn,self.learn.loss.dtype
+    if left is None:
+        whole = self.loss[0]/(self.batch_weight() if self.summed else self.loss[1])
+        learn.loss = torch.where(self.loss[1] > 0, whole, learn.loss.detach().mean()).to(dtype)
+    elif left or self.received[4]:
+        weight = self.batch_weight() if self.summed else left
+        learn.loss = torch.tensor(self.received[0]/weight if weight else math.nan, dtype=dtype, device='cpu')
     if self.stops and not any(callback_results(self.learn, 'ends_after_batch')): raise KeyboardInterrupt
 
 @patch(as_prop=True)
@@ -285,13 +294,13 @@ def _scale_left(self:TrainingStep, left):
 def _go_by_left(self:TrainingStep):
     "Where the data set or a callback has left samples out, gradients are the mean over those that are left"
     if self.loss is None: return
-    self.sent.wait() # the message has been there for long, with those of the gradients
+    self._wait() # the message has been there for long, with those of the gradients
     # on a GPU it is not looked at before the step: where this worker has samples, the data set has not left out all
     if self.loss.device.type!='cpu' and (self.counts or self.uneven is False): return self._scale_left(self.loss[1])
-    left = self.loss[1].item()
+    _,left,*_,dealt = self.received or self.loss.tolist()
     self._note_left(left, self.total) # from now on it is known
     if left==self.total: return
-    if not left and not self.loss[4]: # the data set has left out all: no batch
+    if not left and not dealt: # the data set has left out all: no batch
         self.learn.yb = ()
         raise CancelBatchException()
     self._scale_left(left)
