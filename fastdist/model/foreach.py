@@ -130,7 +130,9 @@ class ForeachOptimizer(Optimizer):
             ):
         "Step all parameters that have a gradient"
         fs = None if closure is not None else _known(self.cbs)
-        if fs is None or not all(_plain(p) for pg in self.param_lists for p in pg): return super().step(closure)
+        ps = [p for pg in self.param_lists for p in pg]
+        # one that is there twice, as weights that two layers share may be, is stepped twice, one after the other
+        if fs is None or len(set(map(id, ps)))<len(ps) or not all(map(_plain, ps)): return super().step(closure)
         for o in _groups(self):
             for f in fs: f(o, **o.numbers)
 
