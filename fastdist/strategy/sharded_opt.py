@@ -176,8 +176,9 @@ def _whole_shape(self:_OptRows, p, o):
 
 @patch
 def zero_grad(self:_OptRows, *args, **kwargs):
-    "Zero the gradients, each worker its own"
+    "Zero the gradients, each worker its own; a torch optimizer leaves none"
     self.on_zero()
+    if not isinstance(self.inner, Optimizer): return self._call('zero_grad', *args, **kwargs)
     with torch.no_grad():
         for p in self.params():
             if p.grad is not None: local(p.grad).zero_()
