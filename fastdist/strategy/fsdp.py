@@ -278,6 +278,24 @@ def _keep_offloaded(self:FullyShard):
     model.to = without_device
     return [SimpleNamespace(remove=undo)]
 
+# %% ../../nbs/strategy/07_fsdp.ipynb #f1983264
+def _groups(module):
+    "Torch's groups of parameters of `module`, that it gathers at once"
+    state = fully_shard.state(module)
+    if hasattr(state, '_fsdp_param_groups'): return state._fsdp_param_groups
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group] # PyTorch before 2.12 has one for a module, or none
+
+@patch
+def _of_torch(self:FullyShard): return [o for m in (*self.parts,self.model) for g in _groups(m) for o in g.fsdp_params]
+
+@patch
+def on_zero(self:FullyShard):
+    "Forget what has been accumulated without a message"
+    for o in self._of_torch() if self.unsynced else ():
+        o.unsharded_accumulated_grad = None
+        if (p := vars(o).get('_unsharded_param')) is not None: p.grad = None
+
+
 # %% ../../nbs/strategy/07_fsdp.ipynb #1f10b597
 @patch
 def set_opt(self:FullyShard, opt):
@@ -287,7 +305,7 @@ def set_opt(self:FullyShard, opt):
     self.release()
     if opt is None: return
     exchange_params(opt, {p:new for (p,_),new in zip(self.slots, self.params)})
-    self.sharded = ShardedOptimizer(opt, self.rows_of)
+    self.sharded = ShardedOptimizer(opt, self.rows_of, self.on_zero)
 
 @patch
 def release(self:FullyShard, group=None):
@@ -371,12 +389,6 @@ def end_fit(self:FullyShard):
     self.checked = False
 
 # %% ../../nbs/strategy/07_fsdp.ipynb #66c75912
-def _groups(module):
-    "Torch's groups of parameters of `module`, that it gathers at once"
-    state = fully_shard.state(module)
-    if hasattr(state, '_fsdp_param_groups'): return state._fsdp_param_groups
-    return [] if state._fsdp_param_group is None else [state._fsdp_param_group] # PyTorch before 2.12 has one for a module, or none
-
 @patch
 def _drop_shard(self:FullyShard, p, of_torch):
     "Free the memory of the shard `p`, which autograd's last graph keeps alive, and of what torch knows of it"
@@ -387,7 +399,7 @@ def _drop_shard(self:FullyShard, p, of_torch):
 @patch
 def _gather_params(self:FullyShard, group):
     "Give the model's own parameters their values, and gradients where no worker has failed: some after the others, as their shards go"
-    of_torch = {id(o.sharded_param):o for m in (*self.parts,self.model) for g in _groups(m) for o in g.fsdp_params}
+    of_torch = {id(o.sharded_param):o for o in self._of_torch()}
     def whole(os): return gather_rows([local(o) for o in os], [o.shape for o in os], self.rows_of, group, self.home)
     own = iter(zip(self.slots, self.formats))
     for some in buckets(self.params, gathered_at_once):

@@ -63,6 +63,19 @@ CASES = dict(adam=dict(opt=Adam), twice=dict(fit='twice'), frozen=dict(fit='froz
              clip=dict(cbs=lambda: GradientClip(0.1)))
 
 
+class EndsEarly(Callback):
+    "In the middle of a step"
+    def after_batch(self):
+        if self.training and self.iter == 3: raise CancelTrainException
+
+
+@pytest.mark.parametrize('strategy', ['ddp', 'zero1', 'zero2', 'fsdp'])
+def test_what_is_dropped_is_in_no_later_step(world2, strategy):
+    kw = dict(bs=5, steps=3, cbs=EndsEarly, opt=Adam)
+    want = fitted(False, **kw)
+    for w in world2(fitted, True, strategy=strategy, **kw): assert diff(want, w) < 2e-7
+
+
 @pytest.mark.parametrize('case', list(CASES))
 def test_steps_with_all_else(world, case):
     kw = {'steps': 3, **CASES[case]}

@@ -95,16 +95,18 @@ def written(n_val, folder):
 def stream_after(distrib, n_val, what):
     "The next draws of a script that was seeded once, by kind"
     import random
-    learn = quiet(learner(n=11, n_val=n_val, bs=4))
-    with ctx_of(learn, distrib):
+    sharded = what=='sharded'
+    learn = quiet(learner(n=5 if sharded else 11, n_val=n_val, bs=4, drop_last=sharded))
+    if distrib: import fastdist.all
+    with learn.distrib_ctx(strategy='fsdp', split_batches=True) if distrib and sharded else ctx_of(learn, distrib):
         set_seed(5)
-        dict(preds=learn.get_preds, train=lambda: learn.get_preds(ds_idx=0), unordered=lambda: learn.get_preds(reorder=False),
+        dict(preds=learn.get_preds, sharded=lambda: (learn.fit(1), learn.get_preds(ds_idx=0)), train=lambda: learn.get_preds(ds_idx=0), unordered=lambda: learn.get_preds(reorder=False),
              dl=lambda: learn.get_preds(dl=learn.dls.train), shuffled=lambda: learn.get_preds(dl=learn.dls.train.new(shuffle=True)),
              validate=learn.validate, fit=lambda: (learn.fit(1), learn.get_preds()))[what]()
     return random.random(), np.random.rand(), torch.rand(1).item()
 
 
-@pytest.mark.parametrize('what', ['preds', 'train', 'unordered', 'dl', 'shuffled', 'validate', 'fit'])
+@pytest.mark.parametrize('what', ['preds', 'train', 'unordered', 'dl', 'shuffled', 'validate', 'fit', 'sharded'])
 @pytest.mark.parametrize('n_val', [1, 9])
 def test_what_is_drawn_after(world, n_val, what):
     "The next fold of a loop that is seeded once starts from the weights of one process"
