@@ -86,7 +86,8 @@ def _catch_up(self:Evaluation):
     most = dl.rounds
     seen = vars(learn).get('xb') # a process that goes on with a run may have had no batch yet
     if gathers and (seen is None or seen==(None,)):
-        with self.decisions.aside(): learn._split(learn._set_device(dl.dl.one_batch())) # one process draws for no such batch
+        with self.decisions.aside(): # one process draws for no such batch
+            learn._split(learn._set_device(getattr(dl.dl, 'one_batch', partial(first, dl.dl))()))
     for i in range(self.forwards, most):
         for o in self.preds: o.send(i)
         if gathers: learn.model(*learn.xb)

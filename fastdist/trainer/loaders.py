@@ -71,7 +71,9 @@ def part(self:SharedLoaders, dl, evaluate, rank, world_size):
 # %% ../../nbs/trainer/02_loaders.ipynb #45e9e2ab
 def _check_steps(dl):
     n,bs = getattr(dl, 'n', None),getattr(dl, 'bs', None)
-    if n and bs and len(dl)==0 and n>=bs: raise ValueError(
+    if not n or not bs or len(dl): return
+    n = len(dl.plan.order) # those of an epoch: a loader may leave some out
+    if n>=bs: raise ValueError(
         f"rank {get_rank()}: {n} samples do not fill one global batch of {dl.global_bs} (bs={bs} on each of {dl.world_size} workers) "
         "and drop_last=True, so nothing would be trained: use a smaller bs, or split_batches=True, by which bs is the global batch")
 
