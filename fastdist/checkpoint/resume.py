@@ -11,9 +11,9 @@ import time
 from fastai.basics import *
 from ..callbacks.compression import GradientCompression, LocalSGD
 from ..callbacks.fastai_patches import trainer_of
-from .plain import attributes_of
+from .plain import attributes_of, set_attributes
 from .saving import Saver, every_of
-from .shared_folder import SharedFolder, fit_ended, fit_number
+from .shared_folder import SharedFolder, fit_ended, fit_number, fits_left
 from .state import (hidden_states, joined_metrics, not_saved, put_rest, put_tensors, random_of, signature, take_rest,
                                        take_tensors, users_callbacks)
 from ..data.dl import DistributedDL
@@ -226,7 +226,9 @@ def _save(self:Resume, epoch, batch, validated=False, ended=False, **place):
     self.saver.finish()
     dl = learn.dl if batch and batch < learn.n_iter else None
     if dl is None and batch: epoch,batch = epoch,learn.n_iter
-    self.saver.start(self._summary(epoch, batch, validated, ended), take_tensors(learn), take_rest(learn, dl, [self], **place))
+    rest = take_rest(learn, dl, [self], **place)
+    if get_rank()==0: rest['fits'] = fits_left(self.folder)
+    self.saver.start(self._summary(epoch, batch, validated, ended), take_tensors(learn), rest)
     self.due,self.next_time = False,time.monotonic()+self.every
     saved = self.saver.finish() if wait else None
     if self.stops:
@@ -295,8 +297,9 @@ def around_fit(self:Resume, run, # Function that makes the fit
         if not self.skips: run()
         else:
             if self.place is not None: self._load()
+            else: self._put_recorded()
             final()
-        fit_ended(self.folder)
+        fit_ended(self.folder, self._recorded())
     except BaseException as e:
         self._save_after(e)
         raise
@@ -330,6 +333,21 @@ def _share_metrics(self:Resume, rest):
     if None in rest['metrics']: self._warn_once(
         f"{self.chosen.path} is of {self.place['workers']} workers in the middle of an epoch, and a metric of train_metrics=True "
         "is no mean: for this epoch it is that of the batches from here on")
+
+# %% ../../nbs/checkpoint/07_resume.ipynb #c33ed4d7
+@patch
+def _recorded(self:Resume):
+    rec = vars(self.learn).get('recorder')
+    return None if rec is None else attributes_of(rec)[0]
+
+@patch
+def _put_recorded(self:Resume):
+    "What a fit has recorded, of which there is a checkpoint of a later one only: the script may look at it"
+    rec,fits = vars(self.learn).get('recorder'),self._read_rest(0).get('fits', []) # of an older version it has none
+    if rec is None or len(fits) <= self.fit_no or fits[self.fit_no] is None: return
+    set_attributes(rec, fits[self.fit_no])
+    if rec.values: self.learn.final_record = rec.values[-1]
+
 
 # %% ../../nbs/checkpoint/07_resume.ipynb #beba70cc
 @patch

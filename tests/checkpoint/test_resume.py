@@ -47,7 +47,14 @@ class Trained(Callback):
     def after_step(self): self.steps.append(1)
 
 
-FITS = dict(fit=lambda l, **kw: l.fit(2, **kw), one_cycle=lambda l, **kw: l.fit_one_cycle(2, 1e-2, **kw), flat_cos=lambda l, **kw: l.fit_flat_cos(2, 1e-2, **kw),
+def two_fits(learn, **kw):
+    "The script looks at what the first has recorded"
+    learn.fit(1, **kw)
+    learn.first_fit = [list(o) for o in learn.recorder.values], [float(o) for o in learn.recorder.losses], list(learn.final_record)
+    learn.fit(1, **kw)
+
+
+FITS = dict(two_fits=two_fits, fit=lambda l, **kw: l.fit(2, **kw), one_cycle=lambda l, **kw: l.fit_one_cycle(2, 1e-2, **kw), flat_cos=lambda l, **kw: l.fit_flat_cos(2, 1e-2, **kw),
             fine_tune=lambda l, **kw: l.fine_tune(1, 1e-2, freeze_epochs=1, **kw))
 
 
@@ -56,7 +63,7 @@ def found(learn):
     rec, csv = learn.recorder, learn.path/'log.csv'
     res = dict(weights={k: v.tolist() for k, v in weights(learn).items()}, opt={k: v.tolist() for k, v in state_of(learn.opt).items()},
                hypers=[dict(o) for o in learn.opt.hypers], values=[list(o) for o in rec.values], losses=[float(o) for o in rec.losses], lrs=rec.lrs, iters=rec.iters,
-               hps=getattr(rec, 'hps', None), rng=(random.random(), np.random.rand(), torch.rand(1).item()), csv=[o.rpartition(',')[0] for o in csv.read_text().splitlines()] if csv.exists() else None)
+               hps=getattr(rec, 'hps', None), first=vars(learn).get('first_fit'), rng=(random.random(), np.random.rand(), torch.rand(1).item()), csv=[o.rpartition(',')[0] for o in csv.read_text().splitlines()] if csv.exists() else None)
     for cb in learn.cbs:
         if isinstance(cb, Seen): res.update(drawn=cb.drawn, mean=[o.tolist() for o in cb.mean])
         if hasattr(cb, 'best'): res[cb.name] = cb.best, getattr(cb, 'wait', None)
@@ -221,7 +228,7 @@ def many(tmp_path, strategy, kind, at, dropout=.3, workers=0, plain=False, gpus=
 
 @pytest.mark.parametrize('strategy', STRATEGIES)
 def test_two_workers(world2, strategy, tmp_path):
-    for bad, names in world2(many, tmp_path, strategy, 'fine_tune' if strategy == 'zero2' else 'one_cycle', [1, 5, 6, 8], plain=strategy == 'ddp'):
+    for bad, names in world2(many, tmp_path, strategy, dict(zero1='two_fits', zero2='fine_tune').get(strategy, 'one_cycle'), [1, 5, 6, 8], plain=strategy == 'ddp'):
         assert not bad and len(names) == 4, (bad, names)
 
 
