@@ -14,7 +14,7 @@ from ..callbacks.fastai_patches import trainer_of
 from .plain import attributes_of, set_attributes
 from .saving import Saver, every_of
 from .shared_folder import SharedFolder, fit_ended, fit_number, fits_left
-from .state import (hidden_states, joined_metrics, not_saved, put_rest, put_tensors, random_of, signature, take_rest,
+from .state import (has_gradients, hidden_states, joined_metrics, not_saved, put_rest, put_tensors, random_of, signature, take_rest,
                                        take_tensors, users_callbacks)
 from ..data.dl import DistributedDL
 from ..data.rng import set_stream_states, stream_states
@@ -220,6 +220,14 @@ def _summary(self:Resume, epoch, batch, validated, ended):
                 workers=self.saver.n, strategy=strategy, **signature(learn))
 
 @patch
+def _gradients_wait(self:Resume):
+    "Have batches since the last step left gradients, as `GradientAccumulation` does? Then these are the mean over the workers from here on"
+    strategy = getattr(trainer_of(self.learn), 'strategy', None)
+    if strategy is not None: strategy.average()
+    return bool(self._agree(int(has_gradients(self.learn.opt))))
+
+# %% ../../nbs/checkpoint/07_resume.ipynb #6f9b30b7
+@patch
 def _save(self:Resume, epoch, batch, validated=False, ended=False, **place):
     "All workers: copy, and begin to write; wait for the end where that is wanted. `place` in the loader, if it is not that of now"
     learn,wait = self.learn,self.due=='now'
@@ -228,7 +236,8 @@ def _save(self:Resume, epoch, batch, validated=False, ended=False, **place):
     if dl is None and batch: epoch,batch = epoch,learn.n_iter
     rest = take_rest(learn, dl, [self], **place)
     if get_rank()==0: rest['fits'] = fits_left(self.folder)
-    self.saver.start(self._summary(epoch, batch, validated, ended), take_tensors(learn), rest)
+    tensors = take_tensors(learn, validated and self._gradients_wait()) # within an epoch it saves after a step
+    self.saver.start(self._summary(epoch, batch, validated, ended), tensors, rest)
     self.due,self.next_time = False,time.monotonic()+self.every
     saved = self.saver.finish() if wait else None
     if self.stops:

@@ -141,6 +141,7 @@ def fit_number(path, # Folder of the checkpoints
     _fits[path] = weakref.ref(learn),left,False
     return len(left)
 
+# %% ../../nbs/checkpoint/06_shared_folder.ipynb #7e4533d8
 def fit_ended(path, # Folder of the checkpoints, of the fit that has begun last
               left=None, # What later checkpoints are to have of it, as plain data
              ):

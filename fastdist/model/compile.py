@@ -121,6 +121,7 @@ def _kept(forward):
     def run(*args, **kwargs): return tree_map_only(Tensor, Tensor.clone, forward(*args, **kwargs))
     return run
 
+# %% ../../nbs/model/02_compile.ipynb #38e73b90
 class GraphSteps(Callback):
     "Tells torch's CUDA graphs where a batch begins, which may write over what the last one has computed, but for gradients"
     order = -1000

@@ -226,6 +226,38 @@ def many(tmp_path, strategy, kind, at, dropout=.3, workers=0, plain=False, gpus=
     return [(nm, list(d)) for nm, o in zip((['with Resume'] if plain else [])+names, others) if (d := differ(first, o))], names
 
 
+class Fails(Callback):
+    "Before the batch of this number in this process"
+    order = -30
+    def __init__(self, at): self.at = at
+    def before_batch(self):
+        self.at -= self.training
+        if self.training and not self.at: raise ZeroDivisionError('no batch')
+
+
+def accumulated(folder, strategy, at, resume=True):
+    "Two fits in which batches of the end of an epoch wait for those of the next one, 8 samples to a step"
+    import fastdist.all
+    from fastdist.checkpoint.resume import Resume
+    from_the_start()
+    learn = made(folder, dropout=0, cbs=[GradientAccumulation(8), *([Fails(at)] if at else [])], more=False, Data=Items)
+    with learn.distrib_ctx(**ctx_of(strategy)) if strategy else contextlib.nullcontext():
+        try:
+            for n in (2, 1): learn.fit(n, cbs=Resume(folder/'ckpt', on_error=False) if resume else None)
+        except ZeroDivisionError: return
+    return weights(learn)
+
+
+@pytest.mark.parametrize('strategy', STRATEGIES)
+@pytest.mark.parametrize('at', [8, 14], ids=['in the second epoch', 'in the second fit'])
+def test_what_waits_for_a_step(worlds, strategy, at, tmp_path):
+    want = accumulated(tmp_path/'one', None, None, resume=False)
+    assert worlds(2)(accumulated, tmp_path/'many', strategy, at) == [None]*2
+    i = STRATEGIES.index(strategy)
+    last = worlds(3)(accumulated, tmp_path/'many', STRATEGIES[i-1], None) if at == 8 else [accumulated(tmp_path/'many', None, None)]
+    for w in last: assert diff(want, w) < 2e-7
+
+
 @pytest.mark.parametrize('strategy', STRATEGIES)
 def test_two_workers(world2, strategy, tmp_path):
     for bad, names in world2(many, tmp_path, strategy, dict(zero1='two_fits', zero2='fine_tune').get(strategy, 'one_cycle'), [1, 5, 6, 8], plain=strategy == 'ddp'):
