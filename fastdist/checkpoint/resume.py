@@ -13,7 +13,7 @@ from ..callbacks.compression import GradientCompression, LocalSGD
 from ..callbacks.fastai_patches import trainer_of
 from .plain import attributes_of, set_attributes
 from .saving import Saver, every_of
-from .shared_folder import SharedFolder, fit_ended, fit_number, fits_left
+from .shared_folder import SharedFolder, fit_ended, fit_failed, fit_number, fits_left
 from .state import (has_gradients, hidden_states, joined_metrics, not_saved, put_rest, put_tensors, random_of, signature, take_rest,
                                        take_tensors, users_callbacks)
 from ..data.dl import DistributedDL
@@ -288,6 +288,7 @@ def stopped(self:Resume, saved # Is it committed?
 @patch
 def _close(self:Resume):
     self.signals.give_back()
+    if getattr(vars(self).get('saver'), 'thread', None) is not None: fit_failed(self.folder, self.saver)
     self.active,self.place,self.chosen,self.saver = False,None,None,None
     self.wrapped.clear()
     if self.shared is not None: self.shared.give_back()

@@ -33,6 +33,7 @@ def every_of(every # As `Resume` takes it
 # %% ../../nbs/checkpoint/05_saving.ipynb #620da0d0
 class Saver:
     "Writes the checkpoints of one run to a folder, this worker's part of them"
+    patience = 10 # seconds of `settle`
     def __init__(self, path, # Folder of the checkpoints
                  run, # Of this start of the script; the same in all workers, and another one each time
                  rank=0, n=1, # This worker, and how many there are
@@ -104,3 +105,10 @@ def finish(self:Saver):
     self.thread.join()
     self.thread = None
     return not self.agree(int(self.error is not None or self.dropped.is_set()))
+
+@patch
+def settle(self:Saver):
+    "Rank 0, after a failure, when workers do not agree any more: let what is being written end. Parts that do not come are not waited for"
+    self.thread.join(self.patience)
+    self.dropped.set()
+    self.thread.join(self.patience)

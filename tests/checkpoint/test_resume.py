@@ -1,5 +1,5 @@
 "Going on from each checkpoint of a run ends as the run itself: weights, optimizer, recorder, files, order of samples, random numbers"
-import random, shutil
+import random, shutil, time, warnings
 import pytest, torch.distributed as dist
 from fastai.callback.progress import CSVLogger
 from fastai.callback.tracker import EarlyStoppingCallback, ReduceLROnPlateau, SaveModelCallback
@@ -256,6 +256,45 @@ def test_what_waits_for_a_step(worlds, strategy, at, tmp_path):
     i = STRATEGIES.index(strategy)
     last = worlds(3)(accumulated, tmp_path/'many', STRATEGIES[i-1], None) if at == 8 else [accumulated(tmp_path/'many', None, None)]
     for w in last: assert diff(want, w) < 2e-7
+
+
+def again_at_once(folder, slow):
+    "A fit that fails in all workers while they write, and the same one again in the same processes, as in a notebook whose workers stay"
+    import fastdist.all
+    from fastdist.checkpoint.folder import Draft
+    from fastdist.checkpoint.resume import Resume
+    from fastdist.checkpoint.saving import Saver
+    from fastdist.world import get_rank
+    from_the_start()
+    real = Draft.finish_part
+    def finish_part(self, *args, **kwargs):
+        if get_rank() and '00000002-' in self.dir.name:
+            if slow is None: raise OSError('the disk has gone')
+            time.sleep(slow)
+        return real(self, *args, **kwargs)
+    Draft.finish_part, Saver.patience = finish_part, 10 if slow else .5
+    learn, texts, Trained.steps = made(folder, dropout=0, cbs=[Fails(3), Trained()], more=False, Data=Items), [], []
+    try:
+        with learn.distrib_ctx(split_batches=True), warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter('always')
+            for _ in range(2):
+                try: learn.fit(2, cbs=Resume(folder/'ckpt', every=1, on_error=False))
+                except ZeroDivisionError:
+                    texts.append(f'failed, {len(Trained.steps)} steps')
+                    learn.remove_cbs(Fails)
+                    Trained.steps = []
+            texts.append(len(Trained.steps))
+    finally: Draft.finish_part, Saver.patience = real, 10
+    return weights(learn), texts, [str(o.message) for o in said if 'damaged' in str(o.message)]
+
+
+@pytest.mark.parametrize('slow,left', [(0.5, 10), (None, 11)], ids=['which goes on', 'and is given up'])
+def test_a_failure_while_it_is_written(world2, slow, left, tmp_path):
+    learn = made(tmp_path/'one', dropout=0, more=False, Data=Items)
+    learn.fit(2)
+    want = weights(learn)
+    for w, texts, damaged in world2(again_at_once, tmp_path/'many', slow): assert diff(want, w) < 2e-7 and texts == ['failed, 2 steps', left] and not damaged, (texts, damaged)
+    assert not [o.name for o in (tmp_path/'many'/'ckpt').iterdir() if o.name.startswith(('damaged', '.draft'))]
 
 
 @pytest.mark.parametrize('strategy', STRATEGIES)
