@@ -106,6 +106,7 @@ def finish(self:Saver):
     self.thread = None
     return not self.agree(int(self.error is not None or self.dropped.is_set()))
 
+# %% ../../nbs/checkpoint/05_saving.ipynb #f103e208
 @patch
 def settle(self:Saver):
     "Rank 0, after a failure, when workers do not agree any more: let what is being written end. Parts that do not come are not waited for"
