@@ -80,6 +80,9 @@ FAULTS = [Fault(*o) for o in [
     ('divergence-unseen', 'P1', "DivergenceCheck does not compare what the workers have",
      'return both[:4].equal(~both[4:8]),', 'return True,',
      ['tests/callbacks/test_divergence.py::test_found[2-flipped]']),
+    ('dropped-gradients-stay', 'P1', "with fsdp, gradients of batches that were dropped go into a later step",
+     'for o in self._of_torch() if self.unsynced else ():', 'for o in ():',
+     ['tests/callbacks/test_accumulate.py::test_what_is_dropped_is_in_no_later_step[fsdp]']),
     # P2: never a silent hang
     ('watchdog-never-fires', 'P2', "the watchdog goes by the outermost scope's limit, which has none",
      'return next((s for s in reversed(self.scopes) if s.limit is not None), None)',
@@ -110,6 +113,9 @@ FAULTS = [Fault(*o) for o in [
     ('saved-in-place', 'P3', "learn.save writes over the last checkpoint, which is lost if the process is killed meanwhile",
      '_fastai_save(tmp, model, opt, with_opt, **kwargs)', '_fastai_save(Path(file), model, opt, with_opt, **kwargs)',
      ['tests/trainer/test_learner.py::test_save_that_fails_leaves_the_last_file[2]']),
+    ('waiting-gradients-lost', 'P3', "a checkpoint of the end of an epoch lacks the gradients of batches that wait for others of their step",
+     'validated and self._gradients_wait()', 'False',
+     ['tests/checkpoint/test_resume.py::test_what_waits_for_a_step[in the second epoch-ddp]']),
     # P4: no tax
     ('message-per-worker', 'P4', "when a context begins each worker sends its own message to all others",
      '    check_values(model)\n', '    check_values(model)\n    for r in range(dist.get_world_size()): dist.broadcast(torch.zeros(1), r)\n',
