@@ -6,7 +6,7 @@
 __all__ = ['merge_by_adding', 'metric_kind', 'plain_sums', 'EpochTotals']
 
 # %% ../../nbs/metrics/00_metrics.ipynb #c7555414
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from copy import copy,deepcopy
 
 import torch.distributed as dist
@@ -67,9 +67,9 @@ def _may_be_plain(m):
     return type(m) is AvgLoss or type(m) is AvgMetric and getattr(f, 'func', f) in _means
 
 def _accumulate_plain(m, learn):
-    ts = [o for o in (learn.loss,learn.pred,*learn.yb) if isinstance(o, Tensor)]
-    known = all(type(o) is Tensor or isinstance(o, TensorBase) for o in ts) # another's may have a meaning of its own
-    with torch._C.DisableTorchFunctionSubclass() if known else nullcontext(): type(m).accumulate(m, learn)
+    for o in (learn.loss,learn.pred,*learn.yb): # another's subclass may have a meaning of its own
+        if isinstance(o, Tensor) and type(o) is not Tensor and not isinstance(o, TensorBase): return type(m).accumulate(m, learn)
+    with torch._C.DisableTorchFunctionSubclass(): type(m).accumulate(m, learn)
 
 @contextmanager
 def plain_sums(mets # Metrics that are to accumulate batches
