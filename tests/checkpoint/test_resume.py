@@ -236,14 +236,16 @@ class Fails(Callback):
 
 
 def accumulated(folder, strategy, at, resume=True):
-    "Two fits in which batches of the end of an epoch wait for those of the next one, 8 samples to a step"
+    "Two fits in which batches of the end of an epoch wait for those of the next one, 8 samples to a step; what has a gradient is stepped, frozen or not"
     import fastdist.all
     from fastdist.checkpoint.resume import Resume
     from_the_start()
     learn = made(folder, dropout=0, cbs=[GradientAccumulation(8), *([Fails(at)] if at else [])], more=False, Data=Items)
     with learn.distrib_ctx(**ctx_of(strategy)) if strategy else contextlib.nullcontext():
         try:
-            for n in (2, 1): learn.fit(n, cbs=Resume(folder/'ckpt', on_error=False) if resume else None)
+            for n in (2, 1):
+                learn.fit(n, cbs=Resume(folder/'ckpt', on_error=False) if resume else None)
+                learn.freeze()
         except ZeroDivisionError: return
     return weights(learn)
 
