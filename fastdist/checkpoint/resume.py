@@ -234,9 +234,9 @@ def _save(self:Resume, epoch, batch, validated=False, ended=False, **place):
     self.saver.finish()
     dl = learn.dl if batch and batch < learn.n_iter else None
     if dl is None and batch: epoch,batch = epoch,learn.n_iter
+    tensors = take_tensors(learn, validated and self._gradients_wait()) # within an epoch it saves after a step
     rest = take_rest(learn, dl, [self], **place)
     if get_rank()==0: rest['fits'] = fits_left(self.folder)
-    tensors = take_tensors(learn, validated and self._gradients_wait()) # within an epoch it saves after a step
     self.saver.start(self._summary(epoch, batch, validated, ended), tensors, rest)
     self.due,self.next_time = False,time.monotonic()+self.every
     saved = self.saver.finish() if wait else None

@@ -118,7 +118,7 @@ def _put_grads(learn, names, read):
     rows_of = getattr(strategy, 'rows_of', None) if 'gradients' in getattr(strategy, 'splits', ()) else None
     loose = {id(p) for p in getattr(strategy, 'loose', ())}
     for nm,p in _params(learn.opt).items():
-        g = torch.zeros_like(p, requires_grad=False) if nm in names else None
+        g = torch.zeros_like(p, requires_grad=False) if nm in names or nm in read else None
         if nm in read: local(g).copy_(read[nm])
         if g is not None and rows_of and not strategy.shards_params and id(p) not in loose: # this worker's rows alone, as after a step
             g = rows_of.as_dtensor(rows_of.of(g).clone(), p.shape)
