@@ -74,7 +74,6 @@ def __call__(self:BaseLoss, inp, targ, **kwargs):
     plain = type(inp) is Tensor is type(targ) and type(self.func).__module__.startswith('torch.')
     with torch._C.DisableTorchFunctionSubclass() if plain else nullcontext(): return _loss(self, inp, targ, **kwargs)
 
-
 # %% ../../nbs/callbacks/00_fastai_patches.ipynb #83db08b9
 def trainer_of(learn # Any `Learner`, or `None`
               ):

@@ -358,7 +358,6 @@ def _put_recorded(self:Resume):
     set_attributes(rec, fits[self.fit_no])
     if rec.values: self.learn.final_record = rec.values[-1]
 
-
 # %% ../../nbs/checkpoint/07_resume.ipynb #beba70cc
 @patch
 def _load(self:Resume):

@@ -124,7 +124,6 @@ def _put_grads(learn, names, read):
             g = rows_of.as_dtensor(rows_of.of(g).clone(), p.shape)
         p.grad = g
 
-
 # %% ../../nbs/checkpoint/04_state.ipynb #ac075444
 def _hypers(opt):
     inner = inner_opt(opt)
@@ -140,7 +139,7 @@ def _opt_rest(opt):
     own = vars(opt).get('state', {}) if inner_opt(opt) is not opt else {} # an `OptimWrapper` has one beside the torch optimizer's
     return dict(hypers=_hypers(opt), state={nm:kept(p) for nm,p in names.items() if p in state}, count=vars(opt).get('count'),
                 own={nm:to_plain(dict(own[p])) for nm,p in names.items() if p in own}, slow=list(_slow(opt)),
-                grads=[*_grads(opt)])
+                grads=[nm for nm,p in names.items() if p.grad is not None])
 
 # %% ../../nbs/checkpoint/04_state.ipynb #aee7a8a0
 def _sum_of(o): return hashlib.sha256(json.dumps(o).encode()).hexdigest()[:16]

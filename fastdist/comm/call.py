@@ -150,7 +150,6 @@ def least(*ns, # Integers of this worker
     dist.all_reduce(t, dist.ReduceOp.MIN, group=group)
     return t.tolist()
 
-
 # %% ../../nbs/comm/01_call.ipynb #79cfdc9b
 class Call:
     "One call that all workers of `group` make; `names`, `infos`, `sizes` and so on are what their frames say, in the order of the group"

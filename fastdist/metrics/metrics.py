@@ -81,7 +81,6 @@ def plain_sums(mets # Metrics that are to accumulate batches
     finally:
         for m in mets: vars(m).pop('accumulate', None)
 
-
 # %% ../../nbs/metrics/00_metrics.ipynb #0b171961
 class _BatchOf:
     "What a metric sees of a learner, for a batch that another worker may have had: what the batch has, and all else as it is now"

@@ -295,7 +295,6 @@ def on_zero(self:FullyShard):
         o.unsharded_accumulated_grad = None
         if (p := vars(o).get('_unsharded_param')) is not None: p.grad = None
 
-
 # %% ../../nbs/strategy/07_fsdp.ipynb #1f10b597
 @patch
 def set_opt(self:FullyShard, opt):

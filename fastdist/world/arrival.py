@@ -68,7 +68,6 @@ def _ended(stores, missing):
     gone = [st for st in stores if st.check(['gone'])]
     return next((o for r in (missing() if gone else ()) for st in gone if (o := read_end(st, r))), None)
 
-
 # %% ../../nbs/world/06_arrival.ipynb #44aa51de
 def wait_until_come(s, # `Start` of this process
                     missing, # Function without arguments that returns the ranks that have not come

@@ -56,7 +56,6 @@ def get(self:Records, key, # Name
     "What a rank has written, as a `cls` if that is given; `None` if there is nothing, or nothing that a rank has written"
     if self.store.check([key]): return self._opened(self.store.get(key), key, cls)
 
-
 # %% ../../nbs/world/10_records.ipynb #1f6cab54
 @patch
 def get_all(self:Records, keys:list, # Names
@@ -67,7 +66,6 @@ def get_all(self:Records, keys:list, # Names
     there = [k for k in keys if k not in missing]
     found = dict(zip(there, self.store.multi_get(there))) if there else {}
     return [self._opened(found[k], k, cls) if k in found else None for k in keys]
-
 
 # %% ../../nbs/world/10_records.ipynb #2bb40987
 @patch

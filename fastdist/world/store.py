@@ -59,7 +59,6 @@ def unset(store, # torch's store
     half = len(keys)//2
     return unset(store, keys[:half])+unset(store, keys[half:]) if half else keys
 
-
 # %% ../../nbs/world/05_store.ipynb #14835897
 class KeyValueStore:
     """What all workers can read and write at any time. Values are anything that can be pickled; who has set a key is known.

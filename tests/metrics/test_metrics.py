@@ -260,6 +260,27 @@ def test_sums_are_gathered_by_nobody(world, n):
         assert o == pytest.approx(odd, abs=1e-6)
 
 
+def calls_of_fastais_tensor(n):
+    "How often fastai's tensors ask what to do with a function of torch's, in a validation of `n` batches of each worker"
+    import fastdist.all
+    from fastdist.world import get_world_size
+    learn = quiet(learner(n=8, n_val=n*2*get_world_size(), val_bs=2, metrics=[accuracy, error_rate], dtype=torch.float32, loss=CrossEntropyLossFlat()))
+    real, counts = TensorBase.__dict__['__torch_function__'], collections.Counter()
+    def counted(cls, f, *args, **kwargs):
+        counts[getattr(f, '__name__', f)] += 1
+        return real.__func__(cls, f, *args, **kwargs)
+    with learn.distrib_ctx():
+        TensorBase.__torch_function__ = classmethod(counted)
+        try: learn.validate()
+        finally: TensorBase.__torch_function__ = real
+    return sum(counts.values()), dict(counts)
+
+
+def test_no_batch_computes_with_fastais_tensors(world):
+    "Each of whose functions goes through Python"
+    for few, many in zip(world(calls_of_fastais_tensor, 2), world(calls_of_fastais_tensor, 7)): assert few[0] == many[0] <= 2, many
+
+
 def apart(how):
     "What each worker raises where rank 1 is elsewhere than where metrics are put together; and that they go on"
     from fastdist.fault.cancel import Decisions

@@ -51,11 +51,12 @@ def fit(case, opt, ctx=None, n=50, bs=5, dtype=None, **kwargs):
     learn = quiet(learner(n=n, bs=bs, n_val=7, opt=opt, wd=0.1, lr=0.05, cbs=cbs, model=model, splitter=splitter, dtype=dtype, metrics=accuracy, **kwargs))
     def train():
         if case!='frozen': return learn.fit(1)
-        learn.fit(1)
-        learn.freeze() # of an optimizer of torch's no gradients are left that weight decay goes by
+        learn.freeze()
         learn.fit(1, slice(0.05))
         learn.unfreeze()
         learn.fit(1, slice(0.01, 0.05))
+        learn.freeze() # of an optimizer of torch's no gradients are left that weight decay goes by
+        learn.fit(1, slice(0.001))
     if ctx is None: train()
     else:
         with learn.distrib_ctx(**ctx): train()
