@@ -306,7 +306,9 @@ def around_fit(self:Resume, run, # Function that makes the fit
         self._begin()
         if not self.skips: run()
         else:
-            if self.place is not None: self._load()
+            if self.place is not None:
+                if not self.many: self.learn.model.to(getattr(self.learn.dls, 'device', default_device())) # as a fit does
+                self._load()
             else: self._put_recorded()
             final()
         fit_ended(self.folder, self._recorded())

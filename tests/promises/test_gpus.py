@@ -131,6 +131,42 @@ def test_after_a_context(gpu_worlds, opt):
         assert diff(found, alone) < 1e-6 and places == ({(False, DEVICE)} if opt is Adam else {(False, DEVICE), (True, 'cpu')}), places
 
 
+class FailsBefore(Callback):
+    "Before the training batch of this number in its fit"
+    def __init__(self, at): self.at = at
+    def before_batch(self):
+        if self.training and self.learn.train_iter == self.at: raise ZeroDivisionError('no batch')
+
+
+def in_two_runs(strategy, folder, fails):
+    "Two fits in a context, with `Resume` where there is a folder; `fails`, (number of the fit, batch), ends the first run. What is learned, or `None`"
+    import fastdist.all
+    from fastdist.checkpoint.resume import Resume
+    from fastdist.checkpoint.shared_folder import _fits
+    from fastdist.world import setup_distrib
+    _fits.clear()  # as in a new process
+    setup_distrib()
+    learn = quiet(learner(n=20, bs=6, n_val=7, bn=True, lr=0.05, opt=Adam))
+    learn.dls.to(torch.device('cuda', torch.cuda.current_device()))
+    with learn.distrib_ctx(**ctx_of(strategy), **(dict(resume=Resume(folder, every=1)) if folder else {})):
+        try:
+            for i, fit in enumerate([learn.fit, learn.fit_one_cycle]): fit(1, cbs=FailsBefore(fails[1]) if fails and fails[0] == i else None)
+        except ZeroDivisionError: return
+    return report(learn)
+
+
+@pytest.mark.parametrize('strategy', STRATEGIES)
+@pytest.mark.parametrize('fails', [(0, 2), (1, 0)], ids=['in a fit', 'before the next'])
+def test_going_on(gpu_worlds, strategy, fails, tmp_path):
+    "By one GPU, from a checkpoint of many, and by as many as there were"
+    want, = gpu_worlds(1)(in_two_runs, 'ddp', None, None)
+    for n in (1, 2):
+        assert gpu_worlds(2)(in_two_runs, strategy, tmp_path/str(n), fails) == [None]*2
+        for o in gpu_worlds(n)(in_two_runs, strategy, tmp_path/str(n), None):
+            same(want, o)
+            assert n > 1 or o.devices == {f'{DEVICE}:0'}
+
+
 class Scales(Callback):
     "After each step the scale of the gradients, and whether it was made"
     order = MixedPrecision.order+1
