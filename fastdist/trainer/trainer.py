@@ -15,7 +15,7 @@ from ..callbacks.data_parallel import ParallelTrainer
 from ..callbacks.grad_accumulation import AccumulateSteps
 from ..callbacks.late_loss import late_losses
 from ..callbacks.loggers import HiddenLoggers, console_bars
-from ..callbacks.precision import precision_callbacks, synchronize_rng
+from ..callbacks.precision import autocast_kept, precision_callbacks, synchronize_rng
 from ..data.loaders import same_data
 from ..data.rng import WorkerRandom, rank0_stream, rejoin_streams
 from ..fault.cancel import Decisions
@@ -373,6 +373,7 @@ def fit_together(self:DistributedTrainer):
         self.by_fit |= alone
         self.in_fit = True
         with ExitStack() as undo:
+            undo.enter_context(autocast_kept())
             if self.accelerator is not None and not outer:
                 if not self.in_scope: # else the context does that
                     undo.enter_context(handler_kept())

@@ -106,6 +106,31 @@ def test_refused_and_no_trace(cb, handlers, msg):
 def test_bf16_with_autocast(): assert {*seen(AutocastKwargs(enabled=False), None, to_fp16=dict(amp_mode='bf16'))[0].dtypes} == {torch.float32}
 
 
+class Fails(Callback):
+    order = 20
+    def __init__(self, event): self.event = event
+    def before_batch(self):
+        if self.event == 'before_batch': raise ZeroDivisionError('no batch')
+    def after_pred(self):
+        from fastai.basics import CancelFitException
+        if self.event == 'after_pred': raise CancelFitException
+
+
+def fails(event):
+    "Is autocast on after a fit that ends between the events in which fastai turns it on and off? And what does a layer return then?"
+    import fastdist.all
+    learn = quiet(learner(n=15, bs=5, dtype=torch.float32, cbs=[OnCPU('bf16'), Fails(event)]))
+    with learn.distrib_ctx():
+        try: learn.fit(1)
+        except ZeroDivisionError: pass
+        return torch.is_autocast_enabled('cpu'), torch.nn.Linear(2, 2)(torch.ones(1, 2)).dtype
+
+
+@pytest.mark.parametrize('event', ['before_batch', 'after_pred'])
+def test_off_after_a_fit_that_fails(worlds, event):
+    for n in (1, 3): assert worlds(n)(fails, event) == [(False, torch.float32)]*n
+
+
 def on_a_gpu():
     "Scales and types of a fit with settings, and types of one without"
     look, _, moved = seen(AutocastKwargs(enabled=False), GradScalerKwargs(init_scale=2., growth_factor=4., growth_interval=1), owner=MixedPrecision, device='cuda')
