@@ -138,31 +138,44 @@ class FailsBefore(Callback):
         if self.training and self.learn.train_iter == self.at: raise ZeroDivisionError('no batch')
 
 
-def in_two_runs(strategy, folder, fails):
-    "Two fits in a context, with `Resume` where there is a folder; `fails`, (number of the fit, batch), ends the first run. What is learned, or `None`"
+class Averages(Callback):
+    "The mean of the weights of a layer, from step to step"
+    order = 50
+    def after_step(self):
+        now = self.model[-1].bias.detach()
+        now = getattr(now, 'full_tensor', lambda: now)()
+        self.mean = now.clone() if not hasattr(self, 'mean') else self.mean.lerp(now, .1)
+
+
+def in_two_runs(strategy, folder, fails, torchs):
+    """Two fits in a context, with `Resume` where there is a folder; `fails`, (number of the fit, batch), ends the first run; with PyTorch's loader for `torchs`. What is learned, or
+    `None`"""
     import fastdist.all
     from fastdist.checkpoint.resume import Resume
     from fastdist.checkpoint.shared_folder import _fits
     from fastdist.world import setup_distrib
     _fits.clear()  # as in a new process
     setup_distrib()
-    learn = quiet(learner(n=20, bs=6, n_val=7, bn=True, lr=0.05, opt=Adam))
-    learn.dls.to(torch.device('cuda', torch.cuda.current_device()))
+    learn = quiet(learner(n=20, bs=6, n_val=7, bn=True, lr=0.05, opt=Adam, cbs=Averages()))
+    if torchs: learn.dls = DataLoaders(*[torch.utils.data.DataLoader(o.dataset, batch_size=6, shuffle=not i) for i, o in enumerate(learn.dls.loaders)])
+    else: learn.dls.to(torch.device('cuda', torch.cuda.current_device()))
     with learn.distrib_ctx(**ctx_of(strategy), **(dict(resume=Resume(folder, every=1)) if folder else {})):
         try:
             for i, fit in enumerate([learn.fit, learn.fit_one_cycle]): fit(1, cbs=FailsBefore(fails[1]) if fails and fails[0] == i else None)
         except ZeroDivisionError: return
-    return report(learn)
+    res = report(learn, [learn.averages.mean.cpu()])
+    res.devices.add(str(learn.averages.mean.device))
+    return res
 
 
 @pytest.mark.parametrize('strategy', STRATEGIES)
-@pytest.mark.parametrize('fails', [(0, 2), (1, 0)], ids=['in a fit', 'before the next'])
-def test_going_on(gpu_worlds, strategy, fails, tmp_path):
+@pytest.mark.parametrize('fails,torchs', [((0, 2), True), ((1, 0), False)], ids=['in a fit', 'before the next'])
+def test_going_on(gpu_worlds, strategy, fails, torchs, tmp_path):
     "By one GPU, from a checkpoint of many, and by as many as there were"
-    want, = gpu_worlds(1)(in_two_runs, 'ddp', None, None)
+    want, = gpu_worlds(1)(in_two_runs, 'ddp', None, None, torchs)
     for n in (1, 2):
-        assert gpu_worlds(2)(in_two_runs, strategy, tmp_path/str(n), fails) == [None]*2
-        for o in gpu_worlds(n)(in_two_runs, strategy, tmp_path/str(n), None):
+        assert gpu_worlds(2)(in_two_runs, strategy, tmp_path/str(n), fails, torchs) == [None]*2
+        for o in gpu_worlds(n)(in_two_runs, strategy, tmp_path/str(n), None, torchs):
             same(want, o)
             assert n > 1 or o.devices == {f'{DEVICE}:0'}
 
