@@ -110,7 +110,8 @@ def _depth():
 @contextmanager
 def autocast_kept():
     "At the end, autocast is as it was, with what it keeps of weights"
-    was,cached,n = {o:(torch.is_autocast_enabled(o),torch.get_autocast_dtype(o)) for o in ('cpu','cuda')},torch.is_autocast_cache_enabled(),_depth()
+    was = {o:(torch.is_autocast_enabled(o),torch.get_autocast_dtype(o)) for o in ('cpu','cuda')}
+    cached,n = torch.is_autocast_cache_enabled(),_depth()
     try: yield
     finally:
         while _depth() > n: torch.autocast_decrement_nesting()

@@ -36,6 +36,9 @@ class Scope:
     raised:bool=False # Has this rank raised it?
     broken:bool=False # Was the process group broken off?
     told:bool=False # Has this rank written what it has called?
+    within:'Scope'=None # Of which this is a part: the script may catch what ends it, and go on
+    parts:int=0 # How many it has had
+    caught:tuple=None # (the part that failed last, its `Failure`), until all ranks are known to have failed
 
 # %% ../../nbs/fault/04_monitor.ipynb #c202d8e0
 class Monitor:
@@ -144,7 +147,7 @@ def _look(self:Monitor, now):
         if f is not None and f.by!=self.rank: self._receive(s, f, now)
     s = self.watched
     if s is not None and self.n%10==6: self._watch_all(now, s)
-    if self.n%10==3 and len(self.scopes) > 1: self._look_at_neighbour(self.scopes[-1])
+    if self.n%10==3 and len(self.scopes) > 1: self._look_at_neighbour(self.scopes[-1].within or self.scopes[-1])
 
 # %% ../../nbs/fault/04_monitor.ipynb #ed3b4904
 @patch
@@ -202,7 +205,8 @@ def all_tell(self:Monitor, s):
 @patch
 def _receive(self:Monitor, s, f, now):
     "Another rank has failed"
-    if f.kind=='stalled' or now >= self.deadline.setdefault(s.key, now+self.grace): self.deliver(s, f)
+    grace = self.grace if s.within is None else self.patience # of what is caught in all ranks there is nothing to raise
+    if f.kind=='stalled' or now >= self.deadline.setdefault(s.key, now+grace): self.deliver(s, f)
 
 # %% ../../nbs/fault/04_monitor.ipynb #5d1f0a09
 @patch
@@ -355,7 +359,8 @@ def cause_of(self:Monitor, e, # The exception that this rank sees
     if self.interrupts.pending is not None: return self.interrupts.pop()
     if s.failure is not None: return s.failure.as_error()
     if not of_group(e): return
-    def found(): return self.records.get(f'fail/{s.key}', Failure) or self.records.get('fail/job', Failure)
+    keys = [o.key for o in (s,s.within,self.job) if o is not None]
+    def found(): return next(filter(None, (self.records.get(f'fail/{o}', Failure) for o in keys)), None)
     f = self._try(lambda: wait_until(found, 1))
     if f is not None: return None if f.by==f.rank==self.rank else f.as_error() # what the watchdog of this rank has found is another's
     if not lost_peer(e): return # another error of the collective itself

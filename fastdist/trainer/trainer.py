@@ -19,7 +19,7 @@ from ..callbacks.precision import autocast_kept, precision_callbacks, synchroniz
 from ..data.loaders import same_data
 from ..data.rng import WorkerRandom, rank0_stream, rejoin_streams
 from ..fault.cancel import Decisions
-from ..fault.supervisor import check_watchdog, handler_kept, scope, watchdog_time
+from ..fault.supervisor import catchable, check_watchdog, handler_kept, rejoin, scope, watchdog_time
 from ..metrics.metrics import EpochTotals
 from ..model.activation_checkpoint import checkpoint_activations
 from ..model.batchnorm import GlobalBatchNorm, sync_batch_norm
@@ -378,6 +378,7 @@ def fit_together(self:DistributedTrainer):
                 if not self.in_scope: # else the context does that
                     undo.enter_context(handler_kept())
                     together = undo.enter_context(scope(self.watchdog))
+                else: undo.enter_context(catchable())
                 undo.enter_context(self._decide()) # first: whether all ranks are at a fit is said here
                 undo.enter_context(rank0_stream())
                 undo.callback(self.random.exit)
@@ -414,7 +415,9 @@ def _fit_failed(self:DistributedTrainer, cls, error, *_):
 def validate_together(self:DistributedTrainer):
     "Around a validation, which may be inside of another (`FetchPredsCallback`): share it, and agree on what callbacks decide"
     learn,random,outer = self.learn,self.random,self.evaluation
-    if not (self.in_fit or self.is_inner): self.follow_model()
+    if not (self.in_fit or self.is_inner):
+        rejoin()
+        self.follow_model()
     learn.dl = self.loaders.evaluate(learn.dl, self.decisions.alone)
     activation,self.activation = self.activation,None
     self.evaluation = Evaluation(learn, self.decisions, self.strategy.shards_params, self.preds_to, activation)
