@@ -38,7 +38,7 @@ class Scope:
     told:bool=False # Has this rank written what it has called?
     within:'Scope'=None # Of which this is a part: the script may catch what ends it, and go on
     parts:int=0 # How many it has had
-    caught:tuple=None # (the part that failed last, its `Failure`), until all ranks are known to have failed
+    caught:tuple=None # (a part that has failed, its `Failure`), until it is known to have failed in all ranks
 
 # %% ../../nbs/fault/04_monitor.ipynb #c202d8e0
 class Monitor:

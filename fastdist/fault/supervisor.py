@@ -61,6 +61,7 @@ def scope(watchdog # Seconds, or `None`
     m.scopes.append(s)
     try:
         with collective_timeout(watchdog): yield s
+        rejoin()
         m.leave(s)
         if s.failure is not None and not s.raised: raise s.failure.as_error()
         if m.interrupts.pending is not None: raise m.interrupts.pop()
@@ -76,7 +77,7 @@ def scope(watchdog # Seconds, or `None`
 def _fail(m, s, e):
     "`e` ends the scope: report it to the others; or raise the failure of another rank, if it only follows from that"
     other = m.cause_of(e, s)
-    if other is None and not isinstance(e, RemoteError) and not s.raised:
+    if other is None and not isinstance(e, RemoteError) and not (s.raised or s.broken): # which the others know
         m.report(e, s)
         if isinstance(e, SystemExit): end_after_first(e, m.store) # it prints nothing
         m.broken = s.broken
@@ -118,7 +119,7 @@ def _scope(m):
     return None if m is None or s is m.job else s.within or s
 
 def rejoin():
-    "Before what all ranks do together: an error if the fit before it has failed in some of them alone, and has been caught"
+    "Before what all ranks do together: an error if something before it has failed in some of them alone, and has been caught"
     m = monitor()
     outer = _scope(m)
     s,f = outer and outer.caught or (None,None)
@@ -126,11 +127,12 @@ def rejoin():
     if s.failure is not None: raise f.as_error() # of another rank
     def all_failed(): return m.store.add(f'own/{s.key}', 0) >= m.size
     def aborted(): return m.store.check([f'aborted/{s.key}'])
-    wait_until(lambda: all_failed() or aborted(), m.patience+2, n=m.size) # the others may have ended it, too
+    wait_until(lambda: all_failed() or aborted(), m.patience+2, n=m.size) # nobody is stopped whom it has not kept waiting
     if aborted():
         outer.broken = m.broken = True
-        raise RuntimeError(f"rank {m.rank}: an exception has ended a fit in this rank alone, and was caught here. The others, which waited "
-                           f"for this rank, have been stopped: let it through, or raise it in all ranks. It was {f.type}: {f.text}")
+        raise RuntimeError(
+            f"rank {m.rank}: an exception in this rank alone has ended a fit or an evaluation of all, and was caught here. The others, "
+            f"which waited for this rank, have been stopped: let it through, or raise it in all ranks. It was {f.type}: {f.text}")
     outer.caught = None
 
 # %% ../../nbs/fault/05_supervisor.ipynb #f84b3bb8
@@ -143,7 +145,7 @@ def catchable():
         yield
         return
     rejoin()
-    outer.parts += 1
+    outer.parts += 1 # the same number in all ranks
     s = Scope(f'{outer.key}/{outer.parts}', within=outer)
     m.scopes.append(s)
     try:

@@ -50,6 +50,7 @@ class Strategy(_InBatch):
     def forward(self, sync # Are the gradients to be averaged in this batch's backward pass?
                ): "Before each batch that is trained"
     def sync_params(self): "When a pass over a loader ends, or is to begin: let the model's parameters be those that the optimizer has"
+    def on_zero(self): "When gradients are zeroed, or dropped: forget what is set aside of them"
     def explain(self, error # What a fit ends with
                ): "Raise an error that says more, where `error` is one that the strategy leads to"
     def end_fit(self): "When a fit begins, and when the context ends"
@@ -68,6 +69,13 @@ def model_params(self:Strategy):
 def all_params(self:Strategy):
     "The parameters of the model, and those that the optimizer has beside them, as of a loss function"
     return [*self.model_params(), *self.loose]
+
+@patch
+def drop_grads(self:Strategy):
+    "After a fit that has failed: workers may have got to different places, and what is in one alone is in no step"
+    self.on_zero()
+    for p in self.all_params(): p.grad = None
+    self.unsynced = False
 
 @patch
 def trained_params(self:Strategy):

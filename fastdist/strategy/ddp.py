@@ -84,6 +84,11 @@ def average(self:Replica):
     self.unsynced = False
 
 @patch
+def on_zero(self:Replica):
+    "Forget the gradients that there were before"
+    self.old_grads = _SetAside()
+
+@patch
 def after_batch(self:Replica):
     "Give the learner its model back"
     if self.proxy is not None: self.proxy.restore() # where the forward was cancelled

@@ -31,8 +31,6 @@ class _ShardedSteps:
         self.release()
         if opt is not None: self.sharded = ShardedOptimizer(opt, self.rows_of, self.on_zero)
 
-    def on_zero(self): "When gradients are zeroed"
-
     def release(self, group=None):
         "Give the optimizer its whole state back"
         sharded,self.sharded = self.sharded,None

@@ -6,7 +6,7 @@
 __all__ = ['DistributedTrainer']
 
 # %% ../../nbs/trainer/06_trainer.ipynb #c62ede3a
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Literal
 
 from fastai.basics import *
@@ -366,7 +366,7 @@ def after_validate(self:DistributedTrainer):
 @contextmanager
 def fit_together(self:DistributedTrainer):
     "Around a fit: set up, if no context has; agree on what callbacks decide; and undo it"
-    alone,outer,together = self.undo is None,self.in_fit,None
+    alone,outer = self.undo is None,self.in_fit
     try:
         if alone:
             with handler_kept(): self.attach()
@@ -375,19 +375,14 @@ def fit_together(self:DistributedTrainer):
         with ExitStack() as undo:
             undo.enter_context(autocast_kept())
             if self.accelerator is not None and not outer:
-                if not self.in_scope: # else the context does that
-                    undo.enter_context(handler_kept())
-                    together = undo.enter_context(scope(self.watchdog))
-                else: undo.enter_context(catchable())
+                undo.enter_context(self._fail_together())
                 undo.enter_context(self._decide()) # first: whether all ranks are at a fit is said here
                 undo.enter_context(rank0_stream())
                 undo.callback(self.random.exit)
             yield
     finally:
         self.in_fit = outer
-        broken = together is not None and together.broken
-        if alone or broken: self.detach()
-        if broken: teardown_distrib()
+        if alone: self.detach()
 
 # %% ../../nbs/trainer/06_trainer.ipynb #0571d1bd
 @patch
@@ -405,9 +400,26 @@ def _decide(self:DistributedTrainer):
 @patch
 def _fit_failed(self:DistributedTrainer, cls, error, *_):
     "Let callbacks that have a method `fit_failed` clear up after what no event tells of, and the strategy say more of it"
-    if error is not None:
-        for cb in self.learn.cbs: getattr(type(cb), 'fit_failed', noop)(cb, error)
-        self.strategy.explain(error)
+    if error is None: return
+    for cb in self.learn.cbs: getattr(type(cb), 'fit_failed', noop)(cb, error)
+    self.strategy.drop_grads()
+    self.strategy.explain(error)
+
+# %% ../../nbs/trainer/06_trainer.ipynb #a9449f17
+@patch
+@contextmanager
+def _fail_together(self:DistributedTrainer):
+    "Around what all workers do: a part of the context's scope, or where there is no context a scope of its own"
+    if self.in_scope:
+        with catchable(): yield
+        return
+    together = None
+    try:
+        with handler_kept(), scope(self.watchdog) as together: yield
+    finally:
+        if together is not None and together.broken:
+            self.detach()
+            teardown_distrib()
 
 # %% ../../nbs/trainer/06_trainer.ipynb #b4adec65
 @patch
@@ -422,7 +434,8 @@ def validate_together(self:DistributedTrainer):
     activation,self.activation = self.activation,None
     self.evaluation = Evaluation(learn, self.decisions, self.strategy.shards_params, self.preds_to, activation)
     try:
-        with self.evaluation.together():
+        alone = self.in_fit or self.is_inner or not self.evaluation.shared
+        with nullcontext() if alone else self._fail_together(), self.evaluation.together():
             yield
             self.evaluated |= self.evaluation.shared
     finally:

@@ -1,42 +1,77 @@
 "P2: a script catches what ends a fit, and goes on in the same context: right where all workers have it, and told to all within seconds where one alone has it"
 import pytest
-from learners import *
+from strategies import *
 
 
 class Fails(Callback):
+    "In the third batch of a fit, or in the second of an evaluation, in these ranks"
     def __init__(self, ranks): self.ranks = ranks
     def before_batch(self):
         from fastdist.world import get_rank
-        if self.training and self.learn.train_iter == 2 and get_rank() in self.ranks: raise ValueError('no such image')
+        if self.iter == (2 if self.training else get_rank()+3) and get_rank() in self.ranks: raise ValueError('no such image')
 
 
-def caught(ranks, then=None, distrib=True):
-    "Two fits, of which the first fails in `ranks`, or what is called `then`: what has come of it"
+def caught(ranks, calls, distrib=True):
+    "What has come of `calls` of a learner, of which the first fails in `ranks`, and of the end of their context"
     import fastdist.all
     from fastdist.fault.monitor import Monitor
     patience, Monitor.patience = Monitor.patience, 1  # seconds
-    learn, res = quiet(learner(n=23, bs=5, bn=True)), []
-    try:
+    learn, res = quiet(learner(n=23, n_val=43, bs=5, bn=True)), []
+    def call(f, *args, **kwargs):
+        try: res.append(f(*args, **kwargs))
+        except Exception as e: res.append((type(e).__name__, getattr(e, 'rank', None), str(e)))
+    def run():
         with learn.distrib_ctx(split_batches=True) if distrib else contextlib.nullcontext():
-            for f in (partial(learn.fit, 2, cbs=Fails(ranks)), partial(getattr(learn, then or 'fit'), *[1][:then is None])):
-                try: res.append(f())
-                except Exception as e: res.append((type(e).__name__, getattr(e, 'rank', None), str(e)))
+            for i, nm in enumerate(calls): call(getattr(learn, nm), *[2-i][:nm == 'fit'], cbs=[Fails(ranks)][i:])
+    try:
+        call(run)
+        return res, weights(learn)
     finally: Monitor.patience = patience
-    return res, weights(learn)
 
 
 def test_by_all(worlds):
     "As in one process: the weights go on from where the first fit has left them"
-    want, w = caught([0], distrib=False)
-    assert want[0][0] == 'ValueError' and want[1] is None
+    want, w = caught([0], ['fit', 'fit'], distrib=False)
+    assert want[0][0] == 'ValueError' and want[1:] == [None, None]
     for n in (2, 3):
-        for res, o in worlds(n)(caught, range(n)): assert res == want and diff(w, o) < 2e-7
+        for res, o in worlds(n)(caught, range(n), ['fit', 'fit']): assert res == want and diff(w, o) < 2e-7
 
 
-@pytest.mark.parametrize('then', [None, 'validate', 'get_preds'])
-def test_by_one(world3, then):
-    "The others are stopped, and what this one calls next does not meet what they wait in, which ended the process"
-    for rank, (res, _) in enumerate(world3(caught, [1], then)):
-        (first, who, _), (again, _, says) = res
-        assert (first, who) == (('ValueError', None) if rank == 1 else ('RemoteError', 1)), res
-        assert again == ('RuntimeError' if rank == 1 else 'RemoteError') and 'no such image' in says, res
+@pytest.mark.parametrize('calls', [['fit'], ['fit', 'fit'], ['fit', 'validate'], ['validate', 'fit'], ['get_preds', 'validate']], ids='-'.join)
+def test_by_one(world3, calls):
+    "The others are stopped, and what this one calls next does not meet what they wait in, which ended the process. At the end of the context all say so"
+    for rank, (res, _) in enumerate(world3(caught, [1], calls)):
+        first, *others = res
+        assert first[:2] == (('ValueError', None) if rank == 1 else ('RemoteError', 1)), res
+        assert len(others) == len(calls)
+        for o in others: assert o[0] == ('RuntimeError' if rank == 1 else 'RemoteError') and 'no such image' in o[2], res
+
+
+class FailsAt(Callback):
+    "Before the step of another batch in each rank, or in some ranks never"
+    def __init__(self, at): self.at = at
+    def before_step(self):
+        from fastdist.world import get_rank
+        if self.learn.train_iter == self.at[get_rank()]: raise ValueError(f'batch {self.train_iter}')
+
+
+def fit_again(strategy, at, accumulated, w0=None):
+    "A fit that fails, caught outside of its context, and one in another: the weights with which the second has begun and ended"
+    import fastdist.all
+    learn = quiet(learner(n=22, bs=5, shuffle=False, cbs=[GradientAccumulation(8)] if accumulated else []))
+    if w0 is None:
+        try:
+            with learn.distrib_ctx(**ctx_of(strategy)): learn.fit(1, cbs=FailsAt(at))
+        except (ValueError, RuntimeError): pass
+        with learn.distrib_ctx(**ctx_of(strategy)): w0 = {k: v.full_tensor() if hasattr(v, 'full_tensor') else v for k, v in weights(learn).items()}
+    else: learn.model.load_state_dict(w0)
+    with learn.distrib_ctx(**ctx_of(strategy)) if strategy else contextlib.nullcontext(): learn.fit(1)
+    return w0, weights(learn)
+
+
+@pytest.mark.parametrize('strategy,at,accumulated', [('ddp', [None, 1], False), ('ddp', [2, 1], False), ('zero1', [1, 3, None], True), ('zero2', [2, 1], True), ('fsdp', [1, 3, None], True)])
+def test_gradients_of_a_fit_that_has_failed(worlds, strategy, at, accumulated):
+    "Are in no later one: workers may have got to different places. They went into the first step of their worker alone, and the replicas diverged"
+    every = worlds(len(at))(fit_again, strategy, at, accumulated)
+    _, want = fit_again(None, None, accumulated, every[0][0])
+    for w0, w in every: assert diff(w0, every[0][0]) == 0 and diff(w, want) < 2e-7
