@@ -63,7 +63,7 @@ def scope(watchdog # Seconds, or `None`
         with collective_timeout(watchdog): yield s
         rejoin()
         m.leave(s)
-        if s.failure is not None and not s.raised: raise s.failure.as_error()
+        if s.failure is not None: raise s.failure.as_error()
         if m.interrupts.pending is not None: raise m.interrupts.pop()
     except BaseException as e:
         if m.pid!=os.getpid(): raise # it ends a copy of this process, which is no rank
@@ -105,10 +105,12 @@ def _end_part(m, s):
 def _may_be_caught(m, s, e):
     "`e` ends the part `s`: let the others know; or raise the failure of another rank, if it only follows from that"
     other = m.cause_of(e, s)
-    if other is not None: raise other
-    if isinstance(e, RemoteError) or s.raised or of_group(e): return
+    if other is not None:
+        s.failure = s.failure or getattr(other, 'failure', None)
+        raise other
+    if s.raised or of_group(e): return
     f = Failure.of(e)
-    m._publish_failure(s, f)
+    if not isinstance(e, RemoteError): m._publish_failure(s, f)
     m._try(lambda: m.store.add(f'own/{s.key}', 1))
     s.within.caught = s,f
 
@@ -122,8 +124,8 @@ def rejoin():
     "Before what all ranks do together: an error if something before it has failed in some of them alone, and has been caught"
     m = monitor()
     outer = _scope(m)
-    s,f = outer and outer.caught or (None,None)
-    if s is None: return
+    s,f = outer and outer.caught or (outer,outer and outer.failure)
+    if f is None: return
     if s.failure is not None: raise f.as_error() # of another rank
     def all_failed(): return m.store.add(f'own/{s.key}', 0) >= m.size
     def aborted(): return m.store.check([f'aborted/{s.key}'])

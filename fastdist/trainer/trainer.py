@@ -258,6 +258,7 @@ def before_fit(self:DistributedTrainer):
     if self.accelerator is None: return
     check_precision(self.learn)
     if self.is_inner: return
+    rejoin()
     self.follow_model()
     self.random.restart_if_seeded()
     self.strategy.end_fit()
@@ -402,7 +403,8 @@ def _fit_failed(self:DistributedTrainer, cls, error, *_):
     "Let callbacks that have a method `fit_failed` clear up after what no event tells of, and the strategy say more of it"
     if error is None: return
     for cb in self.learn.cbs: getattr(type(cb), 'fit_failed', noop)(cb, error)
-    self.strategy.drop_grads()
+    if getattr(error, 'agreed', False): self.strategy.average() # a Cancel exception of all ranks, at the same place: as in one process
+    else: self.strategy.drop_grads()
     self.strategy.explain(error)
 
 # %% ../../nbs/trainer/06_trainer.ipynb #a9449f17
@@ -427,9 +429,7 @@ def _fail_together(self:DistributedTrainer):
 def validate_together(self:DistributedTrainer):
     "Around a validation, which may be inside of another (`FetchPredsCallback`): share it, and agree on what callbacks decide"
     learn,random,outer = self.learn,self.random,self.evaluation
-    if not (self.in_fit or self.is_inner):
-        rejoin()
-        self.follow_model()
+    if not (self.in_fit or self.is_inner): self.follow_model()
     learn.dl = self.loaders.evaluate(learn.dl, self.decisions.alone)
     activation,self.activation = self.activation,None
     self.evaluation = Evaluation(learn, self.decisions, self.strategy.shards_params, self.preds_to, activation)

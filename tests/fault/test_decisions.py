@@ -103,6 +103,16 @@ def test_cancelled_in_validation(world3, subset):
     compare(world3, subset, cases, [(ev, exc, [0], False, first) for ev, exc, *_ in cases])
 
 
+def waiting(distrib):
+    "A fit that `CancelValidException` ends, which fastai catches in a validation only, while batches wait for others of their step; and the next one"
+    return state_after(distrib, raises('after_batch', 'CancelValid', [0], at=1), cbs=[Seen(), GradientAccumulation(10)])
+
+
+def test_what_waits_for_a_step(world):
+    want = waiting(False)
+    for o in world(waiting, True): assert not differs(want, o) and o['err'] == 'CancelValidException', differs(want, o)
+
+
 def nans(distrib, when, ranks):
     "A NaN that one worker alone meets, in training or in validation"
     import fastdist.all
