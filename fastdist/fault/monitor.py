@@ -147,7 +147,8 @@ def _look(self:Monitor, now):
         if f is not None and f.by!=self.rank: self._receive(s, f, now)
     s = self.watched
     if s is not None and self.n%10==6: self._watch_all(now, s)
-    if self.n%10==3 and len(self.scopes) > 1: self._look_at_neighbour(self.scopes[-1].within or self.scopes[-1])
+    innermost = self.scopes[-1]
+    if self.n%10==3 and innermost is not self.job: self._look_at_neighbour(innermost.within or innermost)
 
 # %% ../../nbs/fault/04_monitor.ipynb #ed3b4904
 @patch
