@@ -12,9 +12,10 @@ import inspect
 import torch.distributed as dist
 from fastai.basics import *
 from torch.nn.parameter import is_lazy
-from ..comm.call import route, same_text, who_has
+from ..comm.call import route, same_and_most, same_text, who_has
 from ..comm.objects import all_gather_list
 from ..comm.pack import as_bytes, tensors_in
+from ..comm.shards import is_dtensor
 from ..model.batchnorm import GlobalBatchNorm
 from ..model.params import ModelParams
 from ..model.running_stats import average_buffers
@@ -212,17 +213,42 @@ def check_values(model # A model that workers are to share
         "torch's meta device: build the model on the CPU, or give it values there, by learn.model.to_empty(device='cpu') and a checkpoint "
         "(learn.model.load_state_dict) or its own initialisation. strategy='fsdp' takes it from there to the GPUs part by part")
 
+# %% ../../nbs/strategy/00_base.ipynb #694d9cd8
+def _all_params(model, opt):
+    ps = [*model.parameters(), *(p for pg in (opt.param_lists if opt else ()) for p in pg)]
+    return [p for p in {id(p):p for p in ps}.values() if not is_dtensor(p)]
+
+def _some_wait(params):
+    "Has any of `params` a gradient that is not 0?"
+    grads = [p.grad for p in params if p.grad is not None]
+    return any(g.layout!=torch.strided or bool(g.count_nonzero()) for g in grads)
+
+@torch.no_grad()
+def _same_grads(params):
+    "Give all workers rank 0's gradients of `params`"
+    has = torch.tensor([p.grad is not None for p in params], dtype=torch.uint8)
+    _broadcast([has])
+    for p,h in zip(params, has.tolist()):
+        if not h: p.grad = None
+        elif p.grad is None: p.grad = torch.zeros_like(p)
+        elif p.grad.layout!=torch.strided: p.grad = p.grad.to_dense()
+    _broadcast([p.grad for p in params if p.grad is not None])
+
 # %% ../../nbs/strategy/00_base.ipynb #214a3586
 def same_everywhere(model, # The same layers in all workers
                     opt=None, # Its optimizer
+                    grads=False, # Give them rank 0's gradients, too, where any wait for a step?
                    ):
     "Give all workers rank 0's parameters and buffers and, where it has any, optimizer state; a `ValueError` where they have other tensors"
     check_values(model)
+    ps = _all_params(model, opt) if grads else []
     ts = [*model.state_dict(keep_vars=True).values(), *model.buffers()]
     ts = list({id(t):t for t in ts if isinstance(t, Tensor)}.values()) + (state_tensors(opt) if opt else [])
-    if not same_text(repr([(tuple(t.shape), t.dtype) for t in ts])):
+    same,(waits,) = same_and_most(repr([(tuple(t.shape), t.dtype) for t in ts]), int(_some_wait(ps)))
+    if not same:
         every = all_gather_list([(tuple(t.shape), t.dtype) for t in ts])
         r = next(i for i,o in enumerate(every) if o!=every[0])
         raise ValueError(f"rank {get_rank()}: the model or the optimizer state of rank {r} has other tensors than rank 0's "
                          f"({len(every[r])} and {len(every[0])} of them): build the same learner in all workers")
     with torch.no_grad(): _broadcast(ts)
+    if waits: _same_grads(ps)

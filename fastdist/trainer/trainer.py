@@ -78,7 +78,7 @@ def _same_model(self:DistributedTrainer):
     self.undo.enter_context(back_on_device(self.learn, self.device)) # undone last, when the strategy has given back what it has
     self.undo.callback(setattr, self, 'strategy', None)
     self._choose()
-    same_everywhere(whole_model(self.learn), self.learn.opt)
+    same_everywhere(whole_model(self.learn), self.learn.opt, grads=True)
 
 @patch
 def _choose(self:DistributedTrainer):

@@ -184,3 +184,22 @@ def interrupted(how):
 def test_after_an_error_in_the_middle_of_a_step(world, how):
     first, *others = world(interrupted, how)
     for o in others: assert diff(first, o) == 0
+
+
+def begins_with(strategy, waits):
+    "A context in whose beginning there are gradients, of another size in each worker, or of some alone"
+    import fastdist.all
+    from fastdist.world import get_rank
+    learn = quiet(learner(n=22, bs=5, shuffle=False, opt=Adam))
+    for p in learn.model.parameters():
+        if waits[get_rank()]: p.grad = torch.full_like(p, waits[get_rank()], requires_grad=False)
+    with learn.distrib_ctx(split_batches=True, strategy=strategy) if strategy else contextlib.nullcontext(): learn.fit(1)
+    return weights(learn)
+
+
+@pytest.mark.parametrize('strategy', ['ddp', 'zero1', 'zero2', 'fsdp'])
+@pytest.mark.parametrize('waits', [[.1, .3, 0], [0, .2, .1]], ids=['of rank 0', 'of others'])
+def test_what_waits_when_a_context_begins(world3, strategy, waits):
+    "Is rank 0's, as the weights are"
+    want = begins_with(None, waits)
+    for w in world3(begins_with, strategy, waits): assert diff(want, w) < 2e-7
