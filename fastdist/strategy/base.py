@@ -218,10 +218,17 @@ def _all_params(model, opt):
     ps = [*model.parameters(), *(p for pg in (opt.param_lists if opt else ()) for p in pg)]
     return [p for p in {id(p):p for p in ps}.values() if not is_dtensor(p)]
 
+_ints = {2:torch.int16, 4:torch.int32, 8:torch.int64}
+
+def _is_zero(t):
+    # as integers, in a third of the time of `count_nonzero`
+    if t.layout!=torch.strided: return False
+    t = torch.view_as_real(t) if t.is_complex() else t
+    return not t.numel() or not any(map(bool, t.view(_ints[t.element_size()]).aminmax()))
+
 def _some_wait(params):
     "Has any of `params` a gradient that is not 0?"
-    grads = [p.grad for p in params if p.grad is not None]
-    return any(g.layout!=torch.strided or bool(g.count_nonzero()) for g in grads)
+    return not all(_is_zero(p.grad) for p in params if p.grad is not None)
 
 @torch.no_grad()
 def _same_grads(params):
