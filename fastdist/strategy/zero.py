@@ -193,7 +193,9 @@ def end_backward(self:ShardedGradients, own):
 @patch
 def average(self:ShardedGradients):
     "Reduce what has been accumulated, each shard to its owner"
-    if not self.unsynced: return
+    new = self.unsynced and any(_is_new(p.grad) for b in self.buckets for p in b)
+    self.unsynced = False
+    if not new: return # the batches have been cancelled before their backward passes
     self.begin_backward()
     self._finish()
 

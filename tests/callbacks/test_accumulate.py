@@ -203,3 +203,21 @@ def test_what_waits_when_a_context_begins(world3, strategy, waits):
     "Is rank 0's, as the weights are"
     want = begins_with(None, waits)
     for w in world3(begins_with, strategy, waits): assert diff(want, w) < 2e-7
+
+
+def ended_before_a_backward(distrib, strategy=None):
+    "A fit that ends in its first batch, which waits for others of its step, and another"
+    from fastai.callback.core import CancelFitException
+    class Ends(Callback):
+        def after_loss(self): raise CancelFitException
+    learn = quiet(learner(n=22, bs=5, shuffle=False))
+    with ctx_of(learn, distrib, gradient_accumulation_steps=2, **(dict(strategy=strategy) if strategy else {})):
+        learn.fit(1, cbs=Ends())
+        learn.fit(1)
+    return weights(learn)
+
+
+@pytest.mark.parametrize('strategy', ['ddp', 'zero1', 'zero2', 'fsdp'])
+def test_ended_before_a_backward(world2, strategy):
+    want = ended_before_a_backward(False)
+    for w in world2(ended_before_a_backward, True, strategy): assert diff(want, w) < 2e-7
