@@ -230,6 +230,7 @@ def _some_wait(params):
     "Has any of `params` a gradient that is not 0?"
     return not all(_is_zero(p.grad) for p in params if p.grad is not None)
 
+# %% ../../nbs/strategy/00_base.ipynb #978f1dbd
 @torch.no_grad()
 def _same_grads(params):
     "Give all workers rank 0's gradients of `params`"

@@ -199,6 +199,7 @@ def average(self:ShardedGradients):
     self.begin_backward()
     self._finish()
 
+# %% ../../nbs/strategy/06_zero.ipynb #3e52d81e
 @patch
 def end_fit(self:ShardedGradients):
     "Remove the hooks on the parameters"
