@@ -117,24 +117,25 @@ def _may_be_caught(m, s, e):
 # %% ../../nbs/fault/05_supervisor.ipynb #d55120a6
 def _scope(m):
     "The innermost scope that is no part; `None` where there is none"
-    s = m and m.scopes[-1]
-    return None if m is None or s is m.job else s.within or s
+    s = None if m is None else m.scopes[-1]
+    if s is not None and s is not m.job: return s.within or s
 
 def rejoin():
     "Before what all ranks do together: an error if something before it has failed in some of them alone, and has been caught"
     m = monitor()
     outer = _scope(m)
-    s,f = outer and outer.caught or (outer,outer and outer.failure)
+    if outer is None: return
+    s,f = outer.caught or (outer,outer.failure)
     if f is None: return
     if s.failure is not None: raise f.as_error() # of another rank
     def all_failed(): return m.store.add(f'own/{s.key}', 0) >= m.size
     def aborted(): return m.store.check([f'aborted/{s.key}'])
-    wait_until(lambda: all_failed() or aborted(), m.patience+2, n=m.size) # nobody is stopped whom it has not kept waiting
-    if aborted():
-        outer.broken = m.broken = True
+    wait_until(lambda: all_failed() or aborted(), m.patience+2, n=m.size) # it may be on its way to the others
+    if not all_failed():
+        if aborted(): outer.broken = m.broken = True
         raise RuntimeError(
-            f"rank {m.rank}: an exception in this rank alone has ended a fit or an evaluation of all, and was caught here. The others, "
-            f"which waited for this rank, have been stopped: let it through, or raise it in all ranks. It was {f.type}: {f.text}")
+            f"rank {m.rank}: an exception has ended a fit or an evaluation, not in all ranks, and was caught here. The others wait for "
+            f"this one, or have been stopped: let it through, or raise it in all ranks. It was {f.type}: {f.text}")
     outer.caught = None
 
 # %% ../../nbs/fault/05_supervisor.ipynb #f84b3bb8

@@ -218,7 +218,7 @@ def _all_params(model, opt):
     ps = [*model.parameters(), *(p for pg in (opt.param_lists if opt else ()) for p in pg)]
     return [p for p in {id(p):p for p in ps}.values() if not is_dtensor(p)]
 
-_ints = {2:torch.int16, 4:torch.int32, 8:torch.int64}
+_ints = {1:torch.int8, 2:torch.int16, 4:torch.int32, 8:torch.int64}
 
 def _is_zero(t):
     # as integers, in a third of the time of `count_nonzero`
@@ -252,9 +252,10 @@ def same_everywhere(model, # The same layers in all workers
     ps = _all_params(model, opt) if grads else []
     ts = [*model.state_dict(keep_vars=True).values(), *model.buffers()]
     ts = list({id(t):t for t in ts if isinstance(t, Tensor)}.values()) + (state_tensors(opt) if opt else [])
-    same,(waits,) = same_and_most(repr([(tuple(t.shape), t.dtype) for t in ts]), int(_some_wait(ps)))
+    kinds = [(tuple(t.shape), t.dtype) for t in (*ts,*ps)]
+    same,(waits,) = same_and_most(repr(kinds), int(_some_wait(ps)))
     if not same:
-        every = all_gather_list([(tuple(t.shape), t.dtype) for t in ts])
+        every = all_gather_list(kinds)
         r = next(i for i,o in enumerate(every) if o!=every[0])
         raise ValueError(f"rank {get_rank()}: the model or the optimizer state of rank {r} has other tensors than rank 0's "
                          f"({len(every[r])} and {len(every[0])} of them): build the same learner in all workers")

@@ -403,6 +403,7 @@ def _fit_failed(self:DistributedTrainer, cls, error, *_):
     "Let callbacks that have a method `fit_failed` clear up after what no event tells of, and the strategy say more of it"
     if error is None: return
     for cb in self.learn.cbs: getattr(type(cb), 'fit_failed', noop)(cb, error)
+    if self.strategy is None: return # the model has changed, and could not be shaped anew
     same = isinstance(error, Exception) and getattr(error, 'agreed', False) # a Cancel exception of all ranks, at the same place
     if same: self.strategy.average() # what waits for a step stays, as in one process
     else: self.strategy.drop_grads()

@@ -4,14 +4,19 @@ from strategies import *
 
 
 class Fails(Callback):
-    "In the third batch of a fit, or in the second of an evaluation, in these ranks"
-    def __init__(self, ranks): self.ranks = ranks
+    "In the third batch of a fit, or in the second of an evaluation, in these ranks; or when the workers have put its results together, if `late`"
+    order, may_cancel = 3000, False
+    def __init__(self, ranks, late): self.ranks, self.late = ranks, late
+    def fail(self, now):
+        from fastdist.world import get_rank
+        if now and get_rank() in self.ranks: raise ValueError('no such image')
     def before_batch(self):
         from fastdist.world import get_rank
-        if self.iter == (2 if self.training else get_rank()+3) and get_rank() in self.ranks: raise ValueError('no such image')
+        self.fail(not self.late and self.iter == (2 if self.training else get_rank()+3))
+    def after_validate(self): self.fail(self.late)
 
 
-def caught(ranks, calls, distrib=True):
+def caught(ranks, calls, distrib=True, late=False):
     "What has come of `calls` of a learner, of which the first fails in `ranks`, and of the end of their context"
     import fastdist.all
     from fastdist.fault.monitor import Monitor
@@ -22,7 +27,7 @@ def caught(ranks, calls, distrib=True):
         except Exception as e: res.append((type(e).__name__, getattr(e, 'rank', None), str(e)))
     def run():
         with learn.distrib_ctx(split_batches=True) if distrib else contextlib.nullcontext():
-            for i, nm in enumerate(calls): call(getattr(learn, nm), *[2-i][:nm == 'fit'], cbs=[Fails(ranks)][i:])
+            for i, nm in enumerate(calls): call(getattr(learn, nm), *[2-i][:nm == 'fit'], cbs=[Fails(ranks, late)][i:])
     try:
         call(run)
         return res, weights(learn)
@@ -45,6 +50,13 @@ def test_by_one(world3, calls):
         assert first[:2] == (('ValueError', None) if rank == 1 else ('RemoteError', 1)), res
         assert len(others) == len(calls)
         for o in others: assert o[0] == ('RuntimeError' if rank == 1 else 'RemoteError') and 'no such image' in o[2], res
+
+
+def test_by_one_at_the_end(world3):
+    "The others wait for it in what comes after the evaluation, and it says so when it goes on"
+    for rank, (res, _) in enumerate(world3(caught, [1], ['get_preds', 'fit'], late=True)):
+        assert [o[:2] for o in res] == ([('ValueError', None), *[('RuntimeError', None)]*2] if rank == 1 else [('RemoteError', 1)]*3), res
+        assert all('no such image' in o[2] for o in res)
 
 
 class FailsAt(Callback):

@@ -123,3 +123,19 @@ def test_changed_and_beside(worlds, world, strategy):
 
 
 ONE = {}
+
+
+def changed_in_one():
+    import fastdist.all
+    from fastdist.world import get_rank
+    class Changes(Callback):
+        def before_batch(self):
+            if self.training and self.learn.train_iter == 1: self.learn.model[-1] = nn.Linear(8, 3+get_rank(), dtype=torch.float64)
+    try:
+        with learner(n=40, bs=5).distrib_ctx() as learn: quiet(learn).fit(1, cbs=Changes())
+    except Exception as e: return type(e).__name__, str(e)
+
+
+def test_another_layer_in_each_worker(world2):
+    "Is named, and not hidden by an error of what clears up after it"
+    for kind, text in world2(changed_in_one): assert kind == 'ValueError' and "rank 1 has other tensors than rank 0's" in text, (kind, text)
