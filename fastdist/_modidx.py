@@ -2836,6 +2836,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                   'fastdist/trainer/evaluation.py'),
                                              'fastdist.trainer.evaluation.Evaluation._loop': ( 'trainer/evaluation.html#evaluation._loop',
                                                                                                'fastdist/trainer/evaluation.py'),
+                                             'fastdist.trainer.evaluation.Evaluation._stand_in': ( 'trainer/evaluation.html#evaluation._stand_in',
+                                                                                                   'fastdist/trainer/evaluation.py'),
                                              'fastdist.trainer.evaluation.Evaluation._what': ( 'trainer/evaluation.html#evaluation._what',
                                                                                                'fastdist/trainer/evaluation.py'),
                                              'fastdist.trainer.evaluation.Evaluation.add_batch': ( 'trainer/evaluation.html#evaluation.add_batch',

@@ -7,7 +7,7 @@ __all__ = ['Evaluation', 'same_log']
 
 # %% ../../nbs/trainer/04_evaluation.ipynb #6e2f0003
 import shutil
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 
 from fastai.basics import *
 from fastai.callback.core import GatherPredsCallback
@@ -16,6 +16,7 @@ from ..comm.call import same_call
 from ..comm.objects import from_rank0
 from ..data.dl import DistributedDL
 from ..data.loaders import n_batches
+from ..fault.cancel import cancels
 from ..metrics.metrics import EpochTotals, plain_sums
 from ..metrics.predictions import GatheredPreds
 from ..world.private import clear_left, keep, new_folder
@@ -80,14 +81,21 @@ def finish(self:Evaluation):
 def _gathers(self:Evaluation): return self.gathers or is_sharded(self.learn.model) # the strategy's doing, or its user's
 
 @patch
+def _stand_in(self:Evaluation):
+    "Take a batch of another worker's up to its loss, with the events: callbacks may make other inputs of it, or choose the part of the model"
+    learn,dl = self.learn,self.learn.dl.dl
+    with self.decisions.by_itself(), self.decisions.aside(): # one process draws for no such batch
+        learn.iter = 0
+        learn._split(learn._set_device(getattr(dl, 'one_batch', partial(first, dl))()))
+        with suppress(*cancels): # which end it for all where the worker that has it raises them
+            learn('before_batch')
+            learn._do_one_batch()
+
+@patch
 def _catch_up(self:Evaluation):
     "Do what others do in batches for which this worker has none: send predictions and, where parameters are sharded, make the forward"
-    learn,dl,gathers = self.learn,self.learn.dl,self._gathers()
-    most = dl.rounds
-    seen = vars(learn).get('xb') # a process that goes on with a run may have had no batch yet
-    if gathers and (seen is None or seen==(None,)):
-        with self.decisions.aside(): # one process draws for no such batch
-            learn._split(learn._set_device(getattr(dl.dl, 'one_batch', partial(first, dl.dl))()))
+    learn,gathers,most = self.learn,self._gathers(),self.learn.dl.rounds
+    if gathers and not self.forwards: self._stand_in()
     for i in range(self.forwards, most):
         for o in self.preds: o.send(i)
         if gathers: learn.model(*learn.xb)

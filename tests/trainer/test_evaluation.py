@@ -109,3 +109,39 @@ def sharded_first():
 def test_no_batch_seen_with_shards(world3):
     "A run that goes on at the end of an epoch's training begins so"
     for one, every in world3(sharded_first): assert every == pytest.approx(one, abs=1e-6)
+
+
+def changed_inputs():
+    "Evaluations of two batches, whose inputs a callback changes: those of training are other ones, and those of the data set fail; in one process, and in all, with shards"
+    import fastdist.all
+    from strategies import ctx_of
+    class TwoInputs(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.four,self.two = nn.Linear(4, 3).double(),nn.Linear(2, 3).double()
+        def forward(self, x): return self.four(x)+self.two(x[:,:2]) if self.training else self.two(x)
+    class Halves(Callback):
+        seen = 0
+        def before_batch(self):
+            if not self.training: self.learn.xb = (self.xb[0][:,2:],)
+        def after_batch(self): self.seen += not self.training
+    res = []
+    for ctx in (lambda l: contextlib.nullcontext(), lambda l: l.distrib_ctx(**ctx_of('fsdp'))):
+        learn = quiet(learner(n=8, n_val=7, bs=4, model=TwoInputs, metrics=accuracy, cbs=Halves()))
+        with ctx(learn):
+            values = [list(learn.validate())]
+            learn.fit(1)
+            values.append(list(learn.recorder.values[0][-2:]))
+            preds = learn.get_preds()[0]
+        res.append((values, preds, learn.halves.seen))
+    return res
+
+
+def test_changed_inputs_with_shards(world3):
+    "Workers for which there is no batch make the forward of one as callbacks leave it; those see none in `after_batch`"
+    seen = []
+    for (one, preds, n), (every, all_preds, mine) in world3(changed_inputs):
+        for a,b in zip(one, every, strict=True): assert b == pytest.approx(a, abs=1e-6)
+        assert diff(preds, all_preds) < 1e-12 and n == 6
+        seen.append(mine)
+    assert seen == [3,3,0]
