@@ -44,13 +44,14 @@ def _gathered(x): return _gather_autograd(x) if torch.compiler.is_compiling() el
 def _statistics(centered, # This worker's values about `around`, `(batch, channels, ...)`
                 around, # `(channels,)`
                 counts, # Does this worker's local batch count?
+               gather=_gathered, # Function from one row to those of all workers
                ):
     "Mean, biased variance and count of the global batch, by channel; of `(channels,)`, and a number"
     dims,c = [d for d in range(centered.dim()) if d!=1],centered.shape[1]
     n = centered.numel()//c
     mean,square = (o.sum(dims)/max(n, 1) for o in (centered,centered.square()))
     mine = torch.cat([mean+around, square-mean.square(), mean.new_full((1,), n if counts else 0)])
-    every = _gathered(mine[None])
+    every = gather(mine[None])
     # what is computed of padding samples is nothing to the samples of others
     if not counts: every = every.masked_fill(torch.ones_like(every, dtype=torch.bool), 0)+every.detach()
     means,vars_,ns = every.split([c,c,1], 1)
@@ -60,7 +61,7 @@ def _statistics(centered, # This worker's values about `around`, `(batch, channe
     return mean, ((vars_ + (means-mean)**2)*ns).sum(0)/some, n
 
 # %% ../../nbs/model/03_batchnorm.ipynb #cf15351f
-def _global_norm(x, weight, bias, eps, counts):
+def _global_norm(x, weight, bias, eps, counts, gather=_gathered):
     "Normalize each channel (dimension 1) with the statistics of all workers' samples; returns also mean, biased variance and count"
     dims,shape = [d for d in range(x.dim()) if d!=1],[1,-1]+[1]*(x.dim()-2)
     xa = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -68,7 +69,7 @@ def _global_norm(x, weight, bias, eps, counts):
     if not counts: xa = xa.masked_fill(torch.ones_like(xa, dtype=torch.bool), 0)
     around = xa.detach().sum(dims)*x.shape[1]/max(x.numel(), 1)
     centered = xa-around.view(shape)
-    mean,var,n = _statistics(centered, around, counts)
+    mean,var,n = _statistics(centered, around, counts, gather)
     scale = (var+eps).rsqrt() if weight is None else (var+eps).rsqrt()*weight
     shift = (around-mean)*scale if bias is None else bias+(around-mean)*scale
     y = centered*scale.view(shape) + shift.view(shape)

@@ -77,6 +77,7 @@ def finish(self:Evaluation):
     for o in self.preds: o.finish(self.decisions.cut)
     self.totals.combine(self.by_rows)
 
+# %% ../../nbs/trainer/04_evaluation.ipynb #22c8d065
 @patch
 def _gathers(self:Evaluation): return self.gathers or is_sharded(self.learn.model) # the strategy's doing, or its user's
 

@@ -132,15 +132,17 @@ def distrib_ctx(self:Learner,
 # %% ../../nbs/trainer/07_learner.ipynb #2df83762
 @patch
 def to_parallel(self:Learner,
-    device_ids=None # List of GPUs, by number; all of them by default
+    device_ids=None, # List of GPUs, by number; all of them by default
+    sync_bn=True, # Take batch norm's statistics from the whole batch, rather than from each GPU's part?
 ):
     "Train on several GPUs from this one process, until `detach_parallel`; a `ValueError` for GPUs that are not there, and in `distrib_ctx`"
     if trainer_of(self) is not None: raise ValueError(
         "to_parallel: this learner is in distrib_ctx (or to_distributed), which uses one process for each GPU; leave it first")
     check_device_ids(device_ids)
+    if not isinstance(sync_bn, bool): refuse('sync_bn', sync_bn, "it is True or False")
     if self._grab_cbs(ParallelTrainer): raise ValueError(
         "to_parallel: this learner is in parallel_ctx (or to_parallel) already; leave it first")
-    return self.add_cb(ParallelTrainer(device_ids))
+    return self.add_cb(ParallelTrainer(device_ids, sync_bn))
 
 @patch
 def detach_parallel(self:Learner):
@@ -154,10 +156,11 @@ def detach_parallel(self:Learner):
 @patch
 @contextmanager
 def parallel_ctx(self:Learner,
-    device_ids=None # List of GPUs, by number; all of them by default
+    device_ids=None, # List of GPUs, by number; all of them by default
+    sync_bn=True, # Take batch norm's statistics from the whole batch, rather than from each GPU's part?
 ):
     "A context in which the learner trains on several GPUs from this one process"
-    self.to_parallel(device_ids)
+    self.to_parallel(device_ids, sync_bn)
     try: yield self
     finally: self.detach_parallel()
 

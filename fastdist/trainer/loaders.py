@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from copy import copy
 
 from fastai.basics import *
-from fastai.callback.rnn import ModelResetter
 from fastai.data.load import DataLoader as FastaiDataLoader
 from torch.utils.data import DataLoader as TorchDataLoader
 from ..callbacks.fastai_patches import leave_on_cpu
@@ -20,16 +19,15 @@ from ..data.fastai_dl import reads_rows
 from ..data.loaders import loaders_in, n_batches, reads_in_processes
 from ..metrics.metrics import EpochTotals
 from ..model.own_loop import OwnLoopDL
+from ..model.replicas import has_state
 from ..strategy.sharded_opt import move_state
 from ..world.errors import refuse
 from ..world.ranks import get_rank, get_world_size
 
 # %% ../../nbs/trainer/02_loaders.ipynb #c4e68ff2
 def _keeps_state(learn):
-    "Does the model go on in a batch from where it was at the end of the one before? One that has a `reset`, for those who begin anew"
     # fastai's classifiers begin anew with each text
-    if any(o.__name__=='SentenceEncoder' for m in learn.model.modules() for o in type(m).__mro__): return False
-    return callable(getattr(learn.model, 'reset', None)) or len(learn._grab_cbs(ModelResetter)) > 0
+    return has_state(learn) and not any(o.__name__=='SentenceEncoder' for m in learn.model.modules() for o in type(m).__mro__)
 
 # %% ../../nbs/trainer/02_loaders.ipynb #5359a0da
 class SharedLoaders:

@@ -154,7 +154,7 @@ def _show_in_rank0(self:DistributedTrainer):
 @patch
 def _copy_to_gpus(self:DistributedTrainer):
     "`strategy='dp'`: one process trains on all GPUs"
-    if self.settings.strategy=='dp': self.add(ParallelTrainer(None))
+    if self.settings.strategy=='dp': self.add(ParallelTrainer(None, self.args['sync_bn']))
 
 @patch
 def _checkpoint(self:DistributedTrainer):

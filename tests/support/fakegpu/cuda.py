@@ -5,7 +5,7 @@ from types import ModuleType, SimpleNamespace
 import torch
 from torch.overrides import TorchFunctionMode
 
-from . import autocast
+from . import autocast, parallel
 from .waits import note, state
 
 memory = int(os.environ.get('FAKEGPU_BYTES', 2**33))
@@ -154,6 +154,7 @@ def install(library):
     torch.serialization.default_restore_location = lambda storage, location: restored(storage, location.replace('cuda', 'fakegpu'))
     CudaIsFake().__enter__()
     autocast.install()
+    parallel.install()
     _add_kernels()
     from accelerate import PartialState  # what asks it for the device compares it with that of tensors
     set_device = PartialState.set_device
