@@ -83,7 +83,7 @@ def _gathers(self:Evaluation): return self.gathers or is_sharded(self.learn.mode
 
 @patch
 def _stand_in(self:Evaluation):
-    "Take a batch of another worker's up to its loss, with the events: callbacks may make other inputs of it, or choose the part of the model"
+    "Take a batch of another worker's up to its loss, with the events: callbacks may make other inputs of it, or choose part of the model"
     learn,dl = self.learn,self.learn.dl.dl
     with self.decisions.by_itself(), self.decisions.aside(): # one process draws for no such batch
         learn.iter = 0
