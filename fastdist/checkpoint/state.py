@@ -15,6 +15,7 @@ from ..callbacks.fastai_patches import trainer_of
 from .plain import NotPlain, attributes_of, from_plain, set_attributes, to_plain
 from ..comm.shards import TensorShard, is_dtensor, local
 from ..data.dl import DistributedDL
+from ..data.fastai_dl import set_text_order, text_order
 from ..data.rng import plain_state, generator_states, generators_in, set_generator_states, set_stream_states, stream_states
 from ..model.batchnorm import GlobalBatchNorm
 from ..model.foreach import ForeachOptimizer
@@ -355,6 +356,7 @@ def take_rest(learn, # `Learner` in a fit
         metrics=[attributes_of(m)[0] for m in learn.metrics], keys={k:n for k,n in _state_keys(learn)},
         learner={k:to_plain(getattr(learn, k)) for k in _of_learner if hasattr(learn, k)},
         streams=stream_states(*random_of(learn)), generators=[generator_states(generators_in(o)) for o in _plain_loaders(learn)],
+        texts=[text_order(o) for o in _plain_loaders(learn)],
         loader=None if dl is None else dict(state=dl.state_dict(back), streams=plain_state(streams or dl.streams())),
         buffers={n:to_plain(b) for n,b in _own_buffers(learn).items()}, dirty=getattr(trainer, 'dirty', False),
         scaler=None if scaler is None else to_plain(scaler.state_dict()), uneven=getattr(step, 'uneven', None))
@@ -388,6 +390,7 @@ def put_rest(learn, # `Learner` in a fit
     if trainer is not None: trainer.dirty = rest['dirty']
     if rest['scaler'] is not None and getattr(learn, 'scaler', None) is not None: learn.scaler.load_state_dict(from_plain(rest['scaler']))
     for dl,states in zip(_plain_loaders(learn), rest['generators']): set_generator_states(generators_in(dl), states)
+    for dl,order in zip(_plain_loaders(learn), rest.get('texts', ())): set_text_order(dl, order) # of an older version it has none
     streams = rest['streams'] if same else {**rest['streams'], 'own':[]}
     set_stream_states(streams, *random_of(learn))
     return left

@@ -2,7 +2,10 @@
 import random, shutil, time, warnings
 import pytest, torch.distributed as dist
 from fastai.callback.progress import CSVLogger
+from fastai.callback.rnn import ModelResetter
 from fastai.callback.tracker import EarlyStoppingCallback, ReduceLROnPlateau, SaveModelCallback
+from fastai.text.data import LMDataLoader
+from loaders import Corpus
 from strategies import *
 
 
@@ -139,6 +142,52 @@ def test_more_in_one_process(kind, tmp_path):
         return found(learn)
     (first, *others), names = each_checkpoint(run, tmp_path, [1, 4], plain=kind != 'processes')  # there they draw for each batch anew
     for nm, o in zip(['with Resume', *names][kind == 'processes':], others): assert not differ(first, o), (nm, differ(first, o).keys())
+
+
+class Words(nn.Module):
+    "Its hidden state goes on from batch to batch; of AWD_LSTM's kind, which a `ModelResetter` resets"
+    def __init__(self):
+        super().__init__()
+        self.table, self.rnn, self.out, self.h = nn.Embedding(11, 5), nn.RNN(5, 6, batch_first=True), nn.Linear(6, 11), None
+    def forward(self, x):
+        y, h = self.rnn(self.table(x.as_subclass(Tensor)), self.h)
+        self.h = h.detach()
+        return self.out(y)
+    def reset(self): self.h = None
+
+
+class OfWords(nn.Module):
+    "Cross-entropy, one class in the last dimension"
+    def forward(self, p, y): return nn.functional.cross_entropy(p.flatten(0, 1), y.as_subclass(Tensor).flatten())
+
+
+def reads(folder, cbs=None, ctx=None):
+    "Three epochs of a language model, whose loader shuffles the texts from the order that they had"
+    folder.mkdir(parents=True, exist_ok=True)
+    set_seed(7)
+    dls = DataLoaders(LMDataLoader(Corpus(7), bs=6, seq_len=4, shuffle=True), LMDataLoader(Corpus(5, 1), bs=6, seq_len=4))
+    learn = quiet(Learner(dls, Words(), loss_func=OfWords(), opt_func=Adam, lr=.05, path=folder, metrics=accuracy, cbs=ModelResetter()))
+    with contextlib.nullcontext() if ctx is None else learn.distrib_ctx(**ctx):
+        learn.fit(1, cbs=cbs)
+        learn.fit(2, cbs=cbs)
+    return found(learn)
+
+
+def test_a_language_model(tmp_path):
+    "In the middle of an epoch, at the end of one, and of a fit"
+    (plain, *others), names = each_checkpoint(reads, tmp_path)
+    assert len(names) == 14  # two at the end of an epoch
+    for nm, o in zip(['with Resume', *names], others): assert not differ(plain, o), (nm, differ(plain, o).keys())
+
+
+def read_by_all(tmp_path):
+    import fastdist.all
+    (first, *others), names = each_checkpoint(partial(reads, ctx=ctx_of('ddp')), tmp_path, [1, 3, 4, 7, 9])
+    return [(nm, list(d)) for nm, o in zip(['with Resume', *names], others) if (d := differ(first, o))], names
+
+
+def test_a_language_model_of_two_workers(world2, tmp_path):
+    for bad, names in world2(read_by_all, tmp_path): assert not bad and len(names) == 5, (bad, names)
 
 
 def test_an_error_of_the_loader_saves_what_was_whole(tmp_path):
