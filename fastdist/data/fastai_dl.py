@@ -23,7 +23,7 @@ def reads_rows(dl # Any loader
 
 def text_order(dl # Any loader
               ):
-    "The order of the texts of a language model's loader, which shuffles them in place, each time from the order that they had; otherwise `None`"
+    "The order of a language model's texts, which its loader shuffles in place, from the order that they had; `None` for other loaders"
     return list(dl.items.idxs) if reads_rows(dl) else None
 
 def set_text_order(dl, # Any loader
