@@ -185,9 +185,11 @@ def _keeps_batches(self:Resume):
 
 # %% ../../nbs/checkpoint/07_resume.ipynb #9ef06404
 @patch
-def after_train(self:Resume):
-    "What comes is no batch"
+def _after_batches(self:Resume):
+    "What comes is no batch: from here on some callbacks have seen the end of the epoch's, and others not"
     self.between = None
+
+Resume.after_cancel_train = Resume.after_cancel_epoch = Resume.after_cancel_fit = Resume._after_batches
 
 @patch
 def after_epoch(self:Resume):
@@ -415,6 +417,7 @@ def _handed(self:Resume, batches):
         self.in_batch = True
         yield o
         self.in_batch = False
+    self._after_batches()
 
 @patch
 def batches(self:Resume, dl # The training loader

@@ -254,6 +254,34 @@ def test_a_callback_fails_before_a_batch(tmp_path):
     assert (res, n) == (None, 4) and not differ(want, now)
 
 
+class FailsLate(Callback):
+    "At the end of the second epoch's batches, or of what a Cancel exception has left of them, once others have seen it"
+    order, cancels, fails = 90, None, True
+    def before_batch(self):
+        if self.cancels and self.training and self.epoch == 1 and self.iter == 3: raise {'train': CancelTrainException, 'epoch': CancelEpochException}[self.cancels]()
+    def after_train(self):
+        if self.fails and self.epoch == 1 and self.cancels != 'epoch': 1/0
+    def after_epoch(self):
+        if self.fails and self.epoch == 1 and self.cancels == 'epoch': 1/0
+
+
+@pytest.mark.parametrize('cancels', [None, 'train', 'epoch'])
+def test_a_callback_fails_after_the_batches(cancels, tmp_path):
+    "It goes on from the last regular checkpoint: of the others some have seen the end, and have a column more in the log"
+    import fastdist.all
+    from fastdist.checkpoint.resume import Resume
+    def run(folder, fails):
+        from_the_start()
+        FailsLate.cancels, FailsLate.fails = cancels, fails  # of the class: what a callback has is saved
+        learn = made(folder, more=False, cbs=FailsLate())
+        try: learn.fit(3, cbs=Resume(folder/'ckpt'))
+        except ZeroDivisionError: return
+        return found(learn)
+    want = run(tmp_path/'whole', False)
+    assert run(tmp_path/'a', True) is None
+    assert not differ(want, run(tmp_path/'a', False))
+
+
 def test_all_workers_fail_or_one(world2, tmp_path):
     "All at the same batch, or by Ctrl-C: what is whole is saved. One alone: the last regular checkpoint counts, and nobody waits"
     want = [o[2] for o in world2(stopped_by, tmp_path/'whole')]
