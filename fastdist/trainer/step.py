@@ -309,11 +309,11 @@ def _go_by_left(self:TrainingStep):
 @patch
 def keep_metrics(self:TrainingStep, totals # `EpochTotals` of the training metrics
                 ):
-    "Keep predictions and targets for the metrics that need them and, where this share does not count, the state of the others"
+    "Keep predictions and targets for the metrics that need them and, where this share does not count or is left out, the state of the others"
     mets = totals.metrics()
     if not mets or not len(self.learn.yb): return
     totals.add_batch(self.counts, rows=True)
-    if self.counts: return
+    if self.counts and self.bs: return # a mean of no samples is nan
     self.kept = [(m, dict(total=m.total+0., count=m.count)) for m in mets if metric_kind(m, rows=True)=='sum']
 
 @patch

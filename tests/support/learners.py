@@ -70,13 +70,14 @@ def trained(distrib=False, epochs=2, ctx=None, **kwargs):
 
 
 def diff(a, b):
-    "Largest difference between two dicts of tensors, or two lists of numbers"
+    "Largest difference between two dicts of tensors, or two lists of numbers; infinity where one alone is nan, which `max` would pass over"
     if isinstance(a, dict):
         assert a.keys() == b.keys(), (a.keys(), b.keys())
         return max(diff(a[k], b[k]) for k in a)
     a, b = torch.as_tensor(a).double(), torch.as_tensor(b).double()
     assert a.shape == b.shape, (a.shape, b.shape)
-    return (a-b).abs().max().item() if a.numel() else 0.
+    off = torch.where((a == b) | a.isnan() & b.isnan(), 0., (a-b).abs()).nan_to_num(nan=torch.inf)
+    return off.max().item() if a.numel() else 0.
 
 
 @contextlib.contextmanager
