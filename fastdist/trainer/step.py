@@ -309,7 +309,7 @@ def _go_by_left(self:TrainingStep):
 @patch
 def keep_metrics(self:TrainingStep, totals # `EpochTotals` of the training metrics
                 ):
-    "Keep predictions and targets for the metrics that need them and, where this share does not count or is left out, the state of the others"
+    "Keep predictions and targets for the metrics that need them and, where this share adds none, the state of the others"
     mets = totals.metrics()
     if not mets or not len(self.learn.yb): return
     totals.add_batch(self.counts, rows=True)
