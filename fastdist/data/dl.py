@@ -141,10 +141,11 @@ def close(self:DistributedDL):
 def __reduce__(self:DistributedDL): return object.__new__, (type(self),), {**vars(self), '_live':False}
 
 @patch
-def _like(self:DistributedDL, dl, **state):
-    "`dl`, split as this loader is"
+def _like(self:DistributedDL, dl, rank=None, **state):
+    "`dl`, split as this loader is; the part of `rank`, by default of this worker"
     res = object.__new__(type(self))
     vars(res).update({k:v for k,v in vars(self).items() if k not in _NEW_EPOCH})
+    if rank is not None: vars(res)['rank'] = rank
     res._wrap(dl, **state)
     vars(res)['_device'] = self._device
     return res
@@ -331,10 +332,12 @@ def to_detach(self:DistributedDL, b, # What all workers have of the batch that w
 # %% ../../nbs/data/07_dl.ipynb #d32e35d6
 @patch
 def one_batch(self:DistributedDL):
-    "The first batch of this worker, without a message to the others. Raises a `ValueError` if it has none"
+    "The first batch of this worker, or of the data set where that has fewer batches than workers; without a message to the others"
     a = self._adapter
     if a.parts is not None: return a.target.one_batch()
-    if not a.unsized and len(self)==0: raise ValueError(f"{a.nm} has no batches for rank {self.rank} of {self.world_size}")
+    if not a.unsized and len(self)==0:
+        if self.evaluate and self.rank > 0: return self._like(self.dl, 0).one_batch()
+        raise ValueError(f"{a.nm} has no batches for rank {self.rank} of {self.world_size}")
     kept,self._alone = (self._pending,a.plan,a.drawn_n),True
     try:
         with a.in_this_process(): return first(self)

@@ -250,6 +250,7 @@ def around(distrib, folder):
         res[key+'tta'] = plain(learn.tta(n=2))
         res[key+'predict'] = plain([o if isinstance(o, torch.Tensor) else str(o) for o in learn.predict(pics[0])])
         learn.show_results(max_n=4)
+        learn.show_results(dl=dls.test_dl(pics[:4], with_labels=True), max_n=1)  # two batches, fewer than three workers
         res[key+'test'] = plain(learn.get_preds(dl=dls.test_dl(pics[:7]), with_decoded=True)[0])
         res[key+'labelled'] = plain(learn.validate(dl=dls.test_dl(pics[:7], with_labels=True)))
     with ctx_of(learn, distrib): use('in ')
