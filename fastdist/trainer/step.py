@@ -14,7 +14,7 @@ from ..callbacks.fastai_patches import QuickCallback
 from ..callbacks.grad_accumulation import AccumulateSteps, divisor, scale_all
 from ..callbacks.late_loss import send_to_host
 from ..comm.pack import tensors_in
-from ..metrics.losses import GlobalBatchLoss, LossCheck, is_summed, kept_labels, loss_divisor
+from ..metrics.losses import GlobalBatchLoss, LossCheck, is_summed, kept_labels, loss_divisor, loss_parts
 from ..metrics.metrics import metric_kind
 from ..model.batchnorm import GlobalBatchNorm
 from ..model.running_stats import weighed_stats
@@ -148,17 +148,22 @@ def note_loss(self:TrainingStep):
 
 # %% ../../nbs/trainer/03_step.ipynb #96c4dbbc
 @patch
+def _sum_of(self:TrainingStep, v):
+    "Of the samples of this share, whose mean is `v`"
+    if not isinstance(self.n, Tensor) and not self.n: return 0.
+    with torch._C.DisableTorchFunctionSubclass(): # each of these calls would cost fastai's `TensorBase` more than it does
+        res = v.detach().double().mean()*self.n
+    return torch.where(self.n!=0, res, 0.) if isinstance(self.n, Tensor) else res
+
+@patch
 def send_loss(self:TrainingStep, interrupted=False # Was Ctrl-C pressed in this worker?
              ):
     "Add up the losses of all workers, while the backward runs; what other callbacks make of the loss is in it"
     if not self.has_loss or self.loss is not None: return
-    value = 0.
-    if isinstance(self.n, Tensor) or self.n:
-        with torch._C.DisableTorchFunctionSubclass(): # each of these calls would cost fastai's `TensorBase` more than it does
-            value = self.learn.loss.detach().double().mean()*self.n
-        if isinstance(self.n, Tensor): value = torch.where(self.n!=0, value, 0.)
     wish = sum(callback_results(self.learn, 'wish'))
-    self.loss = self._numbers(value, self.n, bool(interrupted), wish, self.samples)
+    self.parts = {} if self.summed else loss_parts(self.learn)
+    parts = [x for v in self.parts.values() for x in ((0.,0.) if v is None else (self._sum_of(v),self.n))] if self.parts else ()
+    self.loss = self._numbers(self._sum_of(self.learn.loss), self.n, bool(interrupted), wish, self.samples, *parts)
     self.sent = dist.all_reduce(self.loss, async_op=True)
 
 # %% ../../nbs/trainer/03_step.ipynb #b2ddba69
@@ -193,7 +198,7 @@ def _agreed(self:TrainingStep):
     on a GPU (`None`, was it in the batch before?)"""
     total = self.total if self.by_samples else None
     if self.loss.device.type=='cpu':
-        _,left,stops,self.wished,_ = self.received
+        _,left,stops,self.wished,*_ = self.received
         self._note_left(left, total)
         return left,stops > 0
     self.late = *send_to_host(self.loss[1:4]),total
@@ -206,6 +211,14 @@ def _agreed(self:TrainingStep):
 
 # %% ../../nbs/trainer/03_step.ipynb #ef597367
 @patch
+def _set_parts(self:TrainingStep):
+    "Let the loss function have those of the global batch"
+    for i,(k,v) in enumerate(self.parts.items()):
+        if v is None: continue
+        total,n = self.loss[5+2*i:7+2*i]
+        setattr(self.learn.loss_func, k, torch.where(n > 0, total/n, v.detach()).to(v.dtype).view(v.shape))
+
+@patch
 def receive_loss(self:TrainingStep):
     "Make `learn.loss` that of the global batch, for whoever records it or decides by it; `KeyboardInterrupt` after Ctrl-C in a worker"
     if self.loss is None: return
@@ -217,6 +230,7 @@ def receive_loss(self:TrainingStep):
     elif left or self.received[4]:
         weight = self.batch_weight() if self.summed else left
         learn.loss = torch.tensor(self.received[0]/weight if weight else math.nan, dtype=dtype, device='cpu')
+    if self.parts: self._set_parts()
     if self.stops and not any(callback_results(self.learn, 'ends_after_batch')): raise KeyboardInterrupt
 
 @patch(as_prop=True)
@@ -297,7 +311,7 @@ def _go_by_left(self:TrainingStep):
     self._wait() # the message has been there for long, with those of the gradients
     # on a GPU it is not looked at before the step: where this worker has samples, the data set has not left out all
     if self.loss.device.type!='cpu' and (self.counts or self.uneven is False): return self._scale_left(self.loss[1])
-    _,left,*_,dealt = self.received or self.loss.tolist()
+    _,left,_,_,dealt,*_ = self.received or self.loss.tolist()
     self._note_left(left, self.total) # from now on it is known
     if left==self.total: return
     if not left and not dealt: # the data set has left out all: no batch

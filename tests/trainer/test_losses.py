@@ -1,5 +1,6 @@
 "What a share of a batch weighs in the loss: losses of one's own, targets that callbacks make, samples that are left out, a backward of a callback's own"
 import pytest
+from fastai.metrics import LossMetrics
 from learners import *
 import torch.nn.functional as F
 
@@ -152,6 +153,34 @@ def test_as_one_process(world):
     "Each by two workers or by three; where a share is empty, or there is one sample a worker, by both"
     both = ['declared_acc', 'drops_shares', 'marks', 'skip_share', 'skip_many']
     compared(world, [o for i, o in enumerate(CASES) if i % 2 == world.n % 2 or o in both])
+
+
+class OfTwo(nn.Module):
+    "Keeps what it is made of; one part in training only, as a GAN's critic does"
+    def forward(self, p, y):
+        self.near = ce(p, y)
+        if torch.is_grad_enabled(): self.far = p.pow(2).mean(1).mul(y).mean()
+        return (self.near+.1*self.far.detach()).float()
+
+
+def of_two(distrib, ctx=None):
+    import fastdist.all
+    res, learn = [], quiet(learner(n=22, n_val=13, bs=5, loss=OfTwo(), metrics=LossMetrics('near,far,nothing')))
+    with learn.distrib_ctx(split_batches=True, **ctx or {}) if distrib else contextlib.nullcontext():
+        for learn.recorder.train_metrics in False, True:
+            learn.fit(1)
+            res += [list(map(float, o)) for o in learn.recorder.values]
+        res.append(list(map(float, learn.validate())))
+    return res
+
+
+def test_parts_of_a_loss(world):
+    "A validation has that which the last batch of training has left, of all of its samples; so have all workers"
+    one = of_two(False)
+    for every in world(of_two, True):
+        for a, b in zip(one, every, strict=True): assert diff(a, b) < 2e-6
+    for every in world(of_two, True, dict(strategy='zero2')):
+        for a, b in zip(one, every, strict=True): assert diff(a, b) < 2e-6
 
 
 def test_no_label_counts(world):
