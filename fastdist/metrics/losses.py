@@ -181,7 +181,7 @@ class LossCheck:
 # %% ../../nbs/metrics/02_losses.ipynb #70fe255b
 def loss_parts(learn # Any `Learner`
               ):
-    "What its `LossMetric`s read of the loss function: name and tensor of one number, or `None` if it is none, the same names in all workers"
+    "What its `LossMetric`s read of the loss function: names, the same in all workers, and tensors of one number; `None` for others"
     res = {}
     for m in learn.metrics.items:
         if not isinstance(m, LossMetric): continue

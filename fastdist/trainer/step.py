@@ -209,7 +209,7 @@ def _agreed(self:TrainingStep):
     self._note_left(left, total)
     return None,stops > 0
 
-# %% ../../nbs/trainer/03_step.ipynb #ef597367
+# %% ../../nbs/trainer/03_step.ipynb #8155c456
 @patch
 def _set_parts(self:TrainingStep):
     "Let the loss function have those of the global batch"
@@ -218,6 +218,7 @@ def _set_parts(self:TrainingStep):
         total,n = self.loss[5+2*i:7+2*i]
         setattr(self.learn.loss_func, k, torch.where(n > 0, total/n, v.detach()).to(v.dtype).view(v.shape))
 
+# %% ../../nbs/trainer/03_step.ipynb #ef597367
 @patch
 def receive_loss(self:TrainingStep):
     "Make `learn.loss` that of the global batch, for whoever records it or decides by it; `KeyboardInterrupt` after Ctrl-C in a worker"
