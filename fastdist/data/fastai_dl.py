@@ -30,7 +30,7 @@ def set_text_order(dl, # Any loader
                    order # What `text_order` of one like it has returned
                   ):
     "Put the texts back in that order"
-    if order is not None: dl.items.idxs[:] = order # the lengths of the texts have the same list
+    for i,o in enumerate(order or ()): dl.items.idxs[i] = o # in the list that the lengths of the texts have, too
 
 def _own(dl, *names):
     "Has `dl` one of these methods from elsewhere than fastai's `DataLoader`?"
