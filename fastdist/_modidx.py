@@ -483,6 +483,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                    'fastdist/checkpoint/state.py'),
                                            'fastdist.checkpoint.state._key_of': ( 'checkpoint/state.html#_key_of',
                                                                                   'fastdist/checkpoint/state.py'),
+                                           'fastdist.checkpoint.state._loss_modules': ( 'checkpoint/state.html#_loss_modules',
+                                                                                        'fastdist/checkpoint/state.py'),
                                            'fastdist.checkpoint.state._module_data': ( 'checkpoint/state.html#_module_data',
                                                                                        'fastdist/checkpoint/state.py'),
                                            'fastdist.checkpoint.state._my_part': ( 'checkpoint/state.html#_my_part',

@@ -291,13 +291,20 @@ def _put_callbacks(learn, saved, but, device):
         if saved[k]['text'] is not None: _put_text(cbs[k], saved[k]['text'])
     return sorted(saved.keys()-cbs.keys())
 
+# %% ../../nbs/checkpoint/04_state.ipynb #1e8d6ab3
+def _loss_modules(learn):
+    "By name, what may remember something in the loss function: it, or its modules"
+    f = learn.loss_func
+    f = getattr(getattr(f, '__self__', None), 'old_lf', f) # that which `MixUp` stands in front of
+    return dict(f.named_modules()) if isinstance(f, nn.Module) else {'':f} if hasattr(f, '__dict__') else {}
+
 # %% ../../nbs/checkpoint/04_state.ipynb #c51f5c2e
 _states = 'h','hidden' # names of hidden states, `None` before the first batch
 
-def _module_data(learn):
-    "What modules remember in plain attributes, as the hidden state of a recurrent one"
+def _module_data(modules):
+    "What modules, by name, remember in plain attributes, as the hidden state of a recurrent one"
     res = {}
-    for nm,m in learn.model.named_modules():
+    for nm,m in modules.items():
         for k,v in vars(m).items():
             fresh = v is None and k in _states
             if k.startswith('_') or k=='training' or not fresh and isinstance(v, (nn.Parameter,bool,str,type(None))): continue
@@ -305,8 +312,7 @@ def _module_data(learn):
             except NotPlain: pass
     return res
 
-def _put_module_data(learn, saved, device):
-    modules = dict(learn.model.named_modules())
+def _put_module_data(modules, saved, device):
     for k,v in saved.items():
         nm,_,attr = k.rpartition('|')
         if nm in modules: vars(modules[nm])[attr] = from_plain(v, device)
@@ -352,7 +358,8 @@ def take_rest(learn, # `Learner` in a fit
     trainer,scaler = trainer_of(learn),getattr(learn, 'scaler', None)
     step = getattr(trainer, 'step', None)
     return dict(
-        opt=_opt_rest(learn.opt), callbacks=_take_callbacks(learn, but), modules=_module_data(learn),
+        opt=_opt_rest(learn.opt), callbacks=_take_callbacks(learn, but), modules=_module_data(dict(learn.model.named_modules())),
+        loss=_module_data(_loss_modules(learn)),
         metrics=[attributes_of(m)[0] for m in learn.metrics], keys={k:n for k,n in _state_keys(learn)},
         learner={k:to_plain(getattr(learn, k)) for k in _of_learner if hasattr(learn, k)},
         streams=stream_states(*random_of(learn)), generators=[generator_states(generators_in(o)) for o in _plain_loaders(learn)],
@@ -384,9 +391,10 @@ def put_rest(learn, # `Learner` in a fit
     left = _put_callbacks(learn, rest['callbacks'], but, device)
     for k,v in rest['learner'].items(): setattr(learn, k, from_plain(v, device))
     if same:
-        _put_module_data(learn, rest['modules'], device)
+        _put_module_data(dict(learn.model.named_modules()), rest['modules'], device)
         for n,b in learn.model.named_buffers():
             if n in rest['buffers']: b.data.copy_(from_plain(rest['buffers'][n]))
+    _put_module_data(_loss_modules(learn), rest.get('loss', {}), device) # of an older version it has none
     if trainer is not None: trainer.dirty = rest['dirty']
     if rest['scaler'] is not None and getattr(learn, 'scaler', None) is not None: learn.scaler.load_state_dict(from_plain(rest['scaler']))
     for dl,states in zip(_plain_loaders(learn), rest['generators']): set_generator_states(generators_in(dl), states)

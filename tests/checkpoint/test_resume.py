@@ -144,6 +144,47 @@ def test_more_in_one_process(kind, tmp_path):
     for nm, o in zip(['with Resume', *names][kind == 'processes':], others): assert not differ(first, o), (nm, differ(first, o).keys())
 
 
+class Anneals:
+    "A loss function that counts, as one with a weight that grows"
+    def __init__(self): self.steps, self.mean = 0, torch.ones(())
+    def __call__(self, p, y):
+        loss = nn.functional.cross_entropy(p, y)
+        if torch.is_grad_enabled(): self.steps, self.mean = self.steps+1, self.mean*.9+loss.detach()*.1
+        return (loss/self.mean/self.steps**.5).float()
+
+
+class AnnealsModule(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Identity()
+        self.inner.f = Anneals()
+        self.steps = 1
+    def forward(self, p, y):
+        self.steps += torch.is_grad_enabled()
+        return Anneals.__call__(SimpleNamespace(steps=self.steps, mean=torch.ones(())), p, y)
+
+
+class InFront(Callback):
+    "Stands in front of the loss function while it is trained, as fastai's `MixUp` does"
+    def before_train(self): self.old_lf, self.learn.loss_func = self.learn.loss_func, self.lf
+    def after_train(self): self.learn.loss_func = self.old_lf
+    def lf(self, p, y): return self.old_lf(p, y)
+
+
+@pytest.mark.parametrize('loss', [Anneals, AnnealsModule])
+@pytest.mark.parametrize('in_front', [False, True])
+def test_a_loss_function_that_remembers(loss, in_front, tmp_path):
+    "Numbers and tensors of it, also while a callback stands in front of it"
+    def run(folder, cbs):
+        learn = made(folder, more=False)
+        learn.loss_func = loss()
+        if in_front: learn.add_cb(InFront())
+        learn.fit(2, cbs=cbs)
+        return found(learn)
+    (first, *others), names = each_checkpoint(run, tmp_path, [1, 4, 6, 8])
+    for nm, o in zip(['with Resume', *names], others): assert not differ(first, o), (nm, differ(first, o).keys())
+
+
 class Words(nn.Module):
     "Its hidden state goes on from batch to batch; of AWD_LSTM's kind, which a `ModelResetter` resets"
     def __init__(self):
