@@ -7,8 +7,10 @@ __all__ = ['check_device_ids', 'check_copies', 'ParallelTrainer']
 
 # %% ../../nbs/callbacks/01_data_parallel.ipynb #1f7c014c
 from fastai.basics import *
-from ..model.replicas import ReplicatedModel, has_state
+from .fastai_patches import has_state
+from ..model.replicas import ReplicatedModel
 from ..strategy.forward_proxy import ForwardProxy
+from ..world.ranks import get_rank
 
 # %% ../../nbs/callbacks/01_data_parallel.ipynb #e4b65312
 def check_device_ids(device_ids # List of GPUs, by number or as `torch.device`, or `None`
@@ -25,8 +27,8 @@ def check_copies(learn, # `Learner`
                 ):
     "Raise a `ValueError` if copies of its model that last for one batch would have other numbers"
     if n > 1 and has_state(learn): raise ValueError(
-        f"{type(learn.model).__name__} goes on in a batch from where the last one ended, which its copies on {n} GPUs forget: "
-        "train it with distrib_ctx, where each GPU has a process, or with one GPU")
+        f"rank {get_rank()}: {type(learn.model).__name__} goes on in a batch from where the last one ended, "
+        f"which its copies on {n} GPUs forget: train it with distrib_ctx, where each GPU has a process, or with one GPU")
 
 # %% ../../nbs/callbacks/01_data_parallel.ipynb #838a89b6
 class ParallelTrainer(Callback):
@@ -42,8 +44,7 @@ class ParallelTrainer(Callback):
         "Wrap the model, which is on its device by now; a `ValueError` for one that cannot be copied"
         check_device_ids(self.device_ids)
         check_copies(self.learn, torch.cuda.device_count() if self.device_ids is None else len(self.device_ids))
-        self.wrapped = ReplicatedModel(self.learn.model, device_ids=self.device_ids)
-        self.wrapped.sync_bn = self.sync_bn
+        self.wrapped = ReplicatedModel(self.learn.model, self.device_ids, self.sync_bn)
 
     def before_batch(self):
         "Let the forward that comes next be the wrapper's"

@@ -11,12 +11,14 @@ import hashlib,json
 
 from fastai.basics import *
 from fastai.callback.progress import CSVLogger
+from fastai.losses import BaseLoss
 from ..callbacks.fastai_patches import trainer_of
 from .plain import NotPlain, attributes_of, from_plain, set_attributes, to_plain
 from ..comm.shards import TensorShard, is_dtensor, local
 from ..data.dl import DistributedDL
 from ..data.fastai_dl import set_text_order, text_order
 from ..data.rng import plain_state, generator_states, generators_in, set_generator_states, set_stream_states, stream_states
+from ..metrics.losses import GlobalBatchLoss
 from ..model.batchnorm import GlobalBatchNorm
 from ..model.foreach import ForeachOptimizer
 from ..strategy.base import inner_opt, whole_model
@@ -292,11 +294,17 @@ def _put_callbacks(learn, saved, but, device):
     return sorted(saved.keys()-cbs.keys())
 
 # %% ../../nbs/checkpoint/04_state.ipynb #1e8d6ab3
+def _inner_loss(f): return f.loss_func if isinstance(f, GlobalBatchLoss) else f.func if isinstance(f, (BaseLoss,partial)) else None
+
 def _loss_modules(learn):
-    "By name, what may remember something in the loss function: it, or its modules"
-    f = learn.loss_func
+    "By name, what may remember something in the loss function: it, its modules, and what it is around"
+    f,res = learn.loss_func,{}
     f = getattr(getattr(f, '__self__', None), 'old_lf', f) # that which `MixUp` stands in front of
-    return dict(f.named_modules()) if isinstance(f, nn.Module) else {'':f} if hasattr(f, '__dict__') else {}
+    while f is not None:
+        found = f.named_modules() if isinstance(f, nn.Module) else [('',f)] if hasattr(f, '__dict__') else []
+        res |= {f'{len(res)}.{nm}':o for nm,o in found}
+        f = _inner_loss(f)
+    return res
 
 # %% ../../nbs/checkpoint/04_state.ipynb #c51f5c2e
 _states = 'h','hidden' # names of hidden states, `None` before the first batch

@@ -181,10 +181,11 @@ class LossCheck:
 # %% ../../nbs/metrics/02_losses.ipynb #70fe255b
 def loss_parts(learn # Any `Learner`
               ):
-    "What its `LossMetric`s read of the loss function: names, the same in all workers, and tensors of one number; `None` for others"
+    """What its `LossMetric`s read of the loss function: names, the same in all workers, and tensors of one number; `None` for others,
+    and for what is another's, behind it: set here, it would hide that"""
     res = {}
     for m in learn.metrics.items:
         if not isinstance(m, LossMetric): continue
-        v = getattr(learn.loss_func, m.attr, None)
+        v = getattr(learn.loss_func, '__dict__', {}).get(m.attr)
         res[m.attr] = v if isinstance(v, Tensor) and v.is_floating_point() and v.numel()==1 else None
     return res

@@ -13,19 +13,19 @@ from copy import copy
 from fastai.basics import *
 from fastai.data.load import DataLoader as FastaiDataLoader
 from torch.utils.data import DataLoader as TorchDataLoader
-from ..callbacks.fastai_patches import leave_on_cpu
+from ..callbacks.fastai_patches import has_state, leave_on_cpu
 from ..data.dl import DistributedDL
 from ..data.fastai_dl import reads_rows
 from ..data.loaders import loaders_in, n_batches, reads_in_processes
 from ..metrics.metrics import EpochTotals
 from ..model.own_loop import OwnLoopDL
-from ..model.replicas import has_state
 from ..strategy.sharded_opt import move_state
 from ..world.errors import refuse
 from ..world.ranks import get_rank, get_world_size
 
 # %% ../../nbs/trainer/02_loaders.ipynb #c4e68ff2
 def _keeps_state(learn):
+    "Do workers that evaluate in turn need the batches between, too?"
     # fastai's classifiers begin anew with each text
     return has_state(learn) and not any(o.__name__=='SentenceEncoder' for m in learn.model.modules() for o in type(m).__mro__)
 

@@ -36,6 +36,7 @@ class TrainingStep:
         self.n = self.samples = float(self.bs if mine is None else mine)
         self.rows = None if self.total is None else self.bs*self.total//max(mine, 1)
         self.has_loss,self.loss,self.received,self.sums,self.kept,self.drawn = False,None,None,None,[],None
+        self.parts = {} # what metrics read of the loss function, see `loss_parts`
         self.unread = False # is what the shares weigh on the GPU, in `n` and `sums`, and not looked at?
         self.summed = is_summed(learn.loss_func) and not isinstance(learn.loss_func, GlobalBatchLoss)
         self.whole,self.weighed = False,[] # is the loss that of the global batch, or a sum? Has `weigh_loss` been called?
@@ -161,7 +162,7 @@ def send_loss(self:TrainingStep, interrupted=False # Was Ctrl-C pressed in this 
     "Add up the losses of all workers, while the backward runs; what other callbacks make of the loss is in it"
     if not self.has_loss or self.loss is not None: return
     wish = sum(callback_results(self.learn, 'wish'))
-    self.parts = {} if self.summed else loss_parts(self.learn)
+    self.parts = {} if self.whole else loss_parts(self.learn) # those of a `GlobalBatchLoss` are of all samples
     parts = [x for v in self.parts.values() for x in ((0.,0.) if v is None else (self._sum_of(v),self.n))] if self.parts else ()
     self.loss = self._numbers(self._sum_of(self.learn.loss), self.n, bool(interrupted), wish, self.samples, *parts)
     self.sent = dist.all_reduce(self.loss, async_op=True)

@@ -5,7 +5,7 @@ from fastai.layers import ConvLayer
 from fastai.vision.models.unet import DynamicUnet
 from learners import *
 
-# GPUs; samples, and those of a batch: some parts are of one row, and some batches of fewer rows than GPUs
+# GPUs ('dp': the strategy, which takes all), samples, those of a batch: some parts are of one row, and some batches of fewer rows than GPUs
 WAYS = dict(two=([0, 1], 8, 3), three=([0, 1, 2], 12, 7), frozen=([0, 1, 2], 13, 5), all=(None, 13, 5), even=([0, 1, 2], 12, 6))
 WAYS |= {'dp': ('dp', 11, 8), 'even dp': ('dp', 12, 6)}
 
@@ -112,7 +112,7 @@ def test_statistics_of_each_part(fake_gpu_worlds):
 
 
 class Fails(nn.Module):
-    "In the part that has the first row, or before the others' batch norm: all wait there for it"
+    "The part of GPU 1 fails before its batch norm, or leaves it out: the others wait there for it"
     def __init__(self, how):
         super().__init__()
         self.first, self.norm, self.last, self.how = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 3), how

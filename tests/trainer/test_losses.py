@@ -163,9 +163,9 @@ class OfTwo(nn.Module):
         return (self.near+.1*self.far.detach()).float()
 
 
-def of_two(distrib, ctx=None):
+def of_two(distrib, ctx=None, loss=OfTwo):
     import fastdist.all
-    res, learn = [], quiet(learner(n=22, n_val=13, bs=5, loss=OfTwo(), metrics=LossMetrics('near,far,nothing')))
+    res, learn = [], quiet(learner(n=22, n_val=13, bs=5, loss=loss(), metrics=LossMetrics('near,far,nothing')))
     with learn.distrib_ctx(split_batches=True, **ctx or {}) if distrib else contextlib.nullcontext():
         for learn.recorder.train_metrics in False, True:
             learn.fit(1)
@@ -177,10 +177,9 @@ def of_two(distrib, ctx=None):
 def test_parts_of_a_loss(world):
     "A validation has that which the last batch of training has left, of all of its samples; so have all workers"
     one = of_two(False)
-    for every in world(of_two, True):
-        for a, b in zip(one, every, strict=True): assert diff(a, b) < 2e-6
-    for every in world(of_two, True, dict(strategy='zero2')):
-        for a, b in zip(one, every, strict=True): assert diff(a, b) < 2e-6
+    for args in (), (dict(strategy='zero2'),), ({}, lambda: whole(OfTwo())):
+        for every in world(of_two, True, *args):
+            for a, b in zip(one, every, strict=True): assert diff(a, b) < 2e-6
 
 
 def test_no_label_counts(world):
