@@ -79,7 +79,8 @@ def gather(self:ReplicaGroup, i, # Number of the copy that asks
         self.changed.wait_for(lambda: len(given)==n or self.ended-given.keys())
         if len(given) < n: raise self.error or RuntimeError(
             f"rank {get_rank()}: batch norm on GPU {i} of {n} waits for the one of GPU {min(self.ended-given.keys())}, "
-            "whose forward has ended without it: where a model goes other ways for other samples, sync_bn=False lets each GPU have the statistics of its own")
+            "whose forward has ended without it: where a model goes other ways for other samples, "
+            "sync_bn=False lets each GPU have the statistics of its own")
     return torch.cat([given[j].to(x.device) for j in range(n)])
 
 # %% ../../nbs/model/08_replicas.ipynb #b99676fa
