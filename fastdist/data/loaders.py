@@ -69,23 +69,24 @@ def _some_items(o, n=64):
 
 # %% ../../nbs/data/05_loaders.ipynb #687f819b
 def _seen(dl, new=True):
-    "Of a loader: its class, the number of samples, the batch size; of a `new` one some names or numbers, and a digest of more of them"
+    "Of a loader: its class, the number of samples, how it batches them; of a `new` one some names or numbers, and a digest of more of them"
     try: n = getattr(dl, 'n', None) or len(dl.dataset)
     except (AttributeError,TypeError): n = None
-    bs = getattr(dl, 'bs', getattr(dl, 'batch_size', None))
-    if not new: return type(dl).__name__,n,bs,[],0
+    how = f"bs={getattr(dl, 'bs', getattr(dl, 'batch_size', None))}"
+    how += ''.join(f", {o}={getattr(dl, o)!r}" for o in ('shuffle','drop_last') if isinstance(getattr(dl, o, None), (bool,int)))
+    if not new: return type(dl).__name__,n,how,[],0
     stream = hasattr(dl, 'seq_len') and hasattr(dl, 'items') # a language model's, which shuffles them in place
     held = [list(dl.items.idxs)] if stream else _held(getattr(dl, 'dataset', None))
     some = [_some_items(o) for o in held]
     names = [o for o in (some[0] if some else []) if isinstance(o, (str,int))][:3]
-    return type(dl).__name__,n,bs,names,seed_of(repr(some))
+    return type(dl).__name__,n,how,names,seed_of(repr(some))
 
-def _brief(o): return 'none' if o is None else f"{o[0]} of {o[1]} samples, bs={o[2]}{f', such as {o[3]}' if o[3] else ''}"
+def _brief(o): return 'none' if o is None else f"{o[0]} of {o[1]} samples, {o[2]}{f', such as {o[3]}' if o[3] else ''}"
 
 # %% ../../nbs/data/05_loaders.ipynb #5ac8fc7c
 def same_data(dls # `DataLoaders` of this worker
              ):
-    "Raise a `ValueError` if the loaders of some worker differ from rank 0's in size, or in the samples that are looked at"
+    "Raise a `ValueError` if the loaders of some worker differ from rank 0's in size, batching, or the samples that are looked at"
     compared = current_world().cached('same_data', WeakValueDictionary)
     mine = [_seen(dl, compared.get(id(dls)) is not dls) for dl in dls.loaders]
     compared[id(dls)] = dls # once: a data set may keep what it has read, which is not the same in all workers
@@ -94,7 +95,8 @@ def same_data(dls # `DataLoaders` of this worker
     r = next(i for i,o in enumerate(every) if o!=every[0])
     i,(a,b) = next((i,o) for i,o in enumerate(zip_longest(every[0], every[r])) if o[0]!=o[1])
     raise ValueError(
-        f"rank {get_rank()}: loader {i} of rank {r} has other data than that of rank 0: {_brief(b)}, and {_brief(a)}. "
+        f"rank {get_rank()}: loader {i} of rank {r} has other data than that of rank 0, or batches it otherwise: "
+        f"{_brief(b)}, and {_brief(a)}. "
         "All workers need the same: give the split a seed (RandomSplitter(seed=42), from_df(..., seed=42)), "
         "or call set_seed(42) before it")
 

@@ -6,7 +6,7 @@
 __all__ = ['cancels', 'may_cancel', 'Decisions']
 
 # %% ../../nbs/fault/07_cancel.ipynb #026677e9
-import threading,time
+import time
 from collections import Counter,defaultdict
 from contextlib import contextmanager, nullcontext
 from operator import attrgetter, itemgetter
@@ -16,12 +16,11 @@ import torch, torch.distributed as dist
 from fastai.callback.core import (Callback, CancelBackwardException, CancelBatchException, CancelEpochException, CancelFitException,
                                   CancelStepException, CancelTrainException, CancelValidException, event)
 from fastcore.basics import noop, patch
-from ..comm.call import check_calls, route, same_text
-from ..comm.objects import all_gather_list
+from ..comm.call import Call, OutOfStep, route, same_text
+from ..comm.pack import pack
 from .interrupt import Interrupts
 from .same_call import gone_on
 from .supervisor import monitor
-from .watchdog import stack_of, user_frames
 from ..world.ranks import get_rank
 
 # %% ../../nbs/fault/07_cancel.ipynb #f4ce954d
@@ -51,16 +50,19 @@ def _code(exc):
     return _interrupt-next(i for i,c in enumerate(cancels) if isinstance(exc, c))
 
 def _error(code):
-    "The class of the exception"
-    return cancels[_interrupt-code]
+    "The class of the exception; an `OutOfStep` where it is the number of nothing"
+    if 1 <= code <= _interrupt: return cancels[_interrupt-code]
+    raise OutOfStep(f"rank {get_rank()} waits for what the callbacks of all workers decide, and others are at another call: "
+                    "one of them has a callback, or an evaluation, that the others do not have")
 
 # %% ../../nbs/fault/07_cancel.ipynb #100424d6
 class Decisions:
     "Runs the callbacks of `learn`, so that a Cancel exception of one rank is raised in all"
     def __init__(self, learn, # `Learner` whose callbacks decide
                  aside=nullcontext, # Context around what one rank does alone, which must not move the shared random numbers
+                 watches=lambda cb: False, # Does a callback only show or log? Ranks may have such ones alone
                 ):
-        self.learn,self.aside = learn,aside
+        self.learn,self.aside,self.watches = learn,aside,watches
         m = monitor()
         self.interrupts = Interrupts() if m is None else m.interrupts
         self.cut = None # where a callback has ended an evaluation
@@ -87,11 +89,18 @@ def agree(self:Decisions, code=0 # 1 to 7 for a Cancel exception, 8 for `Keyboar
     dist.all_reduce(t, dist.ReduceOp.MAX)
     return t.item()
 
-# %% ../../nbs/fault/07_cancel.ipynb #2c916303
-def _same_call(every):
-    "An `OutOfStep` where the ranks, of which `every` has (call, line, callbacks), are at different calls"
-    lines = [f"{line[0]}:{line[1]} in {line[2]}" if line else '?' for _,line,_ in every]
-    check_calls(range(len(every)), [o[0] for o in every], lines, [None]*len(every))
+# %% ../../nbs/fault/07_cancel.ipynb #45626888
+_train = tuple(f'fastai.callback.{o}.' for o in ('channelslast','fp16','mixup','rnn','schedule','tracker','training'))
+_train += 'fastai.vision.gan.','fastdist.'
+
+def _check_alike(every):
+    "A `RuntimeError` where not all ranks, which have the callbacks `every`, have one that changes how they train"
+    for k in {k:None for ks in every for k in ks}:
+        name,lack = k[1].rpartition('.')[2],[r for r,ks in enumerate(every) if k not in ks]
+        if lack and k[1].startswith(_train) and name!='SaveModelCallback': raise RuntimeError(
+            f"rank {get_rank()}: {name} (order {k[0]}) changes how a learner trains, and not all workers have it: it is missing in "
+            f"rank{'s' if len(lack) > 1 else ''} {str(lack[:8])[1:-1]}{', ...' if len(lack) > 8 else ''}. "
+            "Give it to the learners of all, whatever their rank")
 
 # %% ../../nbs/fault/07_cancel.ipynb #04e60481
 @patch
@@ -105,12 +114,11 @@ def begin(self:Decisions, what='' # The call that all ranks make, in words
         nm = _name(cb)
         self.keys[id(cb)] = (cb.order,nm,seen[nm])
         seen[nm] += 1
-    mine = [(self.keys[id(cb)], may_cancel(cb)) for cb in self.learn.cbs]
+    mine = [(self.keys[id(cb)], evs) for cb in self.learn.cbs if (evs := may_cancel(cb)) or not self.watches(cb)]
     every = [mine]
     if not same_text(repr((what, mine))):
-        gathered = all_gather_list((what, next(iter(user_frames(stack_of(threading.get_ident()))), None), mine))
-        _same_call(gathered)
-        every = [o for *_,o in gathered]
+        every = Call(what, None, lambda c: pack(mine)).objects()
+        _check_alike([[k for k,_ in o] for o in every])
     self.everywhere = set.intersection(*({k for k,_ in o} for o in every))
     points = defaultdict(dict)
     for o in every:

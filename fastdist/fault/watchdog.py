@@ -11,8 +11,9 @@ import faulthandler,json,os,re,sys,threading,time
 from collections import Counter
 from dataclasses import dataclass,field
 
-import fastdist, torch, torch.distributed as dist
+import torch, torch.distributed as dist
 from fastcore.basics import patch
+from ..comm.call import is_library
 from ..world.errors import Failure, has_ended
 from ..world.state import current_world
 from ..world.ranks import from_env, get_rank, get_world_size, host_name
@@ -52,14 +53,12 @@ def frame_text(frame # [file, line, function]
     return f"{frame[0]}:{frame[1]} in {frame[2]}"
 
 # %% ../../nbs/fault/00_watchdog.ipynb #23442061
-_package = re.escape(os.path.dirname(fastdist.__file__))
-_library = re.compile(rf'[/\\](site-packages|dist-packages|lib.python3[.\d]*)[/\\]|^<frozen |^{_package}')
 _machinery = re.compile(r'[/\\]fastdist[/\\](fault[/\\]\w+|world[/\\]process_group)\.py$') # it ends and starts what the user's code is in
 
 def user_frames(stack # [file, line, function] for each frame
                ):
     "The frames that are neither of an installed package, nor of Python, nor of fastdist"
-    return [f for f in stack if not _library.search(f[0])]
+    return [f for f in stack if not is_library(f[0])]
 
 def _collective_of(stack # [file, line, function] for each frame, the innermost first
                  ):
@@ -67,6 +66,15 @@ def _collective_of(stack # [file, line, function] for each frame, the innermost 
     inside = [f for f in stack if 'torch/distributed' in f[0].replace(os.sep, '/') and 'wrapper' not in f[2]]
     if not stack: return '?'
     return (inside[-1] if inside else stack[0])[2].replace('_engine_run_backward', 'backward')
+
+def _without_polling(stack):
+    "The frames as far as one that asks the store again and again: where it is in its loop does not say that the rank gets on"
+    polls = [i for i,f in enumerate(stack) if f[2]=='wait_until' and f[0].replace(os.sep, '/').endswith('fastdist/world/store.py')]
+    return stack[polls[-1]+1:] if polls else stack
+
+def _in_call(stack):
+    "Does it wait until all ranks make a call?"
+    return bool(stack) and stack[0][2]=='gone_on' and stack[0][0].replace(os.sep, '/').endswith('fastdist/fault/same_call.py')
 
 # %% ../../nbs/fault/00_watchdog.ipynb #a45c4d15
 def _sequence_numbers():
@@ -145,7 +153,7 @@ def own_beat(n, # Goes up with each
              stacks=None, # Number of the file descriptor of its `Stacks`
             ):
     "The `Beat` of this rank"
-    stack,who = stack_of(thread),(get_rank(),host_name(),os.getpid())
+    stack,who = _without_polling(stack_of(thread)),(get_rank(),host_name(),os.getpid())
     return Beat(n, *who, _sequence_numbers(), stack, left, follows, stacks, in_flight=_in_flight(stack))
 
 # %% ../../nbs/fault/00_watchdog.ipynb #4f60ac53
@@ -226,12 +234,12 @@ def _behind(self:Watch, group, now, limit):
 # %% ../../nbs/fault/00_watchdog.ipynb #3acc7adf
 @patch
 def _apart(self:Watch, now, limit):
-    "All ranks wait, and at least one of them in a collective. Those are missing that are not where most are, if most are at one place"
+    "All ranks wait, and at least one of them for others. Those are missing that are not where most are, if most are at one place"
     here = [b for b in self.beats.values() if not b.left]
     # torch's recorder knows nothing of what one rank sends to another, and may be off
-    in_collective = lambda b: b.in_flight or any('torch/distributed' in f[0].replace(os.sep, '/') for f in b.stack[:6])
+    waits = lambda b: b.in_flight or any('torch/distributed' in f[0].replace(os.sep, '/') for f in b.stack[:6]) or _in_call(b.stack)
     if len(here)!=len(self.last_beat) or len(here)==1 or any(now-self.moved[b.rank] <= limit for b in here): return
-    if not any(map(in_collective, here)): return
+    if not any(map(waits, here)): return
     at = {b.rank:repr((_collective_of(b.stack),(user_frames(b.stack) or b.stack)[:1])) for b in here}
     (place,n),*_ = Counter(at.values()).most_common(1)
     most = sorted(r for r in at if at[r]==place and len(here) > n > len(here)/2)

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['accelerator_args', 'explained', 'not_default', 'check_args', 'check_own', 'check_launch', 'check_precision',
-           'make_accelerator']
+           'same_args', 'make_accelerator']
 
 # %% ../../nbs/trainer/01_args.ipynb #121616bc
 import difflib,inspect
@@ -18,6 +18,8 @@ from fastai.basics import *
 from fastai.callback.fp16 import MixedPrecision, NonNativeMixedPrecision
 from .strategy_args import check_dynamo, check_mesh, check_sharding, launch_hidden
 from ..world.errors import refuse
+from ..comm.call import same_text, who_has
+from ..comm.objects import all_gather_list
 from ..strategy.select import check_ddp
 from ..world.ranks import get_rank, get_world_size
 
@@ -239,6 +241,25 @@ def check_precision(learn # `Learner` in a fit on many workers
     if learn._grab_cbs(NonNativeMixedPrecision): raise ValueError(
         f"rank {get_rank()}: NonNativeMixedPrecision (to_non_native_fp16) trains copies of the parameters, "
         "which is not supported on many workers: use learn.to_fp16()")
+
+# %% ../../nbs/trainer/01_args.ipynb #7d81f741
+_may_differ = 'watchdog','project_dir','project_config'
+
+def same_args(args, # `dict` of the arguments that were given to `DistributedTrainer`
+              settings, # What `check_args` returned
+              precision, # What `check_launch` returned
+             ):
+    "Raise a `ValueError` in all workers where these are not the same in all; of objects only their classes are compared"
+    given = {**args, 'strategy':settings.strategy, 'mixed_precision':precision}
+    mine = {k:repr(v) if isinstance(v, (str,int,float,type(None))) else type(v).__name__ for k,v in given.items() if k not in _may_differ}
+    if not same_text(repr(sorted(mine.items()))): raise _args_differ(all_gather_list(mine))
+
+def _args_differ(every):
+    "The error for what all workers were given"
+    nm = next(k for o in every for k in o if len({h.get(k) for h in every}) > 1)
+    return ValueError(f"rank {get_rank()}: {nm} is not the same in all workers: "
+                      f"{who_has(range(len(every)), [o.get(nm, 'its default') for o in every])}. "
+                      "Give all the same arguments, and start all with the same settings of the launcher")
 
 # %% ../../nbs/trainer/01_args.ipynb #0dd698c0
 def make_accelerator(settings, # From `check_args`

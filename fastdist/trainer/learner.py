@@ -14,10 +14,11 @@ import torch.distributed as dist
 from fastai.basics import *
 from ..callbacks.data_parallel import ParallelTrainer, check_device_ids
 from ..callbacks.fastai_patches import trainer_of
+from ..comm.call import same_call
 from ..checkpoint.resume import Resume, resume_of
 from ..fault.cancel import cancels
 from ..fault.same_call import all_at
-from ..fault.supervisor import handler_kept, scope
+from ..fault.supervisor import handler_kept, rejoin, scope
 from ..data.dl import DistributedDL
 from ..metrics.predictions import SharedActivation
 from ..strategy.base import check_trainable
@@ -93,6 +94,7 @@ def _resumes(learn, resume):
     if not isinstance(resume, (str,Path)) or not str(resume): refuse('resume', resume, "it is a folder, a Resume, or False for none")
     return Resume(resume, default=default)
 
+# %% ../../nbs/trainer/07_learner.ipynb #eea3e490
 @contextmanager
 def _context(learn, cb, resumes, in_notebook):
     "`learn` has the trainer `cb`, and the `Resume` `resumes`, meanwhile"
@@ -105,6 +107,9 @@ def _context(learn, cb, resumes, in_notebook):
                 _add_trainer(learn, cb)
                 if resumes is not None: cb.add(resumes)
                 yield
+                rejoin()
+                same_call('the end of distrib_ctx') # a rank that is in a fit would wait for this one
+                learn.detach_distributed()
     finally:
         learn.detach_distributed()
         if leave or together is not None and together.broken: teardown_distrib()

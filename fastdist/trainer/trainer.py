@@ -14,11 +14,11 @@ from ..callbacks.activation_stats import ActivationStats, gather_stats
 from ..callbacks.data_parallel import ParallelTrainer
 from ..callbacks.grad_accumulation import AccumulateSteps
 from ..callbacks.late_loss import late_losses
-from ..callbacks.loggers import HiddenLoggers, console_bars
+from ..callbacks.loggers import HiddenLoggers, console_bars, is_logger
 from ..callbacks.precision import autocast_kept, precision_callbacks, synchronize_rng
 from ..data.loaders import same_data
 from ..data.rng import WorkerRandom, rank0_stream, rejoin_streams
-from ..fault.cancel import Decisions
+from ..fault.cancel import Decisions, may_cancel
 from ..fault.supervisor import catchable, check_watchdog, handler_kept, rejoin, scope, watchdog_time
 from ..metrics.metrics import EpochTotals
 from ..model.activation_checkpoint import checkpoint_activations
@@ -28,7 +28,7 @@ from ..model.foreach import Foreach
 from ..strategy.base import Strategy, check_values, inner_opt, same_everywhere, whole_model
 from ..strategy.select import close_strategy, make_strategy
 from ..strategy.sharding import norms_of_shards
-from .args import accelerator_args, check_args, check_launch, check_own, check_precision, make_accelerator, not_default
+from .args import accelerator_args, check_args, check_launch, check_own, check_precision, make_accelerator, not_default, same_args
 from .evaluation import Evaluation, same_log
 from .loaders import SharedLoaders, back_on_device, move_learner, seeded_loaders
 from .step import StrategyHooks, TrainingStep
@@ -71,6 +71,11 @@ def __call__(self:DistributedTrainer, event_name # Of a fit
 
 # %% ../../nbs/trainer/06_trainer.ipynb #72b96972
 @patch
+def _same_args(self:DistributedTrainer):
+    "All workers were given the same"
+    same_args(self.args, self.settings, self.precision)
+
+@patch
 def _same_model(self:DistributedTrainer):
     "All workers have the same data, and begin with rank 0's weights"
     same_data(self.learn.dls) # first: vocabularies, and so models, may differ by it
@@ -92,7 +97,7 @@ def _prepare(self:DistributedTrainer):
     "Random numbers of one's own, decisions in common, and what events hand over to"
     learn,device = self.learn,self.device
     self.random,self.totals = WorkerRandom(get_rank()),EpochTotals(learn)
-    self.decisions = Decisions(learn, WorkerRandom(get_rank()).entered)
+    self.decisions = Decisions(learn, WorkerRandom(get_rank()).entered, lambda cb: is_logger(cb) and not may_cancel(cb))
     self.loaders = SharedLoaders(learn, device, self.settings.split, self.args['sync_bn'], self.settings.non_blocking)
     self.evaluation = Evaluation(learn, self.decisions)
     self.dirty = False
@@ -223,7 +228,8 @@ def steps(self:DistributedTrainer):
     "What `attach` does, in this order; `detach` undoes it in reverse"
     both = [self._fit_bars, self._accumulate, self._set_path, self._seed_loaders, self._set_precision]
     if self.accelerator is None: return [self._copy_to_gpus, self._checkpoint, self._compile, *both]
-    return [self._same_model,
+    return [self._same_args,
+            self._same_model,
             self._prepare,
             self.shape_model,
             self._share_loaders,
@@ -289,9 +295,9 @@ def before_epoch(self:DistributedTrainer):
 
 @patch
 def after_epoch(self:DistributedTrainer):
-    "Record what rank 0 does"
+    "Record what rank 0 does, having stepped by the same numbers"
     rec,mine = getattr(self.learn, 'recorder', None),self.in_fit and not self.decisions.inner
-    if rec is not None and not self.decisions.alone and (mine or self.evaluated): same_log(rec)
+    if rec is not None and not self.decisions.alone and (mine or self.evaluated): same_log(rec, self.learn.opt if mine else None)
 
 @patch
 def before_train(self:DistributedTrainer):
@@ -392,7 +398,7 @@ def _decide(self:DistributedTrainer):
     "Around a fit of all workers: what callbacks decide, all do; those that log do so in rank 0"
     with ExitStack() as undo:
         if get_rank() > 0: undo.enter_context(self.loggers.hidden()) # those given to `fit`
-        self.decisions.begin('a fit')
+        self.decisions.begin(f"a fit of {getattr(self.learn, 'n_epoch', 'some')} epochs")
         undo.callback(self.decisions.end)
         undo.push(self._fit_failed)
         if self.device.type!='cpu': undo.enter_context(late_losses(self.learn))

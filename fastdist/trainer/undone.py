@@ -21,23 +21,32 @@ class UndoneCallback(QuickCallback):
     def learn(self): return vars(self).get('_learn')
     @learn.setter
     def learn(self, v):
-        if v is None: self.detach()
-        vars(self)['_learn'] = v
-
-    def set_up(self, steps # Functions without arguments, called in this order and undone in reverse
-              ):
-        "Call `steps`; where one of them fails, undo those before it"
-        self.undo,self.added = ExitStack(),[]
         try:
-            for f in steps: f()
-        except BaseException:
-            self.detach()
+            if v is None: self.detach()
+        except BaseException: # with which fastai's `remove_cb` ends too early
+            if self in self.learn.cbs:
+                self.learn.cbs.remove(self)
+                delattr(self.learn, self.name)
             raise
+        finally: vars(self)['_learn'] = v
 
-    def detach(self):
-        "Give the learner back as it was"
-        undo,self.undo = self.undo,None
-        if undo is not None: undo.close()
+# %% ../../nbs/trainer/05_undone.ipynb #6c1493e9
+@patch
+def set_up(self:UndoneCallback, steps # Functions without arguments, called in this order and undone in reverse
+          ):
+    "Call `steps`; where one of them fails, undo those before it"
+    self.undo,self.added = ExitStack(),[]
+    try:
+        for f in steps: f()
+    except BaseException:
+        self.detach()
+        raise
+
+@patch
+def detach(self:UndoneCallback):
+    "Give the learner back as it was"
+    undo,self.undo = self.undo,None
+    if undo is not None: undo.close()
 
 # %% ../../nbs/trainer/05_undone.ipynb #92ed5ac1
 @patch

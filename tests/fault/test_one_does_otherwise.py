@@ -1,0 +1,136 @@
+"""One worker does otherwise than the others: it has other arguments, callbacks or numbers, leaves the context early, or makes another call. All of them
+hear of it at once, by an error that says who does what, have their learners back as they were, and can train together after it"""
+import collections, re, time
+from functools import partial
+
+import pytest
+from learners import *
+from fastai.callback.fp16 import MixedPrecision
+from fastai.callback.progress import CSVLogger, ProgressCallback
+from fastai.callback.tracker import EarlyStoppingCallback, ReduceLROnPlateau, SaveModelCallback
+from fastai.callback.training import BnFreeze, GradientClip, ShortEpochCallback
+
+
+@pytest.fixture(params=[2, 3])
+def world(request, worlds): return worlds(request.param)
+
+
+CALLBACKS = dict(accumulates=partial(GradientAccumulation, 10), clips=GradientClip, stops=EarlyStoppingCallback, plateau=ReduceLROnPlateau,
+                 short=ShortEpochCallback, freezes=BnFreeze, half=MixedPrecision)
+ARGS = dict(strategy='zero1', sync_bn=False, gradient_accumulation_steps=3, split_batches=True)
+CALLS = dict(leaves=([], 'at the end of distrib_ctx ('), stays=(['fit', 'fit'], 'at a fit of 2 epochs ('), longer=(['longer'], 'at a fit of 3 epochs ('),
+             evaluates=(['validate'], 'at learn.validate of ds_idx=1 ('), predicts=(['preds'], 'at learn.get_preds of ds_idx=1 ('))
+
+
+def caught(f):
+    start = time.monotonic()
+    try: f()
+    except Exception as e: return type(e).__name__, str(e), time.monotonic()-start
+    return None, '', time.monotonic()-start
+
+
+def parts(learn): return [type(o).__name__ for os in (learn.cbs, learn.model.modules(), learn.dls.loaders) for o in os]
+
+
+def otherwise(strategy=None, cb=None, args=None, calls=None, schedule=None, **kwargs):
+    "In rank 1 alone what is given happens. The error of each rank, and whether it is rid of it"
+    import fastdist.all
+    from fastdist.world import get_rank
+    mine = get_rank() == 1
+    learn = quiet(learner(n=24, bn=True, **(kwargs if mine else {})))
+    if cb and mine: learn.add_cb(CALLBACKS[cb]())
+    before = parts(learn)
+    does = dict(fit=lambda: learn.fit(2), longer=lambda: learn.fit(3), validate=learn.validate, preds=learn.get_preds)
+    def run():
+        with learn.distrib_ctx(watchdog=60, **({'strategy': strategy} if strategy else {}), **(args if args and mine else {})):
+            if calls is None: learn.fit_one_cycle(2, **(schedule if schedule and mine else {}))
+            else:
+                for o in (calls if mine else ['fit']): does[o]()
+    error = caught(run)
+    again = quiet(learner(n=24, bn=True))
+    with again.distrib_ctx(watchdog=60): again.fit(1)
+    return error, parts(learn) == before, weights(again)
+
+
+def told(found, kind, *said):
+    for (cls, text, secs), same, w in found:
+        assert cls == kind and all(o in text for o in said), (cls, text)
+        assert secs < 30 and same # by no watchdog
+        assert not diff(w, found[0][-1])
+
+
+@pytest.mark.parametrize('strategy', [None, 'zero1', 'fsdp'])
+@pytest.mark.parametrize('case', list(CALLS))
+def test_makes_other_calls(world, case, strategy):
+    calls, what = CALLS[case]
+    told(world(otherwise, strategy, calls=calls), 'OutOfStep', what, 'test_one_does_otherwise.py:')
+
+
+@pytest.mark.parametrize('name', list(ARGS))
+def test_has_other_arguments(world, name):
+    told(world(otherwise, args={name: ARGS[name]}), 'ValueError', f'{name} is not the same in all workers: rank', f'rank 1 has {ARGS[name]!r}')
+
+
+@pytest.mark.parametrize('cb', list(CALLBACKS))
+def test_has_a_callback_that_changes_training(world, cb):
+    made = CALLBACKS[cb]()
+    told(world(otherwise, cb=cb), 'RuntimeError', f'{type(made).__name__} (order ', 'not all workers have it: it is missing in rank')
+
+
+@pytest.mark.parametrize('strategy', [None, 'zero2', 'fsdp'])
+@pytest.mark.parametrize('case', ['lr_max', 'moms', 'wd', 'lr'])
+def test_steps_by_other_numbers(world, case, strategy):
+    if case == 'lr': case, kwargs = 'lr_max', dict(schedule=None, lr=.3) # the learner's own
+    elif case == 'wd': kwargs = dict(wd=.1)
+    else: kwargs = dict(schedule={'lr_max': dict(lr_max=.3), 'moms': dict(moms=(.5, .4, .5))}[case])
+    found = world(otherwise, strategy, **kwargs)
+    told(found, 'RuntimeError', f"{dict(lr_max='lr', moms='mom').get(case, case)} of parameter group 0: rank", 'rank 1 has ')
+
+
+@pytest.mark.parametrize('kwargs', [dict(shuffle=False), dict(drop_last=True)], ids=lambda o: next(iter(o)))
+def test_batches_otherwise(world, kwargs):
+    (name, value), = kwargs.items()
+    told(world(otherwise, **kwargs), 'ValueError', 'loader 0 of rank 1 has other data than that of rank 0, or batches it otherwise', f'{name}={value}')
+
+
+def logged(tmp, saves):
+    "Collectives of a fit in which rank 0 alone has callbacks that log, and may save"
+    import fastdist.all
+    from fastdist.world import get_rank
+    learn = learner(n=24, path=tmp)
+    learn.logger = noop
+    if get_rank() == 0: learn.add_cbs([CSVLogger(), *([SaveModelCallback()] if saves else [])])
+    else: learn.remove_cb(ProgressCallback)
+    with learn.distrib_ctx(watchdog=60), learn.no_bar() if saves else contextlib.nullcontext():
+        with counted_collectives(collections.Counter()) as counts: learn.fit(2)
+    return counts, weights(learn)
+
+
+def test_what_rank0_logs_is_shared_with_nobody(world, tmp_path):
+    "No list of callbacks of each rank is sent to all, where they only log; and one that saves may be rank 0's alone"
+    found = world(logged, tmp_path, False)
+    for counts, w in found:
+        assert counts['allreduce'] > 0 and not any('gather' in o and n for o, n in counts.items()), counts
+        assert not diff(w, found[0][1])
+    saved = world(logged, tmp_path, True)
+    for _, w in saved: assert not diff(w, found[0][1])
+
+
+def at_different_saves(watchdog):
+    "Each rank waits for the others to make its own call, by which all have to save their shards: none is in a collective"
+    import fastdist.all
+    from fastdist.world import get_rank
+    learn = quiet(learner(n=24))
+    def run():
+        with learn.distrib_ctx(watchdog=watchdog, strategy='fsdp'):
+            learn.fit(1)
+            if get_rank() == 1: learn.export('other.pkl')
+            else: learn.save('one')
+    error = caught(run)
+    return error, hasattr(learn, 'distributed_trainer')
+
+
+def test_waits_for_another_call(worlds, tmp_path):
+    for (cls, text, secs), there in worlds(2)(at_different_saves, 3):
+        assert cls == 'RemoteError' and 'have waited for 3 s' in text, (cls, text)
+        assert len(set(re.findall(r'otherwise.py:(\d+) in run', text))) == 2 and secs < 60 and not there
