@@ -426,6 +426,7 @@ def _unshard_model(self:FullyShard):
     # autograd's graph keeps them alive, where the garbage collector does not see it, and they the model and its gradients
     for o in (*[g for m in modules for g in groups[m]], *states): vars(o).clear()
     _put_params(slots)
+    for p,_ in slots: vars(p).pop('_fsdp_orig_uid', None) # torch's
     self.params,self.parts = [],[]
 
 # %% ../../nbs/strategy/07_fsdp.ipynb #22198133

@@ -96,6 +96,14 @@ def make_strategy(settings, # What the arguments ask for, as `check_args` return
 _wholes = dict(ddp=Replica, zero1=ShardedSteps, zero2=ShardedGradients) # whole parameters in each worker
 
 # %% ../../nbs/strategy/08_select.ipynb #945200ef
+def _same_state(strategy):
+    "What the optimizer remembers is gathered from all workers: where they do not have parts of the same, it is dropped, and they are told"
+    sharded = getattr(strategy, 'sharded', None)
+    if same_text(repr(sharded and [(tuple(o.shape), o.o.dtype) for o in sharded.held().values()])): return
+    if sharded: sharded.opt.clear_state()
+    warn(f"rank {get_rank()}: the optimizers of the workers do not remember the same tensors, as some have made another, or frozen other "
+         "layers, and what they remembered is dropped: load a checkpoint, or go on with a new optimizer")
+
 def close_strategy(strategy # A `Strategy` that has been set up
                   ):
     "Close `strategy`, as well as that goes after an error: a warning where other workers took their shards along"
@@ -103,6 +111,7 @@ def close_strategy(strategy # A `Strategy` that has been set up
     broken,aborted = strategy.gathers and m is not None and m.broken,m is not None and m.aborted
     # the contexts of all workers are numbered alike
     group = (gather_group(f'{current_world().number}/{m.count}') or False) if broken else None
+    if group is None and strategy.gathers: _same_state(strategy)
     strategy.close(group)
     if aborted: warn(
         f"rank {get_rank()}: what the GPUs were sending each other was ended in the middle, and they computed with what had come: "

@@ -185,15 +185,21 @@ def zero_grad(self:_OptRows, *args, **kwargs):
 
 # %% ../../nbs/strategy/05_sharded_opt.ipynb #ca951c3a
 @patch
-def _gather(self:_OptRows, group=None, keep=True):
-    """Let the optimizer remember whole tensors, in CPU memory where it had rows, or `None`, if they are not to be kept. The set of the
-    ids of those that have been gathered; `group` as for `gather_rows`"""
-    found,wholes = {},{}
+def held(self:_OptRows):
+    "By its id, each tensor that the optimizer remembers of which this worker has rows, with the whole one's shape"
+    found = {}
     def note(p, o):
         shape = self._whole_shape(p, o)
         if shape is not None: found[id(o)] = SimpleNamespace(o=local(o), shape=shape, nbytes=math.prod(shape)*o.element_size())
         return o
     _each_state(self.opt, note)
+    return found
+
+@patch
+def _gather(self:_OptRows, group=None, keep=True):
+    """Let the optimizer remember whole tensors, in CPU memory where it had rows, or `None`, if they are not to be kept. The set of the
+    ids of those that have been gathered; `group` as for `gather_rows`"""
+    found,wholes = self.held(),{}
     for some in buckets(found.values(), gathered_at_once): # those that are not kept are never all there
         ts = gather_rows([o.o for o in some], [o.shape for o in some], self.rows_of, group, 'cpu')
         wholes.update({id(o.o):t if keep else None for o,t in zip(some, ts)})

@@ -111,8 +111,9 @@ def _context(learn, cb, resumes, in_notebook):
                 same_call('the end of distrib_ctx') # a rank that is in a fit would wait for this one
                 learn.detach_distributed()
     finally:
-        learn.detach_distributed()
-        if leave or together is not None and together.broken: teardown_distrib()
+        broken = together is not None and together.broken
+        with nullcontext() if broken or cb.undo is None else scope(cb.watchdog): learn.detach_distributed()
+        if leave or broken: teardown_distrib()
 
 # %% ../../nbs/trainer/07_learner.ipynb #336655a0
 @patch

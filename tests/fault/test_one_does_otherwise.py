@@ -18,7 +18,7 @@ def world(request, worlds): return worlds(request.param)
 CALLBACKS = dict(accumulates=partial(GradientAccumulation, 10), clips=GradientClip, stops=EarlyStoppingCallback, plateau=ReduceLROnPlateau,
                  short=ShortEpochCallback, freezes=BnFreeze, half=MixedPrecision)
 ARGS = dict(strategy='zero1', sync_bn=False, gradient_accumulation_steps=3, split_batches=True)
-CALLS = dict(leaves=([], 'at the end of distrib_ctx ('), stays=(['fit', 'fit'], 'at a fit of 2 epochs ('), longer=(['longer'], 'at a fit of 3 epochs ('),
+CALLS = dict(leaves=([], 'at the end of distrib_ctx ('), stays=(['fit', 'fit'], 'at a fit of 2 epochs ('), tunes=(['fit', 'tune'], 'at a fit of 1 epochs ('), longer=(['longer'], 'at a fit of 3 epochs ('),
              evaluates=(['validate'], 'at learn.validate of ds_idx=1 ('), predicts=(['preds'], 'at learn.get_preds of ds_idx=1 ('))
 
 
@@ -37,10 +37,10 @@ def otherwise(strategy=None, cb=None, args=None, calls=None, schedule=None, **kw
     import fastdist.all
     from fastdist.world import get_rank
     mine = get_rank() == 1
-    learn = quiet(learner(n=24, bn=True, **(kwargs if mine else {})))
+    learn = quiet(learner(n=24, bn=True, opt=Adam, splitter=lambda m: [params(m[:2]), params(m[2:])], **(kwargs if mine else {})))
     if cb and mine: learn.add_cb(CALLBACKS[cb]())
     before = parts(learn)
-    does = dict(fit=lambda: learn.fit(2), longer=lambda: learn.fit(3), validate=learn.validate, preds=learn.get_preds)
+    does = dict(fit=lambda: learn.fit(2), tune=lambda: learn.fine_tune(1), longer=lambda: learn.fit(3), validate=learn.validate, preds=learn.get_preds)
     def run():
         with learn.distrib_ctx(watchdog=60, **({'strategy': strategy} if strategy else {}), **(args if args and mine else {})):
             if calls is None: learn.fit_one_cycle(2, **(schedule if schedule and mine else {}))
@@ -59,7 +59,7 @@ def told(found, kind, *said):
         assert not diff(w, found[0][-1])
 
 
-@pytest.mark.parametrize('strategy', [None, 'zero1', 'fsdp'])
+@pytest.mark.parametrize('strategy', [None, 'zero1', 'zero2', 'fsdp'])
 @pytest.mark.parametrize('case', list(CALLS))
 def test_makes_other_calls(world, case, strategy):
     calls, what = CALLS[case]

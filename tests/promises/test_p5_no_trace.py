@@ -15,7 +15,7 @@ def snapshot(learn):
     mods = list(learn.model.modules())
     return dict(model=(id(learn.model), type(learn.model)), modules=[(id(m), type(m)) for m in mods], keys=list(learn.model.state_dict()),
                 vars=[sorted(vars(m)) for m in mods], hooks=[(len(m._forward_hooks), len(m._forward_pre_hooks), len(m._backward_hooks)) for m in mods],
-                grads=[p.requires_grad for p in learn.model.parameters()], param_hooks=[bool(p._backward_hooks) for p in learn.model.parameters()],
+                grads=[p.requires_grad for p in learn.model.parameters()], params=[sorted(vars(p)) for p in learn.model.parameters()], param_hooks=[bool(p._backward_hooks) for p in learn.model.parameters()],
                 dls=(id(learn.dls), [id(o) for o in learn.dls.loaders], [type(o) for o in learn.dls.loaders], [sorted(vars(o)) for o in learn.dls.loaders]),
                 cbs=[id(o) for o in learn.cbs], metrics=[(id(o), type(o)) for o in learn.metrics], logger=learn.logger, opt=type(learn.opt),
                 loss=id(learn.loss_func), attrs=sorted(o for o in vars(learn) if o not in FIT_LEAVES))
@@ -28,7 +28,7 @@ FIT_LEAVES = set('''dl xb yb pred loss loss_grad epoch n_epoch n_iter iter pct_t
 def silent(*args): "A logger that prints nothing, and is not the one that other ranks than 0 get in a context"
 
 
-def ended(event, rank_only=None, sync_bn=True, exc=KeyError):
+def ended(event, rank_only=None, sync_bn=True, exc=KeyError, strategy=None):
     import fastdist.all
     learn = learner(n=24, bs=5, bn=True, metrics=[accuracy])
     learn.remove_cbs(learn._grab_cbs(ProgressCallback))  # after an error it leaves its own logger, in one process too
@@ -41,7 +41,7 @@ def ended(event, rank_only=None, sync_bn=True, exc=KeyError):
     if event: setattr(Fail, event, lambda self: (_ for _ in ()).throw(exc('a bug')))
     with contextlib.redirect_stdout(io.StringIO()):
         try:
-            with learn.distrib_ctx(split_batches=True, sync_bn=sync_bn):
+            with learn.distrib_ctx(split_batches=True, sync_bn=sync_bn, strategy=strategy):
                 assert snapshot(learn) != before
                 learn.fit(1, cbs=Fail() if event else None)
             raised = None
@@ -59,8 +59,9 @@ def ended(event, rank_only=None, sync_bn=True, exc=KeyError):
     return raised, faults, type(dl).__name__, drawn
 
 
-def test_after_the_end(world3):
-    every = world3(ended, None)
+@pytest.mark.parametrize('strategy', [None, 'zero1', 'zero2', 'fsdp'])
+def test_after_the_end(world3, strategy):
+    every = world3(ended, None, strategy=strategy)
     for raised, faults, *_ in every: assert raised is None and faults == []
     assert len({drawn for *_, drawn in every}) == 1  # a worker's own random numbers are those of a fit
 
