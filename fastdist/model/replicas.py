@@ -10,11 +10,10 @@ import threading
 from copy import copy
 from functools import lru_cache
 
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DataParallel
 from fastai.basics import *
 from fastai.callback.hook import Hook,Hooks
-from .batchnorm import GlobalBatchNorm, _global_norm
+from .batchnorm import GlobalBatchNorm, _global_norm, batch_norms, norm_base
 from ..world.ranks import get_rank
 
 # %% ../../nbs/model/08_replicas.ipynb #492670aa
@@ -28,7 +27,7 @@ class ReplicaBatchNorm(GlobalBatchNorm):
         return y
 
 @lru_cache(None)
-def _replica_class(cls): return type(cls.__name__, (cls, ReplicaBatchNorm), dict(__module__=cls.__module__))
+def _replica_class(cls): return type(cls.__name__, (norm_base(cls), ReplicaBatchNorm), dict(__module__=cls.__module__))
 
 # %% ../../nbs/model/08_replicas.ipynb #576020fc
 def own_hooks(replica # Copy of a model, as torch's `replicate` makes it
@@ -88,9 +87,7 @@ def gather(self:ReplicaGroup, i, # Number of the copy that asks
 def _join(self:ReplicaGroup, i):
     own_hooks(self.replicas[i])
     if not self.sync_bn: return
-    for m in self.replicas[i].modules():
-        if isinstance(m, _BatchNorm) and not isinstance(m, nn.SyncBatchNorm):
-            m.__class__,m.gather = _replica_class(type(m)),partial(self.gather, i)
+    for m in batch_norms(self.replicas[i]): m.__class__,m.gather = _replica_class(type(m)),partial(self.gather, i)
 
 @patch
 def run(self:ReplicaGroup, i, # Number of the copy

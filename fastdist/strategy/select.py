@@ -104,6 +104,7 @@ def _same_state(strategy):
     warn(f"rank {get_rank()}: the optimizers of the workers do not remember the same tensors, as some have made another, or frozen other "
          "layers, and what they remembered is dropped: load a checkpoint, or go on with a new optimizer")
 
+# %% ../../nbs/strategy/08_select.ipynb #c81b9810
 def close_strategy(strategy # A `Strategy` that has been set up
                   ):
     "Close `strategy`, as well as that goes after an error: a warning where other workers took their shards along"

@@ -195,6 +195,7 @@ def held(self:_OptRows):
     _each_state(self.opt, note)
     return found
 
+# %% ../../nbs/strategy/05_sharded_opt.ipynb #a880099b
 @patch
 def _gather(self:_OptRows, group=None, keep=True):
     """Let the optimizer remember whole tensors, in CPU memory where it had rows, or `None`, if they are not to be kept. The set of the

@@ -95,3 +95,15 @@ def sent_by_a_layer(size):
 def test_what_is_sent():
     "One message forward, one backward, of the same bytes with 2 workers and with 1,024"
     for size in (2, 3, 1024): assert started(sent_by_a_layer, [{}], size) == [([(2*5+1)*8, 2*5*4], {'allreduce': 2})]
+
+
+def torchs(): return nn.SyncBatchNorm.convert_sync_batchnorm(mlp(True))
+
+
+@pytest.mark.parametrize('strategy', [None, 'zero2', 'fsdp'])
+def test_layers_of_torch_that_are_shared_already(worlds, strategy):
+    "A model of a script that had DistributedDataParallel: torch's layers refuse the CPU"
+    ctx = dict(split_batches=True, strategy=strategy)
+    one, plain = trained(model=torchs), worlds(3)(trained, True, ctx=ctx, bn=True)
+    for many, same in zip(worlds(3)(trained, True, ctx=ctx, model=torchs), plain):
+        assert diff(one.weights, many.weights) < 1e-7 and not diff(same.weights, many.weights) and same.values == many.values
