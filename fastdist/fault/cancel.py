@@ -9,6 +9,7 @@ __all__ = ['cancels', 'may_cancel', 'Decisions']
 import time
 from collections import Counter,defaultdict
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from operator import attrgetter, itemgetter
 from types import SimpleNamespace
 
@@ -142,16 +143,22 @@ def _responds(cb, event):
     own = t.__call__ is not _fastai_call or t.__getattr__ is not _fastai_getattr
     return own or event=='after_fit' or event in vars(cb) or hasattr(t, event)
 
-# %% ../../nbs/fault/07_cancel.ipynb #394c8f41
+# %% ../../nbs/fault/07_cancel.ipynb #cf9842c7
 @patch
-def _callbacks(self:Decisions, event):
-    "In their order, each with: does it respond to `event`? Looked up once, as long as the learner has these"
-    cbs = list(self.learn.cbs)
-    now = [*cbs,*[o.order for o in cbs]]
-    if self.cbs!=now: self.cbs,self.found = now,{}
-    res = self.found.get(event)
-    if res is None: res = self.found[event] = [(o,_responds(o, event)) for o in sorted(cbs, key=attrgetter('order'))]
-    return res
+@contextmanager
+def inside(self:Decisions):
+    "Around an evaluation that a callback makes"
+    self.inner += 1
+    try: yield
+    finally: self.inner -= 1
+
+@patch
+@contextmanager
+def by_itself(self:Decisions):
+    "Let this rank do alone what follows"
+    outer,self.alone = self.alone,True
+    try: yield
+    finally: self.alone = outer
 
 # %% ../../nbs/fault/07_cancel.ipynb #06f1989f
 @patch
@@ -160,14 +167,27 @@ def _has_all(self:Decisions, cb):
     return id(cb) not in self.keys or self.keys[id(cb)] in self.everywhere
 
 @patch
-def _run(self:Decisions, cb, event):
-    "Call one callback"
-    if self._has_all(cb): return cb(event)
+def _run_alone(self:Decisions, cb, event):
+    "Call a callback that not all ranks have"
     before = {id(o) for o in self.learn.cbs}
     draws = hasattr(cb, event) and _library(cb) not in _libraries
     with self.by_itself(), self.aside() if draws else nullcontext(): cb(event)
     for o in self.learn.cbs: # what it has added runs alone too
         if id(o) not in before: self.keys[id(o)] = None
+
+# %% ../../nbs/fault/07_cancel.ipynb #394c8f41
+@patch
+def _callbacks(self:Decisions, event):
+    "In their order, each with: does it respond to `event`, and what to call. Looked up once, as long as the learner has these"
+    cbs = getattr(self.learn.cbs, 'items', self.learn.cbs) # of fastcore's `L`, which takes its time to iterate
+    now = [*cbs,*[o.order for o in cbs]]
+    if self.cbs!=now: self.cbs,self.found = now,{}
+    res = self.found.get(event)
+    if res is None:
+        how = lambda o: o if self._has_all(o) else partial(self._run_alone, o)
+        res = [(o,_responds(o, event),how(o)) for o in sorted(cbs, key=attrgetter('order'))]
+        self.found[event] = res
+    return res
 
 # %% ../../nbs/fault/07_cancel.ipynb #f7ceb964
 @patch
@@ -202,10 +222,10 @@ def _call_each(self:Decisions, event):
         if event in _batch_events: return self._in_own_loop(event)
         if event in ('after_cancel_validate','after_validate'): self._close_loop(event)
     points = [] if self.inner else list(self.points.get(event, ())) # rank 0 alone may call `predict`
-    for cb,has in self._callbacks(event):
+    for cb,has,call in self._callbacks(event):
         decides,exc = bool(points) and self._decides(cb, points),None
         try:
-            if has or event in vars(cb): self._run(cb, event)
+            if has or event in vars(cb): call(event)
         except cancels as e:
             if not decides: self._undecided(cb, event, e)
             exc = e
@@ -221,23 +241,6 @@ def call(self:Decisions, event # Name of an event
     except cancels as e:
         e.agreed = True # for `judge`
         raise
-
-# %% ../../nbs/fault/07_cancel.ipynb #cf9842c7
-@patch
-@contextmanager
-def inside(self:Decisions):
-    "Around an evaluation that a callback makes"
-    self.inner += 1
-    try: yield
-    finally: self.inner -= 1
-
-@patch
-@contextmanager
-def by_itself(self:Decisions):
-    "Let this rank do alone what follows"
-    outer,self.alone = self.alone,True
-    try: yield
-    finally: self.alone = outer
 
 # %% ../../nbs/fault/07_cancel.ipynb #8745e953
 @patch
@@ -264,8 +267,8 @@ def _end_own_loop(self:Decisions, e):
 def _in_own_loop(self:Decisions, event):
     try:
         if event=='before_batch' and self.interrupted: raise KeyboardInterrupt
-        for cb,has in self._callbacks(event):
-            if has or event in vars(cb): self._run(cb, event)
+        for cb,has,call in self._callbacks(event):
+            if has or event in vars(cb): call(event)
         if event=='after_batch': self.loop.done += 1
     except cancels as e: self._end_own_loop(e)
 
