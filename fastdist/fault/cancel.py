@@ -94,18 +94,30 @@ def agree(self:Decisions, code=0 # 1 to 7 for a Cancel exception, 8 for `Keyboar
 _train = tuple(f'fastai.callback.{o}.' for o in ('channelslast','fp16','mixup','rnn','schedule','tracker','training'))
 _train += 'fastai.vision.gan.','fastdist.'
 
+def _lacking(o, every):
+    "The ranks that do not have `o`, in words"
+    rs = [r for r,os in enumerate(every) if o not in os]
+    return f"rank{'s' if len(rs) > 1 else ''} {str(rs[:8])[1:-1]}{', ...' if len(rs) > 8 else ''}" if rs else ''
+
 def _check_alike(every):
     "A `RuntimeError` where not all ranks, which have the callbacks `every`, have one that changes how they train"
     for k in {k:None for ks in every for k in ks}:
-        name,lack = k[1].rpartition('.')[2],[r for r,ks in enumerate(every) if k not in ks]
+        name,lack = k[1].rpartition('.')[2],_lacking(k, every)
         if lack and k[1].startswith(_train) and name!='SaveModelCallback': raise RuntimeError(
             f"rank {get_rank()}: {name} (order {k[0]}) changes how a learner trains, and not all workers have it: it is missing in "
-            f"rank{'s' if len(lack) > 1 else ''} {str(lack[:8])[1:-1]}{', ...' if len(lack) > 8 else ''}. "
-            "Give it to the learners of all, whatever their rank")
+            f"{lack}. Give it to the learners of all, whatever their rank")
+
+def _check_trained(every):
+    "A `RuntimeError` where not all ranks train the same parameters, of which these are the names"
+    for nm in {o:None for names in every for o in names}:
+        if lack := _lacking(nm, every): raise RuntimeError(
+            f"rank {get_rank()}: not all workers train the same parameters: {nm} is frozen in {lack}. "
+            "Freeze and unfreeze in all of them, whatever their rank")
 
 # %% ../../nbs/fault/07_cancel.ipynb #04e60481
 @patch
-def begin(self:Decisions, what='' # The call that all ranks make, in words
+def begin(self:Decisions, what='', # The call that all ranks make, in words
+          trained=(), # Names of the parameters that it trains
          ):
     "Share which callbacks there are, and which of them may decide; an `OutOfStep` where ranks are at different calls"
     self.end()
@@ -116,10 +128,11 @@ def begin(self:Decisions, what='' # The call that all ranks make, in words
         self.keys[id(cb)] = (cb.order,nm,seen[nm])
         seen[nm] += 1
     mine = [(self.keys[id(cb)], evs) for cb in self.learn.cbs if (evs := may_cancel(cb)) or not self.watches(cb)]
-    every = [mine]
-    if not same_text(repr((what, mine))):
-        every = Call(what, None, lambda c: pack(mine)).objects()
-        _check_alike([[k for k,_ in o] for o in every])
+    every,trained = [mine],dict.fromkeys(trained)
+    if not same_text(repr((what, mine, *trained))):
+        every,names = zip(*Call(what, None, lambda c: pack((mine, trained))).objects())
+        _check_alike([{k for k,_ in o} for o in every])
+        _check_trained(names)
     self.everywhere = set.intersection(*({k for k,_ in o} for o in every))
     points = defaultdict(dict)
     for o in every:

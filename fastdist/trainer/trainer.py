@@ -398,7 +398,8 @@ def _decide(self:DistributedTrainer):
     "Around a fit of all workers: what callbacks decide, all do; those that log do so in rank 0"
     with ExitStack() as undo:
         if get_rank() > 0: undo.enter_context(self.loggers.hidden()) # those given to `fit`
-        self.decisions.begin(f"a fit of {getattr(self.learn, 'n_epoch', 'some')} epochs")
+        trained = [n for n,p in self.learn.model.named_parameters() if p.requires_grad]
+        self.decisions.begin(f"a fit of {getattr(self.learn, 'n_epoch', 'some')} epochs", trained)
         undo.callback(self.decisions.end)
         undo.push(self._fit_failed)
         if self.device.type!='cpu': undo.enter_context(late_losses(self.learn))

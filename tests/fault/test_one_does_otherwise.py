@@ -32,13 +32,14 @@ def caught(f):
 def parts(learn): return [type(o).__name__ for os in (learn.cbs, learn.model.modules(), learn.dls.loaders) for o in os]
 
 
-def otherwise(strategy=None, cb=None, args=None, calls=None, schedule=None, **kwargs):
+def otherwise(strategy=None, cb=None, args=None, calls=None, schedule=None, frozen=(), **kwargs):
     "In rank 1 alone what is given happens. The error of each rank, and whether it is rid of it"
     import fastdist.all
     from fastdist.world import get_rank
     mine = get_rank() == 1
     learn = quiet(learner(n=24, bn=True, opt=Adam, splitter=lambda m: [params(m[:2]), params(m[2:])], **(kwargs if mine else {})))
     if cb and mine: learn.add_cb(CALLBACKS[cb]())
+    for o in frozen if mine else (): learn.model.get_parameter(o).requires_grad_(False)
     before = parts(learn)
     does = dict(fit=lambda: learn.fit(2), tune=lambda: learn.fine_tune(1), longer=lambda: learn.fit(3), validate=learn.validate, preds=learn.get_preds)
     def run():
@@ -75,6 +76,11 @@ def test_has_other_arguments(world, name):
 def test_has_a_callback_that_changes_training(world, cb):
     made = CALLBACKS[cb]()
     told(world(otherwise, cb=cb), 'RuntimeError', f'{type(made).__name__} (order ', 'not all workers have it: it is missing in rank')
+
+
+@pytest.mark.parametrize('strategy', [None, 'zero2', 'fsdp'])
+def test_has_frozen_layers(world, strategy):
+    told(world(otherwise, strategy, frozen=['0.weight', '3.bias']), 'RuntimeError', 'not all workers train the same parameters: ', 'is frozen in rank 1. ')
 
 
 @pytest.mark.parametrize('strategy', [None, 'zero2', 'fsdp'])
