@@ -2961,6 +2961,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                    'fastdist/trainer/learner.py'),
                                           'fastdist.trainer.learner._add_trainer': ( 'trainer/learner.html#_add_trainer',
                                                                                      'fastdist/trainer/learner.py'),
+                                          'fastdist.trainer.learner._all_detach': ( 'trainer/learner.html#_all_detach',
+                                                                                    'fastdist/trainer/learner.py'),
                                           'fastdist.trainer.learner._around': ( 'trainer/learner.html#_around',
                                                                                 'fastdist/trainer/learner.py'),
                                           'fastdist.trainer.learner._context': ( 'trainer/learner.html#_context',

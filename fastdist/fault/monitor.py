@@ -7,7 +7,7 @@ __all__ = ['Scope', 'Monitor', 'running_monitor', 'loader_begins', 'root_cause']
 
 # %% ../../nbs/fault/04_monitor.ipynb #cc018a47
 import json,os,signal,sys,threading,time,traceback
-from dataclasses import asdict,dataclass
+from dataclasses import asdict,dataclass,field
 
 import torch.distributed as dist
 from fastcore.basics import patch
@@ -31,6 +31,7 @@ class Scope:
     "Work that the ranks do together; a failure in it is none of a later one"
     key:str # The same in all ranks
     limit:float=None # Seconds after which the watchdog ends it
+    since:float=field(default_factory=time.monotonic) # When this rank has begun it
     left:bool=False # Has this rank ended its part?
     failure:Failure=None # Of another rank
     raised:bool=False # Has this rank raised it?
@@ -158,7 +159,7 @@ def _publish(self:Monitor):
     if n_groups!=self.groups:
         self.connections.publish()
         self.groups = n_groups
-    self.records.set(f'beat/{self.rank}', asdict(own_beat(self.n, self.main, stacks=self.stacks and self.stacks.fd)))
+    self.records.set(f'beat/{self.rank}', asdict(own_beat(self.n, self.main, stacks=self.stacks and self.stacks.fd, watches=self.watched is not None)))
 
 @patch
 def others(self:Monitor, most=64 # Ranks
@@ -250,21 +251,21 @@ def leave(self:Monitor, s # `Scope`
 
 # %% ../../nbs/fault/04_monitor.ipynb #3f7bc2a1
 @patch
-def _update_watch(self:Monitor, now, limit):
-    "Read the heartbeats that this rank has to; is it the one that watches?"
+def _update_watch(self:Monitor, now, limit, since=0):
+    "Read the heartbeats that this rank has to; is it the one that watches? The first in what all do, in which it is `since` then"
     def read(ranks):
         for b in self.records.get_all([f'beat/{r}' for r in ranks], Beat):
             if b is not None: self.watch.update(b, now)
     for r in range(self.rank-1, -1, -1):
         read([r])
-        if now-self.watch.last_beat[r] <= limit: return False
+        if now-max(self.watch.watched[r], since) <= limit: return False
     read(range(self.rank, self.size))
     return True
 
 # %% ../../nbs/fault/04_monitor.ipynb #fac9aeea
 @patch
 def _watch_all(self:Monitor, now, s):
-    if not self._update_watch(now, s.limit): return
+    if not self._update_watch(now, s.limit, s.since): return
     found = self.watch.stalled(now, s.limit)
     if found is None: return self._notice(now, s.limit)
     if s.left: return

@@ -134,6 +134,7 @@ class Beat:
     stacks:int=None # Number of its file descriptor by which others ask where it is
     loaders:dict=field(default_factory=dict) # Where its loader processes are, by pid, where that has been asked
     in_flight:dict=field(default_factory=dict) # [collectives begun, ended], by process group, where these differ
+    watches:bool=False # Does its watchdog look after the others?
 
     @property
     def who(self): return f"rank {self.rank} (host {self.host}, process {self.pid})"
@@ -151,10 +152,11 @@ def own_beat(n, # Goes up with each
              left='', # How this rank leaves the process group
              follows=False, # Does it leave because of another rank?
              stacks=None, # Number of the file descriptor of its `Stacks`
+             watches=False, # Does its watchdog look after the others?
             ):
     "The `Beat` of this rank"
     stack,who = _without_polling(stack_of(thread)),(get_rank(),host_name(),os.getpid())
-    return Beat(n, *who, _sequence_numbers(), stack, left, follows, stacks, in_flight=_in_flight(stack))
+    return Beat(n, *who, _sequence_numbers(), stack, left, follows, stacks, in_flight=_in_flight(stack), watches=watches)
 
 # %% ../../nbs/fault/00_watchdog.ipynb #4f60ac53
 class Neighbour:
@@ -183,6 +185,7 @@ class Watch:
         self.last_beat = dict.fromkeys(ranks, now) # when the last heartbeat arrived
         self.moved = dict.fromkeys(ranks, now) # when the code of the rank was elsewhere than before
         self.stepped = dict.fromkeys(ranks, now) # when it had begun another collective
+        self.watched = dict.fromkeys(ranks, now) # when its watchdog last looked after the others
 
 # %% ../../nbs/fault/00_watchdog.ipynb #b8081b87
 @patch
@@ -193,6 +196,7 @@ def update(self:Watch, beat, # A `Beat`
     r,old = beat.rank,self.beats.get(beat.rank)
     if old is not None and old.n==beat.n: return
     self.beats[r],self.last_beat[r] = beat,now
+    if beat.watches: self.watched[r] = now
     if old is None or old.seqs!=beat.seqs: self.stepped[r] = self.moved[r] = now
     elif (old.stack,old.in_flight)!=(beat.stack,beat.in_flight): self.moved[r] = now
 
@@ -200,7 +204,7 @@ def update(self:Watch, beat, # A `Beat`
 def forgive(self:Watch, seconds # For which this process was stopped itself (Ctrl-Z, a laptop that was closed), and has heard nothing
            ):
     "Count these seconds as no delay of the others"
-    for o in (self.last_beat,self.moved,self.stepped):
+    for o in (self.last_beat,self.moved,self.stepped,self.watched):
         for r in o: o[r] += seconds
 
 # %% ../../nbs/fault/00_watchdog.ipynb #6b5b9000

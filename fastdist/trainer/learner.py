@@ -14,7 +14,7 @@ import torch.distributed as dist
 from fastai.basics import *
 from ..callbacks.data_parallel import ParallelTrainer, check_device_ids
 from ..callbacks.fastai_patches import trainer_of
-from ..comm.call import same_call
+from ..comm.call import OutOfStep, same_call
 from ..checkpoint.resume import Resume, resume_of
 from ..fault.cancel import cancels
 from ..fault.same_call import all_at
@@ -79,10 +79,22 @@ def to_distributed(self:Learner,
     if not _joins(self, cb): _add_trainer(self, cb)
     return self
 
+def _all_detach(cb, tries=2):
+    "Wait until all workers are here; an `OutOfStep`, if there was one, which the others have had where they were, and have come here then"
+    try:
+        with scope(cb.watchdog): same_call('detach_distributed')
+    except OutOfStep as e:
+        if tries > 1: return _all_detach(cb, tries-1) or e
+        raise
+
 @patch
 def detach_distributed(self:Learner):
-    "Undo `to_distributed`"
-    return self.remove_cb(DistributedTrainer)
+    "Undo `to_distributed`; a strategy that shards needs all workers for that"
+    cb = trainer_of(self)
+    together = cb is not None and cb.strategy is not None and cb.strategy.gathers and not cb.in_scope
+    error = _all_detach(cb) if together else None
+    with scope(cb.watchdog) if together else nullcontext(): self.remove_cb(DistributedTrainer)
+    if error is not None: raise error
 
 # %% ../../nbs/trainer/07_learner.ipynb #d93460ca
 def _resumes(learn, resume):

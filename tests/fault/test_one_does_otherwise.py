@@ -4,6 +4,7 @@ import collections, re, time
 from functools import partial
 
 import pytest
+from fastdist.world import RemoteError
 from learners import *
 from fastai.callback.fp16 import MixedPrecision
 from fastai.callback.progress import CSVLogger, ProgressCallback
@@ -120,6 +121,45 @@ def test_what_rank0_logs_is_shared_with_nobody(world, tmp_path):
         assert not diff(w, found[0][1])
     saved = world(logged, tmp_path, True)
     for _, w in saved: assert not diff(w, found[0][1])
+
+
+@pytest.mark.parametrize('strategy', ['zero2', 'fsdp'])
+def test_detaches_early(world, strategy):
+    def early():
+        import fastdist.all
+        from fastdist.world import get_rank
+        learn = quiet(learner(n=24, bn=True))
+        before = parts(learn)
+        def run():
+            learn.to_distributed(watchdog=60, strategy=strategy)
+            try: [learn.fit(1) for _ in range(1 if get_rank() == 1 else 2)]
+            finally: learn.detach_distributed()
+        return caught(run), parts(learn) == before, weights(learn)
+    told(world(early), 'OutOfStep', 'rank 1 at detach_distributed (', 'at a fit of 1 epochs (')
+
+
+def busy_elsewhere(file, watchdog):
+    "Rank 0 is done, and busy with something of its own; the others wait for it in a fit: one of them has to watch"
+    import fastdist.all
+    from fastdist.world import get_rank
+    learn = quiet(learner(n=24))
+    learn.to_distributed(watchdog=watchdog)
+    learn.fit(1)
+    error = [None, '', 0]
+    if get_rank() == 0:
+        for _ in range(300):
+            if Path(file).exists(): break
+            time.sleep(.1)
+    else:
+        try: learn.fit(1)
+        except RemoteError as e: error = [e.rank, str(e), 1]
+        Path(file).touch()
+    return error
+
+
+def test_is_done_before_the_others(worlds, tmp_path):
+    first, *others = worlds(3)(busy_elsewhere, str(tmp_path/'done'), 2)
+    for rank, text, n in others: assert n and rank == 0 and 'rank 0 has kept the others waiting' in text, text
 
 
 def at_different_saves(watchdog):
