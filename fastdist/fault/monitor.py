@@ -159,7 +159,8 @@ def _publish(self:Monitor):
     if n_groups!=self.groups:
         self.connections.publish()
         self.groups = n_groups
-    self.records.set(f'beat/{self.rank}', asdict(own_beat(self.n, self.main, stacks=self.stacks and self.stacks.fd, watches=self.watched is not None)))
+    b = own_beat(self.n, self.main, stacks=self.stacks and self.stacks.fd, watches=self.watched is not None)
+    self.records.set(f'beat/{self.rank}', asdict(b))
 
 @patch
 def others(self:Monitor, most=64 # Ranks

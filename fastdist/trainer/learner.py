@@ -79,6 +79,7 @@ def to_distributed(self:Learner,
     if not _joins(self, cb): _add_trainer(self, cb)
     return self
 
+# %% ../../nbs/trainer/07_learner.ipynb #5402282d
 def _all_detach(cb, tries=2):
     "Wait until all workers are here; an `OutOfStep`, if there was one, which the others have had where they were, and have come here then"
     try:
