@@ -27,7 +27,7 @@ from .args import explained
 from .loaders import plain_dls
 from .step import draws_of
 from .trainer import DistributedTrainer
-from ..world.errors import refuse
+from ..world.errors import RemoteError, refuse
 from ..world.process_group import teardown_distrib
 from ..world.ranks import get_rank, get_world_size
 from ..world.state import current_world
@@ -81,9 +81,10 @@ def to_distributed(self:Learner,
 
 # %% ../../nbs/trainer/07_learner.ipynb #5402282d
 def _all_detach(cb, tries=2):
-    "Wait until all workers are here; an `OutOfStep`, if there was one, which the others have had where they were, and have come here then"
+    "Wait until all workers are here. An error: an `OutOfStep`, after which the others have come here too, or of workers that have gone"
     try:
         with scope(cb.watchdog): same_call('detach_distributed')
+    except RemoteError as e: return e
     except OutOfStep as e:
         if tries > 1: return _all_detach(cb, tries-1) or e
         raise
@@ -94,7 +95,7 @@ def detach_distributed(self:Learner):
     cb = trainer_of(self)
     together = cb is not None and cb.strategy is not None and cb.strategy.gathers and not cb.in_scope
     error = _all_detach(cb) if together else None
-    with scope(cb.watchdog) if together else nullcontext(): self.remove_cb(DistributedTrainer)
+    with scope(cb.watchdog) if together and not isinstance(error, RemoteError) else nullcontext(): self.remove_cb(DistributedTrainer)
     if error is not None: raise error
 
 # %% ../../nbs/trainer/07_learner.ipynb #d93460ca

@@ -138,6 +138,22 @@ def test_detaches_early(world, strategy):
     told(world(early), 'OutOfStep', 'rank 1 at detach_distributed (', 'at a fit of 1 epochs (')
 
 
+def detaches_alone(watchdog):
+    import fastdist.all
+    from fastdist.world import get_rank
+    learn = quiet(learner(n=24))
+    before = parts(learn)
+    learn.to_distributed(watchdog=watchdog, strategy='zero1')
+    learn.fit(1)
+    if get_rank() == 1: return None
+    return *caught(learn.detach_distributed), parts(learn) == before
+
+
+def test_the_others_do_not_detach(worlds):
+    cls, text, _, same = worlds(2)(detaches_alone, 2)[0]
+    assert cls == 'RemoteError' and 'rank 1 has kept the others waiting' in text and same
+
+
 def busy_elsewhere(file, watchdog):
     "Rank 0 is done, and busy with something of its own; the others wait for it in a fit: one of them has to watch"
     import fastdist.all
