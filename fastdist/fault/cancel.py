@@ -6,7 +6,7 @@
 __all__ = ['cancels', 'may_cancel', 'Decisions']
 
 # %% ../../nbs/fault/07_cancel.ipynb #026677e9
-import time
+import hashlib,time
 from collections import Counter,defaultdict
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -18,6 +18,7 @@ from fastai.callback.core import (Callback, CancelBackwardException, CancelBatch
                                   CancelStepException, CancelTrainException, CancelValidException, event)
 from fastcore.basics import noop, patch
 from ..comm.call import Call, OutOfStep, route, same_text
+from ..comm.objects import all_gather_list
 from ..comm.pack import pack
 from .interrupt import Interrupts
 from .same_call import gone_on
@@ -109,6 +110,7 @@ def _check_alike(every):
 
 def _check_trained(every):
     "A `RuntimeError` where not all ranks train the same parameters, of which these are the names"
+    every = [dict.fromkeys(o) for o in every]
     for nm in {o:None for names in every for o in names}:
         if lack := _lacking(nm, every): raise RuntimeError(
             f"rank {get_rank()}: not all workers train the same parameters: {nm} is frozen in {lack}. "
@@ -128,11 +130,11 @@ def begin(self:Decisions, what='', # The call that all ranks make, in words
         self.keys[id(cb)] = (cb.order,nm,seen[nm])
         seen[nm] += 1
     mine = [(self.keys[id(cb)], evs) for cb in self.learn.cbs if (evs := may_cancel(cb)) or not self.watches(cb)]
-    every,trained = [mine],dict.fromkeys(trained)
-    if not same_text(repr((what, mine, *trained))):
-        every,names = zip(*Call(what, None, lambda c: pack((mine, trained))).objects())
+    every,digest = [mine],hashlib.sha256(repr(trained).encode()).hexdigest()
+    if not same_text(repr((what, mine, digest))):
+        every,digests = zip(*Call(what, None, lambda c: pack((mine, digest))).objects())
         _check_alike([{k for k,_ in o} for o in every])
-        _check_trained(names)
+        if len(set(digests)) > 1: _check_trained(all_gather_list(trained))
     self.everywhere = set.intersection(*({k for k,_ in o} for o in every))
     points = defaultdict(dict)
     for o in every:

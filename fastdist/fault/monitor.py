@@ -253,13 +253,14 @@ def leave(self:Monitor, s # `Scope`
 # %% ../../nbs/fault/04_monitor.ipynb #3f7bc2a1
 @patch
 def _update_watch(self:Monitor, now, limit, since=0):
-    "Read the heartbeats that this rank has to; is it the one that watches? The first in what all do, in which it is `since` then"
+    "Read the heartbeats that this rank has to; is it the one that watches? The first that has some and, a while after `since`, does too"
     def read(ranks):
         for b in self.records.get_all([f'beat/{r}' for r in ranks], Beat):
             if b is not None: self.watch.update(b, now)
     for r in range(self.rank-1, -1, -1):
         read([r])
-        if now-max(self.watch.watched[r], since) <= limit: return False
+        b,idle = self.watch.beats.get(r),now-max(self.watch.watched[r], since) > min(limit, 10)
+        if now-self.watch.last_beat[r] <= limit and (b is None or b.watches or not idle): return False
     read(range(self.rank, self.size))
     return True
 

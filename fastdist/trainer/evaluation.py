@@ -159,7 +159,7 @@ def hypers_of(opt # A fastai optimizer, or `None`
              ):
     "The numbers that `opt` steps by, by their names"
     found = {f'{k} of parameter group {i}':v for i,h in enumerate(opt.hypers if opt else ()) for k,v in h.items()}
-    return {k:float(v) for k,v in found.items() if isinstance(v, (Real,Tensor))}
+    return {k:float(v) for k,v in found.items() if isinstance(v, Real) or isinstance(v, Tensor) and v.numel()==1}
 
 def same_hypers(opt, # A fastai optimizer, or `None`
                 what='the optimizer of a fit', # The call that all workers make
