@@ -3153,6 +3153,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                     'fastdist/trainer/trainer.py'),
                                           'fastdist.trainer.trainer.DistributedTrainer._accumulate': ( 'trainer/trainer.html#distributedtrainer._accumulate',
                                                                                                        'fastdist/trainer/trainer.py'),
+                                          'fastdist.trainer.trainer.DistributedTrainer._begin_alike': ( 'trainer/trainer.html#distributedtrainer._begin_alike',
+                                                                                                        'fastdist/trainer/trainer.py'),
                                           'fastdist.trainer.trainer.DistributedTrainer._checkpoint': ( 'trainer/trainer.html#distributedtrainer._checkpoint',
                                                                                                        'fastdist/trainer/trainer.py'),
                                           'fastdist.trainer.trainer.DistributedTrainer._choose': ( 'trainer/trainer.html#distributedtrainer._choose',

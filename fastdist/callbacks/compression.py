@@ -27,7 +27,6 @@ def _joined(cb, cls, strategies, **args):
     "The trainer of a fit on many workers, all of which have one `cb` with the same `args`, else an error; `None` in one process"
     nm,trainer = cls.__name__,trainer_of(cb.learn)
     if trainer is None or trainer.accelerator is None: return
-    if trainer.decisions.alone: raise RuntimeError(f"rank {get_rank()}: not all workers have {nm}: give it to the learners of all of them")
     strategy = trainer.strategy.name
     if strategy not in strategies: raise ValueError(
         f"rank {get_rank()}: {nm} does not work with strategy={strategy!r}, which does not send gradients by DistributedDataParallel: "

@@ -129,10 +129,8 @@ class DivergenceCheck(Callback):
 # %% ../../nbs/callbacks/07_divergence.ipynb #ddd63ca1
 @patch
 def before_fit(self:DivergenceCheck):
-    "Count steps from here; a worker that has this callback alone would wait for the others"
-    self.n,trainer = 0,trainer_of(self.learn)
-    if trainer is not None and trainer.decisions is not None and trainer.decisions.alone: raise RuntimeError(
-        f"rank {get_rank()}: not all workers have DivergenceCheck: give it to the learners of all of them")
+    "Count steps from here"
+    self.n = 0
 
 @patch
 def before_step(self:DivergenceCheck):

@@ -101,13 +101,14 @@ def _lacking(o, every):
     return f"rank{'s' if len(rs) > 1 else ''} {str(rs[:8])[1:-1]}{', ...' if len(rs) > 8 else ''}" if rs else ''
 
 def _check_alike(every):
-    "A `RuntimeError` where not all ranks, which have the callbacks `every`, have one that changes how they train"
+    "A `RuntimeError` where not all ranks, which have the callbacks `every`, have one by which they train"
     for k in {k:None for ks in every for k in ks}:
         name,lack = k[1].rpartition('.')[2],_lacking(k, every)
         if lack and k[1].startswith(_train) and name!='SaveModelCallback': raise RuntimeError(
-            f"rank {get_rank()}: {name} (order {k[0]}) changes how a learner trains, and not all workers have it: it is missing in "
-            f"{lack}. Give it to the learners of all, whatever their rank")
+            f"rank {get_rank()}: not all workers have the callback {name} (order {k[0]}), which changes how a learner trains, or waits for "
+            f"all of them: it is missing in {lack}. Give it to the learners of all, whatever their rank")
 
+# %% ../../nbs/fault/07_cancel.ipynb #899877c8
 def _check_trained(every):
     "A `RuntimeError` where not all ranks train the same parameters, of which these are the names"
     every = [dict.fromkeys(o) for o in every]
@@ -120,8 +121,10 @@ def _check_trained(every):
 @patch
 def begin(self:Decisions, what='', # The call that all ranks make, in words
           trained=(), # Names of the parameters that it trains
+          also='', # What else may be the same in all
          ):
-    "Share which callbacks there are, and which of them may decide; an `OutOfStep` where ranks are at different calls"
+    """Share which callbacks there are, and which of them may decide; an `OutOfStep` where ranks are at different calls. Is all of it,
+    and `also`, the same?"""
     self.end()
     self.device = route(torch.device('cpu'), None) # there to wait is to wait for no GPU
     seen = Counter()
@@ -131,7 +134,8 @@ def begin(self:Decisions, what='', # The call that all ranks make, in words
         seen[nm] += 1
     mine = [(self.keys[id(cb)], evs) for cb in self.learn.cbs if (evs := may_cancel(cb)) or not self.watches(cb)]
     every,digest = [mine],hashlib.sha256(repr(trained).encode()).hexdigest()
-    if not same_text(repr((what, mine, digest))):
+    same = same_text(repr((what, mine, digest, also)))
+    if not same:
         every,digests = zip(*Call(what, None, lambda c: pack((mine, digest))).objects())
         _check_alike([{k for k,_ in o} for o in every])
         if len(set(digests)) > 1: _check_trained(all_gather_list(trained))
@@ -142,6 +146,7 @@ def begin(self:Decisions, what='', # The call that all ranks make, in words
             for e in evs: points[e][k] = None
     self.points = {e:sorted(ks, key=itemgetter(0)) for e,ks in points.items()}
     self.active = True
+    return same
 
 # %% ../../nbs/fault/07_cancel.ipynb #a42b16ab
 @patch

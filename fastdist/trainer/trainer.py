@@ -29,7 +29,7 @@ from ..strategy.base import Strategy, check_values, inner_opt, same_everywhere, 
 from ..strategy.select import close_strategy, make_strategy
 from ..strategy.sharding import norms_of_shards
 from .args import accelerator_args, check_args, check_launch, check_own, check_precision, make_accelerator, not_default, same_args
-from .evaluation import Evaluation, same_hypers, same_log
+from .evaluation import Evaluation, hypers_of, same_hypers, same_log
 from .loaders import SharedLoaders, back_on_device, move_learner, seeded_loaders
 from .step import StrategyHooks, TrainingStep
 from .undone import FollowsModel, UndoneCallback
@@ -391,6 +391,13 @@ def fit_together(self:DistributedTrainer):
         self.in_fit = outer
         if alone: self.detach()
 
+# %% ../../nbs/trainer/06_trainer.ipynb #6ee44d38
+@patch
+def _begin_alike(self:DistributedTrainer):
+    "Are all workers at this fit, with the same callbacks, layers and optimizer? A schedule may part them later: see `same_log`"
+    what,opt = f"a fit of {getattr(self.learn, 'n_epoch', 'some')} epochs",self.learn.opt
+    return self.decisions.begin(what, [n for n,p in self.learn.model.named_parameters() if p.requires_grad], repr(hypers_of(opt)))
+
 # %% ../../nbs/trainer/06_trainer.ipynb #0571d1bd
 @patch
 @contextmanager
@@ -398,10 +405,8 @@ def _decide(self:DistributedTrainer):
     "Around a fit of all workers: what callbacks decide, all do; those that log do so in rank 0"
     with ExitStack() as undo:
         if get_rank() > 0: undo.enter_context(self.loggers.hidden()) # those given to `fit`
-        trained = [n for n,p in self.learn.model.named_parameters() if p.requires_grad]
-        self.decisions.begin(f"a fit of {getattr(self.learn, 'n_epoch', 'some')} epochs", trained)
-        same_hypers(self.learn.opt) # a schedule may part them later: see `same_log`
         undo.callback(self.decisions.end)
+        if not self._begin_alike(): same_hypers(self.learn.opt)
         undo.push(self._fit_failed)
         if self.device.type!='cpu': undo.enter_context(late_losses(self.learn))
         with self.decisions.interruptible(): yield

@@ -316,4 +316,4 @@ def alone():
 
 def test_in_one_worker_only(world2):
     with pytest.raises(WorkerError) as e: world2(alone, grace=2)
-    assert 'not all workers have DivergenceCheck' in e.value.problems[0]
+    assert 'not all workers have the callback DivergenceCheck' in e.value.problems[0]

@@ -76,7 +76,7 @@ def test_has_other_arguments(world, name):
 @pytest.mark.parametrize('cb', list(CALLBACKS))
 def test_has_a_callback_that_changes_training(world, cb):
     made = CALLBACKS[cb]()
-    told(world(otherwise, cb=cb), 'RuntimeError', f'{type(made).__name__} (order ', 'not all workers have it: it is missing in rank')
+    told(world(otherwise, cb=cb), 'RuntimeError', f'not all workers have the callback {type(made).__name__} (order ', 'it is missing in rank')
 
 
 @pytest.mark.parametrize('strategy', [None, 'zero2', 'fsdp'])
@@ -92,6 +92,21 @@ def test_steps_by_other_numbers(world, case, strategy):
     else: kwargs = dict(schedule={'lr_max': dict(lr_max=.3), 'moms': dict(moms=(.5, .4, .5))}[case])
     found = world(otherwise, strategy, **kwargs)
     told(found, 'RuntimeError', f"{dict(lr_max='lr', moms='mom').get(case, case)} of parameter group 0: rank", 'rank 1 has ')
+
+
+def goes_on():
+    import fastdist.all
+    from fastdist.world import get_rank
+    learn = quiet(learner(n=24, metrics=accuracy))
+    with learn.distrib_ctx(watchdog=60):
+        error = caught(lambda: learn.fit(1, lr=.1 if get_rank() == 0 else .2))
+        return error[0], list(learn.validate())
+
+
+def test_goes_on_in_the_context(world):
+    "What has ended one fit in all workers, before it began, is nothing to what comes after it"
+    one = list(quiet(learner(n=24, metrics=accuracy)).validate())
+    for error, values in world(goes_on): assert error == 'RuntimeError' and diff(values, one) < 1e-6
 
 
 @pytest.mark.parametrize('kwargs', [dict(shuffle=False), dict(drop_last=True)], ids=lambda o: next(iter(o)))
