@@ -1142,6 +1142,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                      'fastdist/fault/cancel.py'),
                                        'fastdist.fault.cancel.Decisions._in_own_loop': ( 'fault/cancel.html#decisions._in_own_loop',
                                                                                          'fastdist/fault/cancel.py'),
+                                       'fastdist.fault.cancel.Decisions._own': ( 'fault/cancel.html#decisions._own',
+                                                                                 'fastdist/fault/cancel.py'),
                                        'fastdist.fault.cancel.Decisions._raise_in_all': ( 'fault/cancel.html#decisions._raise_in_all',
                                                                                           'fastdist/fault/cancel.py'),
                                        'fastdist.fault.cancel.Decisions._run_alone': ( 'fault/cancel.html#decisions._run_alone',

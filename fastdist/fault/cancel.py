@@ -117,6 +117,17 @@ def _check_trained(every):
             f"rank {get_rank()}: not all workers train the same parameters: {nm} is frozen in {lack}. "
             "Freeze and unfreeze in all of them, whatever their rank")
 
+# %% ../../nbs/fault/07_cancel.ipynb #0772b039
+@patch
+def _own(self:Decisions):
+    "This rank's callbacks, but for those that only show or log, by their keys, each with the events in which it may decide"
+    seen = Counter()
+    for cb in self.learn.cbs:
+        nm = _name(cb)
+        self.keys[id(cb)] = (cb.order,nm,seen[nm])
+        seen[nm] += 1
+    return [(self.keys[id(cb)], evs) for cb in self.learn.cbs if (evs := may_cancel(cb)) or not self.watches(cb)]
+
 # %% ../../nbs/fault/07_cancel.ipynb #04e60481
 @patch
 def begin(self:Decisions, what='', # The call that all ranks make, in words
@@ -127,12 +138,7 @@ def begin(self:Decisions, what='', # The call that all ranks make, in words
     and `also`, the same?"""
     self.end()
     self.device = route(torch.device('cpu'), None) # there to wait is to wait for no GPU
-    seen = Counter()
-    for cb in self.learn.cbs:
-        nm = _name(cb)
-        self.keys[id(cb)] = (cb.order,nm,seen[nm])
-        seen[nm] += 1
-    mine = [(self.keys[id(cb)], evs) for cb in self.learn.cbs if (evs := may_cancel(cb)) or not self.watches(cb)]
+    mine = self._own()
     every,digest = [mine],hashlib.sha256(repr(trained).encode()).hexdigest()
     same = same_text(repr((what, mine, digest, also)))
     if not same:
