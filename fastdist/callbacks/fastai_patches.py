@@ -17,6 +17,7 @@ from fastai.basics import *
 from fastai.losses import BaseLoss
 from fastai.callback.mixup import CutMix, MixUp
 from fastai.callback.rnn import ModelResetter
+from fastai.callback.training import GradientAccumulation
 from fastai.torch_core import nested_reorder,to_concat
 from ..fault.same_call import after_rank0
 from ..metrics.predictions import Concatenated
@@ -65,6 +66,21 @@ def before_batch(self:MixUp):
     "Blend the batch with itself in another order; a single sample stays as it is"
     if self.y.size(0) > 1: return _mixup(self)
     self.lam,self.yb1 = torch.ones(1, device=self.x.device),tuple(self.learn.yb)
+
+# %% ../../nbs/callbacks/00_fastai_patches.ipynb #7af7ecdd
+_accumulate_loss,_skip_step = GradientAccumulation.after_loss,GradientAccumulation.before_step
+
+@patch
+def after_loss(self:GradientAccumulation):
+    "fastai's; the loss of no samples stays as it is"
+    if find_bs(self.learn.yb): _accumulate_loss(self)
+
+@patch
+def before_step(self:GradientAccumulation):
+    "fastai's; no samples are none to count"
+    if find_bs(self.learn.yb): return _skip_step(self)
+    if self.count < self.n_acc: raise CancelBatchException()
+    self.count = 0
 
 # %% ../../nbs/callbacks/00_fastai_patches.ipynb #f974b5fa
 _loss = BaseLoss.__call__

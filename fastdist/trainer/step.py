@@ -282,7 +282,7 @@ def share_scale(self:TrainingStep):
 def _scale(self:TrainingStep):
     "The same of `learn.loss_grad`: a sum is as if of all samples by now, and `GradientAccumulation` has multiplied by bs/n_acc"
     res = self.share_scale()*(self.n/self.batch_weight() if self.summed and self.n else 1.)
-    return res*self.rows/self.bs if callbacks_of(self.learn, GradientAccumulation) else res
+    return res*self.rows/self.bs if self.bs and callbacks_of(self.learn, GradientAccumulation) else res
 
 # %% ../../nbs/trainer/03_step.ipynb #bd5e5ae5
 @patch

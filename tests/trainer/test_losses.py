@@ -131,7 +131,8 @@ CASES = dict(
     marks=lambda: learner(n=22, cbs=Marks()), marks_acc=lambda: learner(n=22, cbs=[Marks(), GradientAccumulation(9)]),
     marks_weights=lambda: learner(n=22, loss=Double(weight=W), cbs=Marks()),
     drops=lambda: learner(n=22, cbs=Drops(), bs=11), picks=lambda: learner(n=22, cbs=Picks(), bs=11),
-    drops_shares=lambda: learner(n=22, cbs=DropsShares(), bs=3), drops_acc=lambda: learner(n=22, cbs=[Drops(), GradientAccumulation(9)], bs=11), made=only_x,
+    drops_shares=lambda: learner(n=22, cbs=DropsShares(), bs=3),
+    drops_shares_acc=lambda: learner(n=22, cbs=[DropsShares(), GradientAccumulation(4)], bs=3), drops_acc=lambda: learner(n=22, cbs=[Drops(), GradientAccumulation(9)], bs=11), made=only_x,
     own=lambda: learner(n=22, cbs=Own('loss_grad')), own_loss=lambda: learner(n=22, cbs=Own('loss')), own_new=lambda: learner(n=22, cbs=Own('new')),
     own_sum=lambda: learner(n=22, cbs=Own('loss_grad'), loss=declared_sum), own_marks=lambda: learner(n=22, cbs=[Marks(), Own('new')]),
     skip_one=lambda: skipping(21, n=22), skip_batch=lambda: skipping(20, 21, n=22, bn=True), skip_many=lambda: skipping(*range(1, 22, 3), n=22, bs=22),
@@ -151,7 +152,7 @@ def compared(world, names, tol=2e-7, **ctx):
 @pytest.mark.sizes
 def test_as_one_process(world):
     "Each by two workers or by three; where a share is empty, or there is one sample a worker, by both"
-    both = ['declared_acc', 'drops_shares', 'marks', 'skip_share', 'skip_many']
+    both = ['declared_acc', 'drops_shares', 'drops_shares_acc', 'marks', 'skip_share', 'skip_many']
     compared(world, [o for i, o in enumerate(CASES) if i % 2 == world.n % 2 or o in both])
 
 
