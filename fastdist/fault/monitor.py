@@ -253,7 +253,7 @@ def leave(self:Monitor, s # `Scope`
 # %% ../../nbs/fault/04_monitor.ipynb #3f7bc2a1
 @patch
 def _update_watch(self:Monitor, now, limit, since=0):
-    "Read the heartbeats that this rank has to; is it the one that watches? The first that has some and, a while after `since`, does too"
+    "Read the heartbeats that this rank has to. Does it look after the others? The first that is there and takes part does; it does `since`"
     def read(ranks):
         for b in self.records.get_all([f'beat/{r}' for r in ranks], Beat):
             if b is not None: self.watch.update(b, now)

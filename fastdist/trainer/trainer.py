@@ -395,8 +395,8 @@ def fit_together(self:DistributedTrainer):
 @patch
 def _begin_alike(self:DistributedTrainer):
     "Are all workers at this fit, with the same callbacks, layers and optimizer? A schedule may part them later: see `same_log`"
-    what,opt = f"a fit of {getattr(self.learn, 'n_epoch', 'some')} epochs",self.learn.opt
-    return self.decisions.begin(what, [n for n,p in self.learn.model.named_parameters() if p.requires_grad], repr(hypers_of(opt)))
+    n,trained = getattr(self.learn, 'n_epoch', 'some'),[n for n,p in self.learn.model.named_parameters() if p.requires_grad]
+    return self.decisions.begin(f"a fit of {n} epoch{'' if n==1 else 's'}", trained, repr(hypers_of(self.learn.opt)))
 
 # %% ../../nbs/trainer/06_trainer.ipynb #0571d1bd
 @patch

@@ -19,7 +19,7 @@ def world(request, worlds): return worlds(request.param)
 CALLBACKS = dict(accumulates=partial(GradientAccumulation, 10), clips=GradientClip, stops=EarlyStoppingCallback, plateau=ReduceLROnPlateau,
                  short=ShortEpochCallback, freezes=BnFreeze, half=MixedPrecision)
 ARGS = dict(strategy='zero1', sync_bn=False, gradient_accumulation_steps=3, split_batches=True)
-CALLS = dict(leaves=([], 'at the end of distrib_ctx ('), stays=(['fit', 'fit'], 'at a fit of 2 epochs ('), tunes=(['fit', 'tune'], 'at a fit of 1 epochs ('), longer=(['longer'], 'at a fit of 3 epochs ('),
+CALLS = dict(leaves=([], 'at the end of distrib_ctx ('), stays=(['fit', 'fit'], 'at a fit of 2 epochs ('), tunes=(['fit', 'tune'], 'at a fit of 1 epoch ('), longer=(['longer'], 'at a fit of 3 epochs ('),
              evaluates=(['validate'], 'at learn.validate of ds_idx=1 ('), predicts=(['preds'], 'at learn.get_preds of ds_idx=1 ('))
 
 
@@ -150,7 +150,7 @@ def test_detaches_early(world, strategy):
             try: [learn.fit(1) for _ in range(1 if get_rank() == 1 else 2)]
             finally: learn.detach_distributed()
         return caught(run), parts(learn) == before, weights(learn)
-    told(world(early), 'OutOfStep', 'rank 1 at detach_distributed (', 'at a fit of 1 epochs (')
+    told(world(early), 'OutOfStep', 'rank 1 at detach_distributed (', 'at a fit of 1 epoch (')
 
 
 def detaches_alone(watchdog):
