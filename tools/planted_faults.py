@@ -122,7 +122,7 @@ FAULTS = [Fault(*o) for o in [
      'dist.all_reduce(t, dist.ReduceOp.MAX)\n    return t.item()', 'dist.all_reduce(t, dist.ReduceOp.MIN)\n    return t.item()',
      ['tests/fault/test_decisions.py::test_cancelled_by_some_of_two[outside-subset0]']),
     ('left-without-a-word', 'P2', "a worker leaves a context while others train in it",
-     "same_call('the end of distrib_ctx')", "noop('the end of distrib_ctx')",
+     "leave_together('the end of distrib_ctx')", "noop('the end of distrib_ctx')",
      ['tests/fault/test_one_does_otherwise.py::test_makes_other_calls[2-leaves-None]']),
     ('unlike-callbacks', 'P1', "one worker clips gradients, and the others do not",
      '_check_alike([{k for k,_ in o} for o in every])', 'pass',

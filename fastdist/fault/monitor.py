@@ -269,7 +269,7 @@ def _update_watch(self:Monitor, now, limit, since=0):
 def _watch_all(self:Monitor, now, s):
     if not self._update_watch(now, s.limit, s.since): return
     found = self.watch.stalled(now, s.limit)
-    if found is None: return self._notice(now, s.limit)
+    if found is None or found.why!='silent' and self.watch.at_the_end(): return self._notice(now, s.limit)
     if s.left: return
     late,silent = [self.watch.beats.get(r) for r in found.missing],found.why=='silent'
     ask_late(late, silent)
@@ -287,7 +287,8 @@ def _notice(self:Monitor, now, limit):
     "Print once that ranks wait, long before the watchdog ends the job"
     found = self.watch.stalled(now, limit/10) if limit >= 100 else None
     if found and not self.noticed:
-        notice(f"{self.watch.report(found)}\nfastdist: that may be all right; after {limit:.0f} s the watchdog ends the job")
+        what = "they are at the end of the context" if self.watch.at_the_end() else f"after {limit:.0f} s the watchdog ends the job"
+        notice(f"{self.watch.report(found)}\nfastdist: that may be all right; {what}")
     self.noticed = found is not None
 
 # %% ../../nbs/fault/04_monitor.ipynb #4bf57895

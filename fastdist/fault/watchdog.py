@@ -235,15 +235,27 @@ def _behind(self:Watch, group, now, limit):
     waits = all(now-self.stepped[r] > wait for r in first) and any(now-self.moved[r] > wait for r in first)
     if waits: return Stall(behind, first, now-max(self.stepped[r] for r in first), 'behind')
 
+# %% ../../nbs/fault/00_watchdog.ipynb #875b167c
+def _waits(b):
+    "Does the rank of a `Beat` wait for others?"
+    # torch's recorder knows nothing of what one rank sends to another, and may be off
+    return b.in_flight or any('torch/distributed' in f[0].replace(os.sep, '/') for f in b.stack[:6]) or _in_call(b.stack)
+
+def _leaves(b): return any(f[2]=='leave_together' and f[0].replace(os.sep, '/').endswith('fastdist/fault/supervisor.py') for f in b.stack)
+
+@patch
+def at_the_end(self:Watch):
+    "Do all ranks that wait do so at the end of what they have shared?"
+    waiting = [b for b in self.beats.values() if not b.left and _waits(b)]
+    return bool(waiting) and all(map(_leaves, waiting))
+
 # %% ../../nbs/fault/00_watchdog.ipynb #3acc7adf
 @patch
 def _apart(self:Watch, now, limit):
     "All ranks wait, and at least one of them for others. Those are missing that are not where most are, if most are at one place"
     here = [b for b in self.beats.values() if not b.left]
-    # torch's recorder knows nothing of what one rank sends to another, and may be off
-    waits = lambda b: b.in_flight or any('torch/distributed' in f[0].replace(os.sep, '/') for f in b.stack[:6]) or _in_call(b.stack)
     if len(here)!=len(self.last_beat) or len(here)==1 or any(now-self.moved[b.rank] <= limit for b in here): return
-    if not any(map(waits, here)): return
+    if not any(map(_waits, here)): return
     at = {b.rank:repr((_collective_of(b.stack),(user_frames(b.stack) or b.stack)[:1])) for b in here}
     (place,n),*_ = Counter(at.values()).most_common(1)
     most = sorted(r for r in at if at[r]==place and len(here) > n > len(here)/2)

@@ -18,7 +18,7 @@ from ..comm.call import OutOfStep, same_call
 from ..checkpoint.resume import Resume, resume_of
 from ..fault.cancel import cancels
 from ..fault.same_call import all_at
-from ..fault.supervisor import handler_kept, rejoin, scope
+from ..fault.supervisor import handler_kept, leave_together, scope
 from ..data.dl import DistributedDL
 from ..metrics.predictions import SharedActivation
 from ..strategy.base import check_trainable
@@ -121,8 +121,7 @@ def _context(learn, cb, resumes, in_notebook):
                 _add_trainer(learn, cb)
                 if resumes is not None: cb.add(resumes)
                 yield
-                rejoin()
-                same_call('the end of distrib_ctx') # a rank that is in a fit would wait for this one
+                leave_together('the end of distrib_ctx')
                 learn.detach_distributed()
     finally:
         broken = together is not None and together.broken

@@ -153,6 +153,21 @@ def test_detaches_early(world, strategy):
     told(world(early), 'OutOfStep', 'rank 1 at detach_distributed (', 'at a fit of 1 epoch (')
 
 
+def busy_before_the_end(secs, watchdog):
+    import fastdist.all
+    from fastdist.world import get_rank
+    learn, start = quiet(learner(n=24)), time.monotonic()
+    with learn.distrib_ctx(watchdog=watchdog):
+        learn.fit(1)
+        if get_rank() == 0: time.sleep(secs) # it evaluates, or sends away what was trained
+    return time.monotonic()-start
+
+
+def test_the_others_wait_at_the_end(worlds):
+    "As long as it takes, which may be longer than the watchdog has patience: gloo's limit is 64 s here"
+    for secs in worlds(3)(busy_before_the_end, 6, 2): assert secs >= 6
+
+
 def detaches_alone(watchdog):
     import fastdist.all
     from fastdist.world import get_rank
