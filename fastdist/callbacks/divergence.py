@@ -19,7 +19,6 @@ from ..comm.pack import as_bytes
 from ..comm.shards import is_dtensor, local
 from ..model.batchnorm import GlobalBatchNorm
 from .fastai_patches import trainer_of
-from ..world.ranks import get_rank
 
 # %% ../../nbs/callbacks/07_divergence.ipynb #d1fe0006
 _chunk = 2**18 # integers that are summed up at once, for the memory's sake

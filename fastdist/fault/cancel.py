@@ -55,7 +55,7 @@ def _error(code):
     "The class of the exception; an `OutOfStep` where it is the number of nothing"
     if 1 <= code <= _interrupt: return cancels[_interrupt-code]
     raise OutOfStep(f"rank {get_rank()} waits for what the callbacks of all workers decide, and others are at another call: "
-                    "one of them has a callback, or an evaluation, that the others do not have")
+                    "one of them has a callback, or an evaluation, that the others do not have. Have it in all of them")
 
 # %% ../../nbs/fault/07_cancel.ipynb #100424d6
 class Decisions:
@@ -92,8 +92,8 @@ def agree(self:Decisions, code=0 # 1 to 7 for a Cancel exception, 8 for `Keyboar
     return t.item()
 
 # %% ../../nbs/fault/07_cancel.ipynb #45626888
-_train = tuple(f'fastai.callback.{o}.' for o in ('channelslast','fp16','mixup','rnn','schedule','tracker','training'))
-_train += 'fastai.vision.gan.','fastdist.'
+_all_need = tuple(f'fastai.callback.{o}.' for o in ('channelslast','fp16','mixup','rnn','schedule','tracker','training'))
+_all_need += 'fastai.vision.gan.','fastdist.'
 
 def _lacking(o, every):
     "The ranks that do not have `o`, in words"
@@ -104,7 +104,7 @@ def _check_alike(every):
     "A `RuntimeError` where not all ranks, which have the callbacks `every`, have one by which they train"
     for k in {k:None for ks in every for k in ks}:
         name,lack = k[1].rpartition('.')[2],_lacking(k, every)
-        if lack and k[1].startswith(_train) and name!='SaveModelCallback': raise RuntimeError(
+        if lack and k[1].startswith(_all_need) and name!='SaveModelCallback': raise RuntimeError(
             f"rank {get_rank()}: not all workers have the callback {name} (order {k[0]}), which changes how a learner trains, or waits for "
             f"all of them: it is missing in {lack}. Give it to the learners of all, whatever their rank")
 

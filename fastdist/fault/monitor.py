@@ -6,7 +6,7 @@
 __all__ = ['Scope', 'Monitor', 'running_monitor', 'loader_begins', 'root_cause']
 
 # %% ../../nbs/fault/04_monitor.ipynb #cc018a47
-import json,os,signal,sys,threading,time,traceback
+import os,signal,sys,threading,time,traceback
 from dataclasses import asdict,dataclass,field
 
 import torch.distributed as dist

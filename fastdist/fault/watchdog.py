@@ -13,8 +13,7 @@ from dataclasses import dataclass,field
 
 import torch, torch.distributed as dist
 from fastcore.basics import patch
-from ..comm.call import is_library
-from ..world.errors import Failure, has_ended
+from ..world.errors import Failure, has_ended, is_library
 from ..world.state import current_world
 from ..world.ranks import from_env, get_rank, get_world_size, host_name
 
@@ -67,14 +66,14 @@ def _collective_of(stack # [file, line, function] for each frame, the innermost 
     if not stack: return '?'
     return (inside[-1] if inside else stack[0])[2].replace('_engine_run_backward', 'backward')
 
+def _is_in(frame, module, function):
+    "Is it in this function of fastdist's?"
+    return frame[2]==function and frame[0].replace(os.sep, '/').endswith(f'fastdist/{module}.py')
+
 def _without_polling(stack):
     "The frames as far as one that asks the store again and again: where it is in its loop does not say that the rank gets on"
-    polls = [i for i,f in enumerate(stack) if f[2]=='wait_until' and f[0].replace(os.sep, '/').endswith('fastdist/world/store.py')]
+    polls = [i for i,f in enumerate(stack) if _is_in(f, 'world/store', 'wait_until')]
     return stack[polls[-1]+1:] if polls else stack
-
-def _in_call(stack):
-    "Does it wait until all ranks make a call?"
-    return bool(stack) and stack[0][2]=='gone_on' and stack[0][0].replace(os.sep, '/').endswith('fastdist/fault/same_call.py')
 
 # %% ../../nbs/fault/00_watchdog.ipynb #a45c4d15
 def _sequence_numbers():
@@ -239,9 +238,10 @@ def _behind(self:Watch, group, now, limit):
 def _waits(b):
     "Does the rank of a `Beat` wait for others?"
     # torch's recorder knows nothing of what one rank sends to another, and may be off
-    return b.in_flight or any('torch/distributed' in f[0].replace(os.sep, '/') for f in b.stack[:6]) or _in_call(b.stack)
+    in_torch = any('torch/distributed' in f[0].replace(os.sep, '/') for f in b.stack[:6])
+    return b.in_flight or in_torch or any(_is_in(f, 'fault/same_call', 'gone_on') for f in b.stack[:1])
 
-def _leaves(b): return any(f[2]=='leave_together' and f[0].replace(os.sep, '/').endswith('fastdist/fault/supervisor.py') for f in b.stack)
+def _leaves(b): return any(_is_in(f, 'fault/supervisor', 'leave_together') for f in b.stack)
 
 @patch
 def at_the_end(self:Watch):

@@ -18,7 +18,7 @@ from fastai.basics import *
 from fastai.callback.fp16 import MixedPrecision, NonNativeMixedPrecision
 from .strategy_args import check_dynamo, check_mesh, check_sharding, launch_hidden
 from ..world.errors import refuse
-from ..comm.call import same_text, who_has
+from ..comm.call import first_other, same_text
 from ..comm.objects import all_gather_list
 from ..strategy.select import check_ddp
 from ..world.ranks import get_rank, get_world_size
@@ -251,15 +251,11 @@ def same_args(args, # `dict` of the arguments that were given to `DistributedTra
              ):
     "Raise a `ValueError` in all workers where these are not the same in all; of objects only their classes are compared"
     given = {**args, 'strategy':settings.strategy, 'mixed_precision':precision}
-    mine = {k:repr(v) if isinstance(v, (str,int,float,type(None))) else type(v).__name__ for k,v in given.items() if k not in _may_differ}
-    if not same_text(repr(sorted(mine.items()))): raise _args_differ(all_gather_list(mine))
-
-def _args_differ(every):
-    "The error for what all workers were given"
-    nm = next(k for o in every for k in o if len({h.get(k) for h in every}) > 1)
-    return ValueError(f"rank {get_rank()}: {nm} is not the same in all workers: "
-                      f"{who_has(range(len(every)), [o.get(nm, 'its default') for o in every])}. "
-                      "Give all the same arguments, and start all with the same settings of the launcher")
+    mine = {k:v if isinstance(v, (str,int,float,type(None))) else type(v).__name__ for k,v in given.items() if k not in _may_differ}
+    if same_text(repr(sorted(mine.items()))): return
+    name,who = first_other(all_gather_list(mine), 'its default')
+    raise ValueError(f"rank {get_rank()}: {name} is not the same in all workers: {who}. "
+                     "Give all the same arguments, and start all with the same settings of the launcher")
 
 # %% ../../nbs/trainer/01_args.ipynb #0dd698c0
 def make_accelerator(settings, # From `check_args`

@@ -13,7 +13,7 @@ from numbers import Real
 from fastai.basics import *
 from fastai.callback.core import GatherPredsCallback
 from ..checkpoint.weights import is_sharded
-from ..comm.call import same_call, who_has
+from ..comm.call import first_other, same_call
 from ..comm.objects import all_gather_list, from_rank0
 from ..data.dl import DistributedDL
 from ..data.loaders import n_batches
@@ -166,15 +166,12 @@ def same_hypers(opt, # A fastai optimizer, or `None`
                ):
     "A `RuntimeError` in all workers where `opt` steps by other numbers in some"
     hypers = hypers_of(opt)
-    if not same_call(what, repr(hypers)): raise _hypers_error(all_gather_list(hypers))
-
-def _hypers_error(every):
-    "The error of workers that have these different numbers"
-    nm = next(k for o in every for k in o if len({repr(h.get(k)) for h in every}) > 1)
-    return RuntimeError(
-        f"rank {get_rank()}: the optimizers of the workers do not step by the same numbers: {nm}: "
-        f"{who_has(range(len(every)), [repr(h.get(nm)) for h in every])}. Each trains a model of its own: give all the same learning rate "
-        "and schedule, drawn after set_seed(42) if at random, and callbacks that change them to the learners of all workers")
+    if same_call(what, repr(hypers)): return
+    name,who = first_other(all_gather_list(hypers))
+    raise RuntimeError(
+        f"rank {get_rank()}: the optimizers of the workers do not step by the same numbers: {name}: {who}. "
+        "Each trains a model of its own: give all the same learning rate and schedule, drawn after set_seed(42) if at random, "
+        "and callbacks that change them to the learners of all workers")
 
 # %% ../../nbs/trainer/04_evaluation.ipynb #74c46a88
 def same_log(recorder, # fastai's `Recorder`, at the end of an epoch

@@ -4,14 +4,14 @@
 
 # %% auto #0
 __all__ = ['Failure', 'Stopped', 'RemoteError', 'light_error', 'shorten', 'write_record_of', 'write_record', 'read_record',
-           'in_short', 'has_ended', 'end_after_first', 'hook_uncaught', 'short_repr', 'refuse']
+           'in_short', 'has_ended', 'end_after_first', 'hook_uncaught', 'short_repr', 'refuse', 'is_library']
 
 # %% ../../nbs/world/08_errors.ipynb #0c2aa558
-import json,os,sys,time,traceback,weakref
+import json,os,re,sys,time,traceback,weakref
 from dataclasses import asdict,dataclass,field,replace
 from functools import reduce
 
-import psutil
+import fastdist, psutil
 from fastcore.basics import patch
 from .ranks import get_rank, get_world_size, host_name
 from .store import wait_until
@@ -306,3 +306,12 @@ def refuse(arg, # Name of the argument
           ):
     "Raise `error`, with the rank"
     raise error(f"rank {get_rank()}: {arg}={short_repr(value)} is not accepted: {why}")
+
+# %% ../../nbs/world/08_errors.ipynb #6e4d4d65
+_package = re.escape(os.path.dirname(fastdist.__file__))
+_library = re.compile(rf'[/\\](site-packages|dist-packages|lib.python3[.\d]*)[/\\]|^<frozen |^{_package}')
+
+def is_library(file # Name of a file of code
+              ):
+    "Is it of an installed package, of Python or of fastdist?"
+    return bool(_library.search(file))
