@@ -335,9 +335,5 @@ def judge(self:Decisions, e # One of `cancels`, of a callback or not
 def interruptible(self:Decisions):
     "Keep Ctrl-C until all ranks can end together; a second one, seconds later, ends this one at once"
     with self.interrupts.hold():
-        try:
-            yield
-            if self.agree(_interrupt if self.interrupted else 0): raise KeyboardInterrupt
-        except Exception as e: # such as that of loader processes, which Ctrl-C has ended
-            if self.interrupted: raise KeyboardInterrupt from e
-            raise
+        yield
+        if self.agree(_interrupt if self.interrupted else 0): raise KeyboardInterrupt

@@ -16,20 +16,24 @@ _delicate = {f'fastdist.fault.{o}' for o in ('interrupt','monitor','supervisor')
 
 def is_ending(frame # Where a signal has arrived; `None` where that is not known
              ):
-    "Is a context, or the script, about to end? An exception would keep it from ending as it should"
+    "Is a context, the script, or the life of an object about to end? An exception would keep it from ending as it should, or be dropped"
     if frame is None: return False
     module = frame.f_globals.get('__name__')
-    return module in _delicate or frame.f_code.co_name=='__exit__' and module=='contextlib'
+    if module in _delicate or frame.f_code.co_name=='__exit__' and module=='contextlib': return True
+    while frame is not None and frame.f_code.co_name!='__del__' and frame.f_globals.get('__name__')!='weakref': frame = frame.f_back
+    return frame is not None
 
 # %% ../../nbs/fault/01_interrupt.ipynb #6dccc9de
 class Interrupts:
     "The handler of Ctrl-C in a rank"
     pause = 2. # seconds in which another Ctrl-C is the same one
-    def __init__(self):
+    def __init__(self, in_scope=lambda: True # Is there a scope, at whose end one counts that cannot count at once?
+                ):
+        self.in_scope = in_scope
         self.last = None # when it was pressed last, as of `time.monotonic`
         self.holds = False # is the next one kept?
         self.held = 0. # when the one was pressed that is kept; 0 if none was
-        self.pending = None # a `KeyboardInterrupt` for the end of the context
+        self.pending = None # a `KeyboardInterrupt` for the end of the scope, or what holds Ctrl-C next
 
     def handle(self, _, frame):
         "Handle SIGINT: raise `KeyboardInterrupt`, or keep it"
@@ -37,7 +41,7 @@ class Interrupts:
         if self.last is not None and now-self.last < self.pause: return
         self.last = now
         if self.holds and not self.held: self.held = now
-        elif is_ending(frame): self.pending = KeyboardInterrupt()
+        elif self.in_scope() and is_ending(frame): self.pending = KeyboardInterrupt()
         else: raise KeyboardInterrupt
 
 # %% ../../nbs/fault/01_interrupt.ipynb #4bafad01
@@ -64,17 +68,26 @@ def take(self:Interrupts):
 
 @patch
 def pop(self:Interrupts):
-    "The `KeyboardInterrupt` that has been kept for the end of a context, if there is one"
+    "The `KeyboardInterrupt` that has been kept, if there is one"
     res,self.pending = self.pending,None
     return res
 
+# %% ../../nbs/fault/01_interrupt.ipynb #1e3ad74b
 @patch
 @contextmanager
 def hold(self:Interrupts):
-    "Keep the first Ctrl-C: `held` says when it was pressed. A second one, seconds later, raises `KeyboardInterrupt` at once"
-    self.holds,self.held,self.last = True,0.,None
+    "Keep the first Ctrl-C until the end of this context; `held` says when it was pressed. A second one, seconds later, counts at once"
+    if self.holds: # by a context around this one
+        yield self
+        return
+    self.holds,self.held,self.last = True,0. if self.pop() is None else time.monotonic(),None
     try:
         with handler_kept():
             self.take()
             yield self
+            self.holds = False # the next one raises by itself
+            if self.held: raise KeyboardInterrupt
+    except Exception as e: # such as that of loader processes, which Ctrl-C has ended
+        if self.held: raise KeyboardInterrupt from e
+        raise
     finally: self.holds,self.held = False,0.

@@ -61,7 +61,7 @@ class Monitor:
         recorded_before()
         self.watch,self.groups,self.deadline,self.noticed,self.broken = Watch(self.size, self.ok),None,{},False,False
         self.aborted = False # have kernels that waited for other ranks been ended, so that what they were to write is garbage?
-        self.delivering,self.interrupts,self.stacks = threading.Lock(),Interrupts(),None
+        self.delivering,self.interrupts,self.stacks = threading.Lock(),Interrupts(lambda: len(self.scopes) > 1),None
 
     @property
     def watched(self):

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['gathered_at_once', 'Rows', 'shard_like', 'explain_shards', 'sends_whole', 'RowMessage', 'row_messages', 'send_rows',
-           'gather_rows', 'norms_of_shards', 'gather_group', 'mesh_of']
+           'gather_rows', 'norms_of_shards', 'gather_group', 'no_shards', 'mesh_of']
 
 # %% ../../nbs/strategy/04_sharding.ipynb #bc23fb59
 from datetime import timedelta
@@ -21,7 +21,9 @@ from ..comm.pack import as_bytes, gather_single, scatter_single
 from ..comm.shards import is_dtensor, local
 from ..world.ranks import get_rank
 from ..world.backends import keep_timeout
+from ..world.process_group import some_ended
 from ..world.state import current_world
+from ..world.store import wait_until
 
 # %% ../../nbs/strategy/04_sharding.ipynb #75908766
 def _rows(n, size, rank):
@@ -300,17 +302,28 @@ def norms_of_shards():
         if not _norm_of_shards.users: clip_grad._get_total_norm = nn.utils.get_total_norm = _total_norm
 
 # %% ../../nbs/strategy/04_sharding.ipynb #6c274410
+def _meeting(name): return dist.PrefixStore(f'fastdist/shards/{name}', current_world().store('shared'))
+
 def gather_group(name, # The same in all workers, and another one each time
                  seconds=10, # To wait for the others
                 ):
     "A process group to gather shards in after a failure, or `None` where not all workers are there any more"
-    world = current_world()
-    store,limit = dist.PrefixStore(f'fastdist/shards/{name}', world.store('shared')),timedelta(seconds=seconds)
+    world,n = current_world(),dist.get_world_size()
     try:
-        with world.reach(): group = dist.ProcessGroupGloo(store, get_rank(), dist.get_world_size(), limit)
-    except RuntimeError: return None # dist.DistError is one
+        store = _meeting(name)
+        if store.add('here', 1)==n: store.set('all', '')
+        def lacks(): return store.check(['away']) or some_ended()
+        if wait_until(lambda: store.check(['all']) or lacks(), seconds, n=n) is None or not store.check(['all']): return
+        with world.reach(): group = dist.ProcessGroupGloo(store, get_rank(), n, timedelta(seconds=seconds))
+    except RuntimeError: return # dist.DistError is one
     world.cache['gather_group'] = group # kept: others may be reading when this worker has all
     return group
+
+def no_shards(name # As the others give it to `gather_group`
+             ):
+    "This worker has none, and does not come: the others need not wait for it"
+    try: _meeting(name).set('away', '')
+    except RuntimeError: pass
 
 # %% ../../nbs/strategy/04_sharding.ipynb #0e6f79a6
 def _refuse_pickle(*_): raise RuntimeError(

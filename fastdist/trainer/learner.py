@@ -56,7 +56,7 @@ def _add_trainer(learn, cb):
     learn.add_cb(cb)
     try: cb.attach()
     except BaseException:
-        learn.remove_cb(cb)
+        if not cb.in_scope: learn.remove_cb(cb) # a context does so when it has told the others
         raise
 
 def _joins(learn, cb):

@@ -15,15 +15,16 @@ from ..callbacks.data_parallel import ParallelTrainer
 from ..callbacks.late_loss import late_losses
 from ..callbacks.loggers import HiddenLoggers, is_logger
 from ..callbacks.precision import autocast_kept, synchronize_rng
+from ..comm.call import same_call
 from ..data.loaders import same_data
 from ..data.rng import WorkerRandom, rank0_stream, rejoin_streams
 from ..fault.cancel import Decisions
-from ..fault.supervisor import catchable, check_watchdog, handler_kept, rejoin, scope, watchdog_time
+from ..fault.supervisor import catchable, check_watchdog, handler_kept, interrupt_deferred, rejoin, scope, watchdog_time
 from ..metrics.metrics import EpochTotals
 from ..model.batchnorm import GlobalBatchNorm, sync_batch_norm
 from ..model.foreach import Foreach
 from ..strategy.base import Strategy, check_values, inner_opt, same_everywhere, whole_model
-from ..strategy.select import close_strategy, make_strategy
+from ..strategy.select import close_strategy, drop_strategy, make_strategy
 from ..strategy.sharding import norms_of_shards
 from .argument_steps import ArgumentSteps
 from .args import accelerator_args, check_args, check_launch, check_own, check_precision, make_accelerator, not_default, same_args
@@ -79,9 +80,14 @@ def _same_model(self:DistributedTrainer):
     same_data(self.learn.dls) # first: vocabularies, and so models, may differ by it
     check_values(whole_model(self.learn))
     self.undo.enter_context(back_on_device(self.learn, self.device)) # undone last, when the strategy has given back what it has
-    self.undo.callback(setattr, self, 'strategy', None)
+    self.undo.callback(self._drop_strategy)
     self._choose()
     same_everywhere(whole_model(self.learn), self.learn.opt, grads=True)
+
+@patch
+def _drop_strategy(self:DistributedTrainer):
+    strategy,self.strategy = self.strategy,None
+    if strategy is not None: drop_strategy(strategy) # an error has kept it from being set up
 
 @patch
 def _choose(self:DistributedTrainer):
@@ -181,6 +187,38 @@ def steps(self:DistributedTrainer):
             self._share_loaders,
             self._show_in_rank0, *both]
 
+# %% ../../nbs/trainer/07_trainer.ipynb #a9449f17
+@patch
+@contextmanager
+def _fail_together(self:DistributedTrainer):
+    "Around what all workers do: a part of the context's scope, or where there is no context a scope of its own"
+    if self.in_scope:
+        with catchable(): yield
+        return
+    together = None
+    try:
+        with handler_kept(), scope(self.watchdog) as together: yield
+    finally:
+        if together is not None and together.broken:
+            self.detach()
+            teardown_distrib()
+
+# %% ../../nbs/trainer/07_trainer.ipynb #83b8c8ec
+@patch
+@contextmanager
+def _attach_together(self:DistributedTrainer):
+    "Around what `attach` does: where one worker fails, all hear of it before any of them undoes what it has done, as that takes all"
+    if self.in_scope: # the context undoes it
+        with interrupt_deferred(): yield
+        return
+    try:
+        with self._fail_together():
+            with interrupt_deferred(): yield
+            same_call('the set-up of DistributedTrainer') # who has done it waits here, and hears of those that fail
+    except BaseException:
+        self.detach()
+        raise
+
 # %% ../../nbs/trainer/07_trainer.ipynb #6d69e4d0
 @patch
 def attach(self:DistributedTrainer):
@@ -192,7 +230,7 @@ def attach(self:DistributedTrainer):
     self.precision = check_launch(self.learn)
     cpu = self.join_group()
     if get_world_size() > 1: self.accelerator,self.device = make_accelerator(self.settings, cpu),get_device()
-    self.set_up(self.steps())
+    with self._attach_together(): self.set_up(self.steps())
 
 # %% ../../nbs/trainer/07_trainer.ipynb #e60ff0b0
 @patch(as_prop=True)
@@ -367,22 +405,6 @@ def _fit_failed(self:DistributedTrainer, cls, error, *_):
     if same: self.strategy.average() # what waits for a step stays, as in one process
     else: self.strategy.drop_grads()
     self.strategy.explain(error)
-
-# %% ../../nbs/trainer/07_trainer.ipynb #a9449f17
-@patch
-@contextmanager
-def _fail_together(self:DistributedTrainer):
-    "Around what all workers do: a part of the context's scope, or where there is no context a scope of its own"
-    if self.in_scope:
-        with catchable(): yield
-        return
-    together = None
-    try:
-        with handler_kept(), scope(self.watchdog) as together: yield
-    finally:
-        if together is not None and together.broken:
-            self.detach()
-            teardown_distrib()
 
 # %% ../../nbs/trainer/07_trainer.ipynb #b4adec65
 @patch

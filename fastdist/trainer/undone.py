@@ -34,13 +34,9 @@ class UndoneCallback(QuickCallback):
 @patch
 def set_up(self:UndoneCallback, steps # Functions without arguments, called in this order and undone in reverse
           ):
-    "Call `steps`; where one of them fails, undo those before it"
+    "Call `steps`; where one of them fails, `detach` undoes those before it"
     self.undo,self.added = ExitStack(),[]
-    try:
-        for f in steps: f()
-    except BaseException:
-        self.detach()
-        raise
+    for f in steps: f()
 
 @patch
 def detach(self:UndoneCallback):

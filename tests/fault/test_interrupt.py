@@ -26,24 +26,44 @@ def test_raises_once():
 
 def test_is_held():
     i = Interrupts()
-    with i.hold():
-        press()
-        assert i.held
-        press()
-        i.last -= 3
-        with pytest.raises(KeyboardInterrupt): press()
+    with pytest.raises(KeyboardInterrupt):  # at the end
+        with i.hold():
+            press()
+            assert i.held
+            press()
+            i.last -= 3
+            with pytest.raises(KeyboardInterrupt): press()
+            assert i.held
     assert not i.held and signal.getsignal(signal.SIGINT) is signal.default_int_handler
     i.take()
     press()  # the launcher's, after the context
     assert signal.getsignal(signal.SIGINT) == i.handle
 
 
+def test_is_held_by_the_outer_one():
+    i, seen = Interrupts(), []
+    with pytest.raises(KeyboardInterrupt):
+        with i.hold():
+            with i.hold(): press()
+            seen.append(bool(i.held))
+    assert seen == [True]
+
+
 def test_counts_in_a_later_context():
     i = Interrupts()
     for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            with i.hold(): press()
+
+
+def test_is_the_cause_of_what_fails():
+    "Loader processes that Ctrl-C has ended, say"
+    i = Interrupts()
+    with pytest.raises(KeyboardInterrupt) as e:
         with i.hold():
             press()
-            assert i.held
+            raise ValueError('a loader process has ended')
+    assert isinstance(e.value.__cause__, ValueError)
 
 
 def test_the_users_own_handler_stays():

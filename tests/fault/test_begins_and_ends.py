@@ -1,0 +1,136 @@
+"""One worker fails, is killed, or gets a Ctrl-C while a context begins, or as it ends: the others hear of it at once, all have whole models, and can
+train together after it"""
+import os, signal, sys, time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from harness import TESTS, free_port, launched
+from learners import *
+
+
+@pytest.fixture(params=[2, 3])
+def world(request, worlds): return worlds(request.param)
+
+
+STEPS = ['_same_model', '_share_batch_norm', '_share_loaders']
+
+
+def kinds_of(learn): return [type(o).__name__ for o in (*learn.cbs, *learn.model.modules())]
+
+
+def fails(how, strategy, step, ctrl_c=False):
+    "In rank 1, `step` of what the trainer does as it begins meets an error, or a Ctrl-C: (error, seconds), largest change of a weight, weights of a fit after that"
+    import fastdist.all
+    from fastdist.trainer.trainer import DistributedTrainer
+    from fastdist.world import get_rank
+    learn = quiet(learner(n=24, bn=True, opt=Adam))
+    learn.create_opt()
+    before, kinds, plain, start, error = weights(learn), kinds_of(learn), getattr(DistributedTrainer, step), time.monotonic(), None
+    def failing(self):
+        if ctrl_c: os.kill(os.getpid(), signal.SIGINT)
+        else: raise RuntimeError('boom')
+        return plain(self)
+    def run():
+        if how == 'context':
+            with learn.distrib_ctx(watchdog=60, strategy=strategy): learn.fit(1)
+        elif how == 'callback': learn.fit(1, cbs=DistributedTrainer(watchdog=60, strategy=strategy))
+        else:
+            learn.to_distributed(watchdog=60, strategy=strategy)
+            try: learn.fit(1)
+            finally: learn.detach_distributed()
+    if get_rank() == 1: setattr(DistributedTrainer, step, failing)
+    try: run()
+    except BaseException as e: error = type(e).__name__, str(e)
+    finally: setattr(DistributedTrainer, step, plain)
+    secs, now, same = time.monotonic()-start, weights(learn), kinds_of(learn) == kinds
+    again = quiet(learner(n=24, bn=True))
+    with again.distrib_ctx(watchdog=60): again.fit(1)
+    return error, secs, diff(now, before), same, weights(again)
+
+
+@pytest.mark.parametrize('strategy', ['ddp', 'zero1', 'zero2', 'fsdp'])
+@pytest.mark.parametrize('how', ['context', 'callback', 'to_distributed'])
+@pytest.mark.parametrize('step', STEPS)
+def test_one_fails_as_it_begins(world, how, strategy, step):
+    for r, (error, secs, change, same, w) in enumerate(found := world(fails, how, strategy, step)):
+        assert error[0] == ('RuntimeError' if r == 1 else 'RemoteError') and 'boom' in error[1], error
+        assert r == 1 or 'rank 1' in error[1]
+        assert secs < 6 and same
+        # where rank 1 had not begun to shard, nobody has its part of what the others have
+        assert change == 0 or strategy == 'fsdp' and step == '_share_batch_norm' and r != 1, change
+        assert not diff(w, found[0][-1])
+
+
+@pytest.mark.parametrize('strategy', ['zero2', 'fsdp'])
+@pytest.mark.parametrize('step', STEPS)
+def test_ctrl_c_as_it_begins(world, strategy, step):
+    "It counts when all have begun"
+    for error, secs, change, same, w in (found := world(fails, 'context', strategy, step, True)):
+        assert error[0] == 'KeyboardInterrupt' and secs < 6 and same
+        assert not change and not diff(w, found[0][-1])
+
+
+def pressed(place):
+    "In rank 1 a Ctrl-C arrives in `place`: errors"
+    import fastdist.all
+    from fastdist.fault import monitor, supervisor
+    from fastdist.trainer import trainer
+    from fastdist.world import get_rank, teardown_distrib
+    at = dict(start=(monitor.Monitor, '_publish'), close=(supervisor, '_close'), gather=(trainer, 'close_strategy'))
+    teardown_distrib()
+    learn, error, start, mine = quiet(learner(n=24, bn=True, opt=Adam)), None, time.monotonic(), get_rank() == 1
+    def patch(o, nm):
+        plain = getattr(o, nm)
+        def f(*args, **kwargs):
+            setattr(o, nm, plain)
+            os.kill(os.getpid(), signal.SIGINT)
+            return plain(*args, **kwargs)
+        setattr(o, nm, f)
+    class Deleted:
+        def __del__(self): os.kill(os.getpid(), signal.SIGINT)
+    try:
+        if mine and place == 'start': patch(*at[place])
+        with learn.distrib_ctx(watchdog=60, strategy='zero1'):
+            learn.fit(1)
+            if mine and place in ('close', 'gather'): patch(*at[place])
+            if place == 'deleted':
+                if mine: Deleted()
+                learn.fit(100)
+    except BaseException as e: error = type(e).__name__
+    return error, time.monotonic()-start, learn.recorder.log[0] if place == 'deleted' else 0
+
+
+@pytest.mark.parametrize('place', ['start', 'close', 'gather', 'deleted'])
+def test_no_ctrl_c_is_lost(world, place):
+    "Where an exception would be dropped, or keep something from ending as it should, it counts soon after"
+    others = dict(start='RemoteError', gather='KeyboardInterrupt', deleted='KeyboardInterrupt')  # at the very end they have ended too
+    for r, (error, secs, epoch) in enumerate(world(pressed, place)):
+        assert error == ('KeyboardInterrupt' if r == 1 else others.get(place)) and secs < 20 and epoch == 0
+
+
+KILLED = f'''
+import os, signal, sys, time
+sys.path.insert(0, {str(TESTS/'support')!r})
+from learners import *
+import fastdist.all
+class Dies(Callback):
+    def before_step(self):
+        print('at', time.time(), flush=True)
+        if os.environ['RANK'] == '1': os.kill(os.getpid(), signal.SIGKILL)
+learn = quiet(learner(n=24, bn=True))
+with learn.distrib_ctx(strategy=sys.argv[1]): learn.fit(1, cbs=Dies())
+'''
+
+
+@pytest.mark.parametrize('strategy', ['zero1', 'fsdp'])
+def test_nobody_waits_for_one_that_was_killed(tmp_path, strategy):
+    "Without a launcher, which would end them: neither to gather what was in shards, nor at the end of the process that holds the store"
+    (tmp_path/'script.py').write_text(KILLED)
+    port = free_port()
+    def run(rank):
+        res = launched([sys.executable, tmp_path/'script.py', strategy], 60, dict(RANK=f'{rank}', WORLD_SIZE='2', MASTER_ADDR='127.0.0.1', MASTER_PORT=f'{port}'))
+        return res, time.time()
+    with ThreadPoolExecutor() as pool: (first, end), (second, _) = pool.map(run, range(2))
+    assert second.returncode == -signal.SIGKILL and first.returncode == 1
+    assert 'rank 0 stopped because rank 1' in first.stderr and 'has shards' not in first.stderr
+    assert end-float(first.stdout.split()[1]) < 8, first.stderr # seconds; the limits of these waits are 10 and 5
