@@ -67,6 +67,7 @@ def route(device:torch.device, # Of a tensor
           group, # A process group; `None` for that of all workers
          ):
     "The device by which `group` sends what is on `device`"
+    if isinstance(group, dist.ProcessGroupGloo): return torch.device('cpu') # one that torch has not made keeps no list of its own
     backends = dict(o.split(':') for o in dist.get_backend_config(group).split(','))
     if backends.get(device.type, 'gloo')!='gloo': return device
     return torch.device('cpu') if 'cpu' in backends else torch.device('cuda', torch.cuda.current_device())

@@ -14,7 +14,8 @@ from fastcore.basics import patch
 from .interrupt import Interrupts, is_default, is_ending
 from .connections import Connections, lost_peer, of_group
 from .stacks import Stacks, ask_late, begin_loader_process, crashes, end_stopped, end_stopped_children, end_with_children, tell_collectives
-from .watchdog import Beat, Neighbour, Watch, ended, find_ended, frame_text, own_beat, recorded_before, stack_of, user_frames
+from .watchdog import (Beat, Neighbour, Watch, collectives_begun, ended, find_ended, frame_text, own_beat, recorded_before, stack_of,
+                                     user_frames)
 from ..notices import notice
 from ..world.errors import Failure, RemoteError, end_after_first, in_short, light_error, write_record
 from ..world.backends import abort_gpu_collectives
@@ -40,6 +41,7 @@ class Scope:
     within:'Scope'=None # Of which this is a part: the script may catch what ends it, and go on
     parts:int=0 # How many it has had
     caught:tuple=None # (a part that has failed, its `Failure`), until it is known to have failed in all ranks
+    begun:int=None # How many collectives this rank had begun when it failed in it
 
 # %% ../../nbs/fault/04_monitor.ipynb #c202d8e0
 class Monitor:
@@ -335,24 +337,35 @@ def _guard(self:Monitor):
         if s is None or s.left or s.failure is not None: continue
         if now-self.ok >= s.limit+self.patience: return self._no_reply(s, now-self.ok)
 
+# %% ../../nbs/fault/04_monitor.ipynb #fdf1417a
+@patch
+def note_ended(self:Monitor, s # `Scope`
+              ):
+    "Note for the others that this rank has ended it by itself; how many collectives it had begun"
+    begun = collectives_begun()
+    self._try(lambda: self.records.set(f'ack/{s.key}/{self.rank}', begun))
+    return begun
+
 # %% ../../nbs/fault/04_monitor.ipynb #9b99950d
 @patch
 def report(self:Monitor, e, # The exception that ends this rank's work
            s, # `Scope`
           ):
-    "Write the error record, report to the others, and wait until they know, three seconds at most; sets `s.broken` if they end connections"
+    """Write the error record, report to the others, and wait until they know, three seconds at most; sets `s.broken` where the process
+    group cannot be used any more: some end connections, or have failed by themselves at another place"""
     f = Failure.of(e)
     if not isinstance(e, RemoteError):
         f.others = self.others()
         if at := crashes(self.stacks): f.traceback = f"{f.traceback.rstrip()}\nIts loader process:\n{at}\n"
     write_record(e, f)
     self._publish_failure(s, f)
-    self._try(lambda: self.records.set(f'ack/{s.key}/{self.rank}', 'own'))
+    begun = self.note_ended(s)
     gone = f.rank if f.rank!=self.rank and f.kind in ('ended','stalled') else None
     acks = [f'ack/{s.key}/{r}' for r in range(self.size) if r!=gone]
     self._try(lambda: wait_until(lambda: self.store.check(acks), 3)) # the launcher will end those that have not said theirs yet
-    def all_ended(): return self.store.check(acks) and all(o in ('own','left') for o in self.records.get_all(acks))
-    s.broken = gone is not None or not self._try(all_ended)
+    found = self._try(lambda: self.records.get_all(acks)) or [None]
+    s.broken = gone is not None or any(o!=begun for o in found)
+    if s.broken and all(isinstance(o, int) for o in found): self._break_off() # nobody else does, and what has begun would be waited for
 
 # %% ../../nbs/fault/04_monitor.ipynb #4d412f3f
 @patch

@@ -15,6 +15,7 @@ from ..comm.call import same_call
 from .interrupt import handler_kept
 from .connections import of_group
 from .monitor import Monitor, Scope, running_monitor
+from .watchdog import collectives_begun
 from ..world.errors import Failure, RemoteError, end_after_first, has_ended, write_record
 from ..world.backends import collective_timeout
 from ..world.process_group import init_group, note_killed, teardown_distrib
@@ -99,7 +100,7 @@ def _open(m, watchdog):
 
 def _close(m, s):
     s.left = True
-    if not s.broken and s.failure is None: m._try(lambda: m.records.set(f'ack/{s.key}/{m.rank}', 'left'))
+    if not s.broken and s.failure is None: m.note_ended(s)
     if s in m.scopes: m.scopes.remove(s)
 
 # %% ../../nbs/fault/05_supervisor.ipynb #9332afdb
@@ -129,6 +130,8 @@ def _may_be_caught(m, s, e):
     if s.raised or of_group(e): return
     f = Failure.of(e)
     if not isinstance(e, RemoteError): m._publish_failure(s, f)
+    s.begun = collectives_begun()
+    m._try(lambda: m.store.add(f'own/{s.key}/{s.begun}', 1)) # first: who sees that all have failed looks where
     m._try(lambda: m.store.add(f'own/{s.key}', 1))
     s.within.caught = s,f
 
@@ -146,14 +149,15 @@ def rejoin():
     s,f = outer.caught or (outer,outer.failure)
     if f is None: return
     if s.failure is not None: raise f.as_error() # of another rank
-    def all_failed(): return m.store.add(f'own/{s.key}', 0) >= m.size
+    def all_failed(at=''): return m.store.add(f'own/{s.key}{at}', 0) >= m.size
     def aborted(): return m.store.check([f'aborted/{s.key}'])
     wait_until(lambda: all_failed() or aborted(), m.patience+2, n=m.size) # it may be on its way to the others
-    if not all_failed():
+    if not all_failed(f'/{s.begun}'):
         if aborted(): outer.broken = m.broken = True
         raise RuntimeError(
-            f"rank {m.rank}: an exception has ended a fit or an evaluation, not in all ranks, and was caught here. The others wait for "
-            f"this one, or have been stopped: let it through, or raise it in all ranks. It was {f.type}: {f.text}")
+            f"rank {m.rank}: an exception has ended a fit or an evaluation, not in all ranks, or not at the same place, and was caught "
+            "here. The others wait for this one, or have been stopped, or got further: let it through, or raise it in all ranks, where all "
+            f"have begun the same collectives. It was {f.type}: {f.text}")
     outer.caught = None
 
 # %% ../../nbs/fault/05_supervisor.ipynb #a262e818

@@ -14,6 +14,7 @@ from fastai.basics import *
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
+from ..comm.call import same_text
 from ..comm.shards import local
 from ..model.blocks import units
 from .base import Strategy, check_trainable, unused_error
@@ -145,9 +146,7 @@ def _same_failure(self:FullyShard, done):
     world = current_world()
     try:
         group = gather_group(f"sharded/{world.number}/{world.cache['sharded']}")
-        least_most = torch.tensor([done,-done])
-        if group is not None: dist.all_reduce(least_most, dist.ReduceOp.MIN, group=group)
-        if group is not None and least_most.tolist()==[done,-done]: return group
+        if group is not None and same_text(f'{done}', group): return group
     except RuntimeError: pass # one that was there has gone since
     warn(f"rank {get_rank()}: the set-up of strategy={self.name!r} has not failed in all workers alike, and they had shards of the "
          "weights, which are nan now: load a checkpoint before you go on with this learner")

@@ -96,13 +96,19 @@ def make_strategy(settings, # What the arguments ask for, as `check_args` return
 _wholes = dict(ddp=Replica, zero1=ShardedSteps, zero2=ShardedGradients) # whole parameters in each worker
 
 # %% ../../nbs/strategy/08_select.ipynb #945200ef
-def _same_state(strategy):
-    "What the optimizer remembers is gathered from all workers: where they do not have parts of the same, it is dropped, and they are told"
+def _same_state(strategy, group=None):
+    """What the optimizer remembers is gathered from all workers: where they have no parts of the same, it is dropped, and they are told.
+    The group to gather in; `False` if one that was in it has gone since"""
     sharded = getattr(strategy, 'sharded', None)
-    if same_text(repr(sharded and [(tuple(o.shape), o.o.dtype) for o in sharded.held().values()])): return
+    try: same = same_text(repr(sharded and [(tuple(o.shape), o.o.dtype) for o in sharded.held().values()]), group)
+    except RuntimeError:
+        if group is None: raise
+        return False
+    if same: return group
     if sharded: sharded.opt.clear_state()
-    warn(f"rank {get_rank()}: the optimizers of the workers do not remember the same tensors, as some have made another, or frozen other "
-         "layers, and what they remembered is dropped: load a checkpoint, or go on with a new optimizer")
+    warn(f"rank {get_rank()}: the optimizers of the workers do not remember the same tensors, as some have made another, have frozen other "
+         "layers, or have failed in the first step, and what they remembered is dropped: load a checkpoint, or go on with a new optimizer")
+    return group
 
 # %% ../../nbs/strategy/08_select.ipynb #c81b9810
 def _meets(strategy):
@@ -122,7 +128,7 @@ def close_strategy(strategy # A `Strategy` that has been set up
     m = monitor()
     aborted,name = m is not None and m.aborted,_meets(strategy)
     group = None if name is None else gather_group(name) or False
-    if group is None and strategy.gathers: _same_state(strategy)
+    if group is not False and strategy.gathers: group = _same_state(strategy, group)
     strategy.close(group)
     if aborted: warn(
         f"rank {get_rank()}: what the GPUs were sending each other was ended in the middle, and they computed with what had come: "

@@ -313,7 +313,8 @@ def gather_group(name, # The same in all workers, and another one each time
         store = _meeting(name)
         if store.add('here', 1)==n: store.set('all', '')
         def lacks(): return store.check(['away']) or some_ended()
-        if wait_until(lambda: store.check(['all']) or lacks(), seconds, n=n) is None or not store.check(['all']): return
+        wait_until(lambda: store.check(['all']) or lacks(), seconds, n=n)
+        if not store.check(['all']): return
         with world.reach(): group = dist.ProcessGroupGloo(store, get_rank(), n, timedelta(seconds=seconds))
     except RuntimeError: return # dist.DistError is one
     world.cache['gather_group'] = group # kept: others may be reading when this worker has all
