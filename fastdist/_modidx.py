@@ -2511,6 +2511,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                         'fastdist.strategy.base._broadcast': ('strategy/base.html#_broadcast', 'fastdist/strategy/base.py'),
                                         'fastdist.strategy.base._check_buffers': ( 'strategy/base.html#_check_buffers',
                                                                                    'fastdist/strategy/base.py'),
+                                        'fastdist.strategy.base._checksums': ('strategy/base.html#_checksums', 'fastdist/strategy/base.py'),
                                         'fastdist.strategy.base._is_zero': ('strategy/base.html#_is_zero', 'fastdist/strategy/base.py'),
                                         'fastdist.strategy.base._same_grads': ( 'strategy/base.html#_same_grads',
                                                                                 'fastdist/strategy/base.py'),

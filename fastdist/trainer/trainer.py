@@ -78,11 +78,11 @@ def _same_args(self:DistributedTrainer):
 def _same_model(self:DistributedTrainer):
     "All workers have the same data, and begin with rank 0's weights"
     same_data(self.learn.dls) # first: vocabularies, and so models, may differ by it
-    check_values(whole_model(self.learn))
+    check_values(whole := whole_model(self.learn))
     self.undo.enter_context(back_on_device(self.learn, self.device)) # undone last, when the strategy has given back what it has
     self.undo.callback(self._drop_strategy)
     self._choose()
-    same_everywhere(whole_model(self.learn), self.learn.opt, grads=True)
+    same_everywhere(whole, self.learn.opt, grads=True)
 
 @patch
 def _drop_strategy(self:DistributedTrainer):
