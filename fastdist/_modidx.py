@@ -3435,6 +3435,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                        'fastdist/world/process_group.py'),
                                               'fastdist.world.process_group._make_group': ( 'world/process_group.html#_make_group',
                                                                                             'fastdist/world/process_group.py'),
+                                              'fastdist.world.process_group._one_prefix': ( 'world/process_group.html#_one_prefix',
+                                                                                            'fastdist/world/process_group.py'),
                                               'fastdist.world.process_group._own_gpu': ( 'world/process_group.html#_own_gpu',
                                                                                          'fastdist/world/process_group.py'),
                                               'fastdist.world.process_group._run_main': ( 'world/process_group.html#_run_main',

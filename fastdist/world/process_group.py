@@ -7,7 +7,7 @@ __all__ = ['ended', 'some_ended', 'note_killed', 'all_sign', 'job_secret', 'shar
            'distributed_init', 'setup_distrib', 'teardown_distrib', 'call_main']
 
 # %% ../../nbs/world/09_process_group.ipynb #f6da0eae
-import atexit,gc,hmac,multiprocessing,os,secrets,shutil,sys,time,warnings
+import atexit,gc,hmac,inspect,multiprocessing,os,secrets,shutil,sys,time,warnings
 from contextlib import contextmanager,nullcontext
 from dataclasses import replace
 from datetime import timedelta
@@ -49,6 +49,8 @@ def _join(s, timeout=None):
             if e.end: write_record(e, _failure(e.end))
             raise
         world.rendezvous = SimpleNamespace(key=key, store=store, name=name, start=s, serves=serves)
+        atexit.unregister(_leave)
+        atexit.register(_leave) # a process that multiprocessing has forked forgets, from Python 3.13 on, what was registered before
     return world.rendezvous.store
 
 # %% ../../nbs/world/09_process_group.ipynb #e453261c
@@ -197,6 +199,12 @@ def _gpu_args(gpu):
     torch.cuda.set_device(gpu)
     return dict(backend='cpu:gloo,cuda:nccl', device_id=torch.device('cuda', gpu))
 
+# %% ../../nbs/world/09_process_group.ipynb #2ac8a70d
+def _one_prefix():
+    "Take off what torch puts around `sys.excepthook` with each process group that is made: the next puts its `[rank0]:` before each line"
+    hook = sys.excepthook
+    if getattr(hook, '__name__', '')=='_distributed_excepthook': sys.excepthook = inspect.getclosurevars(hook).nonlocals['old_hook']
+
 # %% ../../nbs/world/09_process_group.ipynb #79b3ddd8
 def _make_group(s, cpu, kwargs, gpu=None):
     "Make the process group that `Start` `s` describes, and its `World`"
@@ -215,6 +223,7 @@ def _make_group(s, cpu, kwargs, gpu=None):
     args.update(store=part, rank=s.rank, world_size=s.world_size)
     try:
         if not cpu: args = _gpu_args(_own_gpu(part, *on_node) if gpu is None else gpu)|args
+        _one_prefix()
         with reach(): _by_accelerate(cpu, args)
     except BaseException:
         undo()

@@ -99,7 +99,7 @@ def monitor_of(n, monkeypatch, tmp_path):
     for r in range(n):
         m.records.set(f'beat/{r}', asdict(Beat(1, r, host_name()+'x', 7)))
         if r: m.records.set(connections.Connections._key(*links[r-1][::-1]), r)
-        for s in ('job', '1/1', '1/2'): m.records.set(f'ack/{s}/{r}', 'left')
+        for s in ('job', '1/1', '1/2'): m.records.set(f'ack/{s}/{r}', 0)
     m.store.add('told/1/2', n-1)
     m.store = m.records.store = Counted(m.store, asked)
     m.tick, m.scopes = 0, [m.job, monitor.Scope('1/1', 600.), monitor.Scope('1/2')]

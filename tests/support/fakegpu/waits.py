@@ -20,7 +20,7 @@ def is_fake(t): return isinstance(t, torch.Tensor) and t.device.type == 'fakegpu
 def note(what, until=None):
     "The host waits here, for all that was queued or `until` an event"
     state.ended = state.recorded if until is None else until
-    if state.counter is not None: state.counter[what, *_where()] += 1
+    if state.counter is not None: state.counter[(what, *_where())] += 1
 
 
 def _where():
