@@ -33,18 +33,31 @@ def _written_stack(thread):
     frames = re.findall(r'(?m)^  File "(.*)", line (\d+) in (.*)$', found[1])
     return [[_escaped(file),int(line),_escaped(name)] for file,line,name in frames]
 
+# %% ../../nbs/fault/00_watchdog.ipynb #ae905e7d
+def _crashes(version):
+    "Does `faulthandler` end the process where the innermost frame of a thread is one of C's, as it did before python/cpython#127329?"
+    return (3,12) <= version < (3,12,8) or (3,13) <= version < (3,13,1)
+
+def _frames_of(thread, most):
+    interval,res = sys.getswitchinterval(),[]
+    sys.setswitchinterval(1.) # second, of which this takes a ten-thousandth: no other thread goes on meanwhile
+    try:
+        frame = sys._current_frames().get(thread)
+        while frame is not None and len(res) < most:
+            res.append([frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name])
+            frame = frame.f_back
+    finally: sys.setswitchinterval(interval)
+    return res
+
 # %% ../../nbs/fault/00_watchdog.ipynb #204ed8ae
 def stack_of(thread, # Number of a thread of this process (`threading.get_ident()`)
              most=60, # Frames, at most
             ):
     "Where a thread is in its Python code: [file, line, function] for each frame, the innermost first"
-    other = thread!=threading.get_ident() and hasattr(os, 'memfd_create')
-    if other and (res := _written_stack(thread)) is not None: return res[:most]
-    frame,res = sys._current_frames().get(thread),[]
-    while frame is not None and len(res) < most:
-        res.append([frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name])
-        frame = frame.f_back
-    return res
+    own = thread==threading.get_ident()
+    written = not own and hasattr(os, 'memfd_create') and not _crashes(sys.version_info)
+    if written and (res := _written_stack(thread)) is not None: return res[:most]
+    return _frames_of(thread, most+own)[own:] # without that of `_frames_of`
 
 def frame_text(frame # [file, line, function]
               ):
