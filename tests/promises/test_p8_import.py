@@ -56,7 +56,7 @@ def test_help_shows_accelerates_arguments():
     for o in inspect.signature(Accelerator.__init__).parameters:
         if o == 'self': continue
         assert (f'{o}=' in text) == (o not in ('mixed_precision', 'log_with', 'step_scheduler_with_optimizer', *REFUSED)), o
-    assert 'sync_bn=True, in_notebook=False' in text and "batch norm's statistics from the global batch?" in text and "Literal['ddp'" in text
+    assert 'sync_bn=True, in_notebook=False' in ' '.join(text.split()) and "batch norm's statistics from the global batch?" in text and "Literal['ddp'" in text
     for f in (Learner.to_distributed, fastdist.all.DistributedTrainer): assert 'split_batches' in inspect.signature(f).parameters
 
 
