@@ -1,8 +1,8 @@
 "Errors are data: fields of `RemoteError`, and a JSON record where torch's launcher looks for it"
-import json, os
+import json, os, sys
 
 from forked import started
-from harness import free_port
+from harness import free_port, launched
 
 
 def fails(rank, url, how):
@@ -55,3 +55,24 @@ def test_without_a_launcher_no_file_is_written(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_record(Failure(1, 'n1', 'stalled').as_error())
     assert list(tmp_path.iterdir()) == []
+
+
+LOOKED_AT = """
+import os, threading, time
+from fastdist.fault.watchdog import stack_of
+def look():
+    while True:
+        stack_of(main)
+        time.sleep(5e-4)
+def closes(i): f = open('/dev/null', 'rb', buffering=0)  # which lets other threads run as it goes, when the innermost frame is one of C's
+main, end = threading.get_ident(), time.time()+2
+threading.Thread(target=look, daemon=True).start()
+while time.time() < end: list(map(closes, range(200)))
+os._exit(0)
+"""
+
+
+def test_looking_at_a_rank_does_not_end_it():
+    "As `faulthandler` does there in Python 3.13.0"
+    res = launched([sys.executable, '-c', LOOKED_AT], 60)
+    assert res.returncode == 0, res.stderr
