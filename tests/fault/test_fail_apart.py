@@ -68,14 +68,12 @@ class FailInStep(Callback):
     def before_step(self):
         from fastdist.world import get_rank, get_world_size
         if get_rank() < get_world_size()-1: return
-        def fails(p, **kwargs): raise RuntimeError('boom')
-        pg = [p for ps in self.learn.opt.param_lists for p in ps]
-        n, plain = [0], self.learn.opt.cbs
+        seen = []
         def third(p, **kwargs):
-            n[0] += 1
-            if n[0] == 3: raise RuntimeError('boom')
+            seen.append(p)
+            if len(seen) == 3: raise RuntimeError('boom')
             return {}
-        self.learn.opt.cbs = L(third, *plain)
+        self.learn.opt.cbs = L(third, *self.learn.opt.cbs)
 
 
 def in_step(strategy): return ended(strategy, FailInStep())

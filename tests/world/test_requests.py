@@ -85,12 +85,12 @@ def monitor_of(n, monkeypatch, tmp_path):
     "The `Monitor` of the first of `n` workers that all have a heartbeat, the others' in the store: (it, Counter of what it asks)"
     import torch.distributed as dist
     from dataclasses import asdict
-    from fastdist.fault import connections, monitor, watchdog
+    from fastdist.fault import connections, monitor, reports, watchdog
     from fastdist.fault.watchdog import Beat
     from fastdist.world.ranks import host_name
     monkeypatch.setenv('TORCHELASTIC_ERROR_FILE', str(tmp_path/'error.json'))
-    for o in (monitor, watchdog): monkeypatch.setattr(o, 'get_world_size', lambda: n)
-    monkeypatch.setattr(monitor, 'shared_store', lambda nm: dist.HashStore())
+    for o in (reports, watchdog): monkeypatch.setattr(o, 'get_world_size', lambda: n)
+    monkeypatch.setattr(reports, 'shared_store', lambda nm: dist.HashStore())
     monkeypatch.setattr(monitor, 'dist', SimpleNamespace(**{**vars(dist), 'is_initialized': lambda: True}))
     monkeypatch.setattr(watchdog, '_sequence_numbers', dict)
     links = [(('10.0.0.1', 1), ('10.0.0.2', r)) for r in range(1, n)]
