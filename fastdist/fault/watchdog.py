@@ -7,7 +7,7 @@ __all__ = ['stack_of', 'frame_text', 'user_frames', 'collectives_begun', 'record
            'Neighbour', 'Watch', 'Stall', 'failure_at', 'ended', 'find_ended']
 
 # %% ../../nbs/fault/00_watchdog.ipynb #cefb54a3
-import faulthandler,json,os,re,sys,threading,time
+import gc,json,os,re,sys,threading,time
 from collections import Counter
 from dataclasses import dataclass,field
 
@@ -17,47 +17,23 @@ from ..world.errors import Failure, has_ended, is_library
 from ..world.state import current_world
 from ..world.ranks import from_env, get_rank, get_world_size, host_name
 
-# %% ../../nbs/fault/00_watchdog.ipynb #af8c3bf3
-def _escaped(text):
-    "`faulthandler` writes ASCII"
-    return re.sub(r'\\x([0-9a-f]{2})|\\u([0-9a-f]{4})|\\U([0-9a-f]{8})', lambda m: chr(int(m[m.lastindex], 16)), text)
-
-def _written_stack(thread):
-    "As `stack_of`, of any thread, by `faulthandler`; `None` if it says nothing of that one"
-    with open(os.memfd_create('fastdist_stack'), 'w+b', buffering=0) as f:
-        faulthandler.dump_traceback(f, all_threads=True)
-        f.seek(0)
-        text = f.read().decode()
-    found = re.search(rf'(?m)^(?:Current thread|Thread) 0x0*{thread:x} .*\n((?:  .*\n?)*)', text)
-    if found is None: return # of very many threads it leaves some out
-    frames = re.findall(r'(?m)^  File "(.*)", line (\d+) in (.*)$', found[1])
-    return [[_escaped(file),int(line),_escaped(name)] for file,line,name in frames]
-
-# %% ../../nbs/fault/00_watchdog.ipynb #ae905e7d
-def _crashes(version):
-    "Does `faulthandler` end the process where the innermost frame of a thread is one of C's, as it did before python/cpython#127329?"
-    return (3,12) <= version < (3,12,8) or (3,13) <= version < (3,13,1)
-
-def _frames_of(thread, most):
-    interval,res = sys.getswitchinterval(),[]
+# %% ../../nbs/fault/00_watchdog.ipynb #204ed8ae
+def stack_of(thread, # Number of a thread of this process (`threading.get_ident()`)
+             most=60, # Frames, at most
+            ):
+    "Where a thread is in its Python code: [file, line, function] for each frame, the innermost first"
+    interval,collects,res = sys.getswitchinterval(),gc.isenabled(),[]
+    gc.disable() # what it would end might need a lock that Python has while it makes frames (python/cpython#106883)
     sys.setswitchinterval(1.) # second, of which this takes a ten-thousandth: no other thread goes on meanwhile
     try:
         frame = sys._current_frames().get(thread)
         while frame is not None and len(res) < most:
             res.append([frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name])
             frame = frame.f_back
-    finally: sys.setswitchinterval(interval)
+    finally:
+        sys.setswitchinterval(interval)
+        if collects: gc.enable()
     return res
-
-# %% ../../nbs/fault/00_watchdog.ipynb #204ed8ae
-def stack_of(thread, # Number of a thread of this process (`threading.get_ident()`)
-             most=60, # Frames, at most
-            ):
-    "Where a thread is in its Python code: [file, line, function] for each frame, the innermost first"
-    own = thread==threading.get_ident()
-    written = not own and hasattr(os, 'memfd_create') and not _crashes(sys.version_info)
-    if written and (res := _written_stack(thread)) is not None: return res[:most]
-    return _frames_of(thread, most+own)[own:] # without that of `_frames_of`
 
 def frame_text(frame # [file, line, function]
               ):

@@ -58,21 +58,31 @@ def test_without_a_launcher_no_file_is_written(tmp_path, monkeypatch):
 
 
 LOOKED_AT = """
-import os, threading, time
+import ctypes, os, threading, time
 from fastdist.fault.watchdog import stack_of
 def look():
     while True:
         stack_of(main)
-        time.sleep(5e-4)
+        time.sleep(1e-4)
 def closes(i): f = open('/dev/null', 'rb', buffering=0)  # which lets other threads run as it goes, when the innermost frame is one of C's
-main, end = threading.get_ident(), time.time()+2
-threading.Thread(target=look, daemon=True).start()
-while time.time() < end: list(map(closes, range(200)))
+@ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
+def enters(_): pass
+libc = ctypes.CDLL(None)
+def begin():
+    threads = (ctypes.c_ulong*8)()
+    while True:
+        for i in range(8): libc.pthread_create(ctypes.byref(threads, 8*i), None, enters, None)
+        for t in threads: libc.pthread_join(ctypes.c_ulong(t), None)
+main = threading.get_ident()
+for f in (look, begin, begin, begin): threading.Thread(target=f, daemon=True).start()
+for _ in range(20):
+    list(map(closes, range(200)))
+    time.sleep(.1)
 os._exit(0)
 """
 
 
 def test_looking_at_a_rank_does_not_end_it():
-    "As `faulthandler` does there in Python 3.13.0"
+    "As `faulthandler` does while threads of C enter Python (3.11), or where the innermost frame is one of C's (3.13.0)"
     res = launched([sys.executable, '-c', LOOKED_AT], 60)
     assert res.returncode == 0, res.stderr
