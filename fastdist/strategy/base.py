@@ -41,7 +41,7 @@ class Strategy(_InBatch):
     moves = False # Does `setup` bring the model to the device, part by part, and `close` back to where it was? Else it is there, whole
     splits = () # What is in shards when the optimizer steps: 'parameters', 'gradients'
     loose,of_model = (),None # parameters that the optimizer has beside the model's; `ModelParams` of this, once somebody has asked
-    share_scale = staticmethod(lambda: 1.) # what the loss of this worker's share is to be multiplied by; the trainer knows
+    share_scale = staticmethod(lambda added=False: 1.) # what the loss of this worker's share, or what is added to it, is multiplied by
     def __init__(self): self.learn,self.model,self.device,self.unsynced = None,None,None,False
     def setup(self, learn, # `Learner` whose context begins; its weights are the same in all workers
               device, # This worker's `torch.device`

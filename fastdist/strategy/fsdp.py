@@ -201,7 +201,7 @@ def _load_rows(self:FullyShard, module, state_dict, prefix, *_):
 def _penalty(self:FullyShard, p, g):
     "The gradient of a loss of the shards, as it would be without the share's weight"
     if not self.backwards.running: return
-    self.penalized,scale = True,self.share_scale()
+    self.penalized,scale = True,self.share_scale(added=self.backwards.running=='own')
     self._check_penalty(scale)
     if scale!=1: return g/scale
 
@@ -353,7 +353,7 @@ _gone = 'out of bounds for storage of size 0','appears to not have been used in 
 def before_backward(self:FullyShard):
     "Note that the backward of this batch runs, and which loss is its own"
     self.unsynced,self.ran = not self.synced,True
-    if self.penalized: self._check_penalty(self.share_scale())
+    if self.penalized: self._check_penalty(self.share_scale(added=True))
     self.backwards.watch(self.learn.loss_grad)
 
 @patch

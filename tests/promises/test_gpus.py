@@ -30,8 +30,13 @@ def own_gpu():
     return str(torch.empty(0, device=torch.device('cuda', torch.cuda.current_device())).device)
 
 
+class Aux(Callback):
+    "A mean over samples beside the loss, whose own mean goes by the weights of classes"
+    def after_loss(self): self.learn.loss_grad = self.learn.loss_grad + .3*self.pred.pow(2).mean().float()
+
+
 CASES = dict(clip=lambda: dict(cbs=GradientClip(0.05)), accumulate=lambda: dict(cbs=GradientAccumulation(11)), plain=dict,
-             weighted=lambda: dict(loss=Double(weight=torch.tensor([1., .5, 2.], dtype=torch.float64))))
+             weighted=lambda: dict(loss=Double(weight=torch.tensor([1., .5, 2.], dtype=torch.float64)), cbs=Aux()))
 
 
 def twice(ctx=None, early=True, bs=6, frozen=False, case='plain', **kwargs):

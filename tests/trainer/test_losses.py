@@ -79,6 +79,14 @@ class L1(Callback):
         self.learn.loss = self.learn.loss + extra.detach()
 
 
+class Aux(Callback):
+    "A mean over samples beside the loss"
+    def after_loss(self):
+        extra = .3*self.pred.pow(2).mean().float()
+        self.learn.loss_grad = self.learn.loss_grad + extra
+        self.learn.loss = self.learn.loss + extra.detach()
+
+
 class Skips(Items):
     skipped = ()
     def __getitem__(self, i):
@@ -130,6 +138,8 @@ CASES = dict(
     declared_acc=lambda: learner(n=22, loss=declared, cbs=GradientAccumulation(9)),
     marks=lambda: learner(n=22, cbs=Marks()), marks_acc=lambda: learner(n=22, cbs=[Marks(), GradientAccumulation(9)]),
     marks_weights=lambda: learner(n=22, loss=Double(weight=W), cbs=Marks()),
+    weights_aux=lambda: learner(n=22, loss=Double(weight=W), cbs=Aux()), ignored_aux=lambda: learner(n=22, loss=Double(ignore_index=1), cbs=Aux(), bs=3),
+    declared_aux_acc=lambda: learner(n=22, loss=declared, cbs=[Aux(), GradientAccumulation(9)]), weights_l1=lambda: learner(n=22, loss=Double(weight=W), cbs=L1()),
     drops=lambda: learner(n=22, cbs=Drops(), bs=11), picks=lambda: learner(n=22, cbs=Picks(), bs=11),
     drops_shares=lambda: learner(n=22, cbs=DropsShares(), bs=3),
     drops_shares_acc=lambda: learner(n=22, cbs=[DropsShares(), GradientAccumulation(4)], bs=3), drops_acc=lambda: learner(n=22, cbs=[Drops(), GradientAccumulation(9)], bs=11), made=only_x,
@@ -152,7 +162,7 @@ def compared(world, names, tol=2e-7, **ctx):
 @pytest.mark.sizes
 def test_as_one_process(world):
     "Each by two workers or by three; where a share is empty, or there is one sample a worker, by both"
-    both = ['declared_acc', 'drops_shares', 'drops_shares_acc', 'marks', 'skip_share', 'skip_many']
+    both = ['declared_acc', 'ignored_aux', 'drops_shares', 'drops_shares_acc', 'marks', 'skip_share', 'skip_many']
     compared(world, [o for i, o in enumerate(CASES) if i % 2 == world.n % 2 or o in both])
 
 
