@@ -165,6 +165,7 @@ def deliver(self:Monitor, s, # `Scope`
         reacts()
         self._break_off()
     if wait_until(reacts, 1): return
+    s.forced = True
     with self.delivering:
         if not s.left: self._break_off() # on a busy machine others may have published their connections late
     if not wait_until(reacts, self.patience): self._end_process(f)
@@ -174,9 +175,15 @@ def deliver(self:Monitor, s, # `Scope`
 def _on_signal(self:Monitor, _, frame):
     if is_ending(frame): return # `scope` looks by itself, and if it was the end of another context, the signal is sent again
     for s in self.scopes:
-        if s.failure is not None and not s.left and not s.raised:
+        if s.failure is not None and not s.left and not s.raised and not _ends(s, sys.exc_info()[1], frame):
             s.raised = True
             raise s.failure.as_error()
+
+def _ends(s, e, frame):
+    "Does `e`, which is being handled, end `s` by itself, as the wait in which this rank was has ended?"
+    if e is None or e is s.handled or s.forced or not of_group(e): return False
+    # Then this is in a `finally`, or an `__exit__`, which another error would end before it has done anything. Torch's own only log
+    return frame is None or not str(frame.f_globals.get('__name__')).startswith('torch.distributed')
 
 @patch
 def leave(self:Monitor, s # `Scope`

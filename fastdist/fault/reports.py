@@ -6,7 +6,7 @@
 __all__ = ['Scope', 'Reports']
 
 # %% ../../nbs/fault/04_reports.ipynb #3d470431
-import time
+import sys,time
 from dataclasses import asdict,dataclass,field
 
 import torch.distributed as dist
@@ -35,6 +35,8 @@ class Scope:
     parts:int=0 # How many it has had
     caught:tuple=None # (a part that has failed, its `Failure`), until it is known to have failed in all ranks
     begun:int=None # How many collectives this rank had begun when it failed in it
+    handled:BaseException=field(default_factory=lambda: sys.exc_info()[1], repr=False) # What was being handled as it began
+    forced:bool=False # Is the failure of another rank to be raised whatever this one is handling?
 
 # %% ../../nbs/fault/04_reports.ipynb #1040d22d
 class Reports:

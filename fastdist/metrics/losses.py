@@ -33,6 +33,12 @@ def _cross_entropy(f):
 def _inner(f): return f.func if isinstance(f, (BaseLoss,partial)) else f
 
 # %% ../../nbs/metrics/02_losses.ipynb #294784b5
+def _by_two(f, yb):
+    "Is it fastai's label smoothing, with a mean over all classes of all samples, and another over the labels that count?"
+    if not isinstance(f, LabelSmoothingCrossEntropy) or f.reduction!='mean': return False
+    return f.weight is not None or any(o.device.type=='cpu' and not o.is_floating_point() and bool((o==-100).any()) for o in yb)
+
+# %% ../../nbs/metrics/02_losses.ipynb #ef3221fa
 def loss_divisor(loss_func, # The learner's loss function
                  yb, # Tuple of targets
                 ):
@@ -40,9 +46,10 @@ def loss_divisor(loss_func, # The learner's loss function
     for f in (loss_func,_inner(loss_func)):
         own = getattr(f, 'loss_divisor', noop)
         if own is not noop: return None if own is None else torch.as_tensor(own(*yb)).detach()
-    if isinstance(f, LabelSmoothingCrossEntropy) and f.weight is not None: raise ValueError(
-        f"rank {get_rank()}: LabelSmoothingCrossEntropy(weight=...) divides by two numbers, and cannot be split between workers: "
-        "use nn.CrossEntropyLoss(weight=..., label_smoothing=...), or GlobalBatchLoss(...), which gathers predictions")
+    if _by_two(f, yb): raise ValueError(
+        f"rank {get_rank()}: LabelSmoothingCrossEntropy with class weights, or with labels of -100, divides by two numbers, "
+        "and cannot be split between workers: use nn.CrossEntropyLoss(weight=..., label_smoothing=...), or GlobalBatchLoss(...), "
+        "which gathers predictions")
     ce = _cross_entropy(loss_func)
     if ce is None or len(yb)!=1: return
     (weight,ignore),y = ce,yb[0].as_subclass(Tensor)
@@ -107,6 +114,7 @@ def _is_known(f):
         if not type(f).__module__.startswith(('fastai.','functools')): return False
         f = f.func
     owner = f if hasattr(f, '__qualname__') and not inspect.ismethod(f) else type(getattr(f, '__self__', f))
+    if owner is LabelSmoothingCrossEntropy: return False # not where labels are -100, for which `_by_two` looks on the CPU alone
     return str(owner.__module__).split('.')[0] in ('torch','fastai')
 
 # %% ../../nbs/metrics/02_losses.ipynb #02db6dc3

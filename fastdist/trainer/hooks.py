@@ -54,7 +54,9 @@ def before_batch(self:StrategyHooks):
 @patch
 def after_loss(self:StrategyHooks):
     "Send the loss"
-    if self.training: self.trainer.step.send_loss(self.trainer.decisions.interrupted)
+    if not self.training: return
+    self.trainer.step.send_loss(self.trainer.decisions.interrupted)
+    self.trainer.step.settle_loss()
 
 @patch
 def before_backward(self:StrategyHooks):

@@ -34,8 +34,8 @@ class TrainingStep:
         self.has_loss,self.loss,self.received,self.sums,self.kept,self.drawn,self.parts = False,None,None,None,[],None,{}
         self.unread = False # is what the shares weigh on the GPU, in `n` and `sums`, and not looked at?
         self.summed = is_summed(learn.loss_func) and not isinstance(learn.loss_func, GlobalBatchLoss)
-        self.whole,self.weighed = False,[] # is the loss that of the global batch, or a sum? What `weigh_loss` has made of it, once called
-        self.apart,self.own = False,None # does its mean divide by another number than that of samples? What it was before others added
+        self.whole,self.weighed = False,[] # is the loss that of the global batch, or a sum? Has `weigh_loss` been called?
+        self.apart,self.own,self.ratio = False,None,[] # does its mean divide by another number than that of samples? See `_weigh_apart`
         self.uneven = getattr(last, 'uneven', None) # have the shares of some batch before not added up to the samples dealt out?
         self.before,self.late,self.stops = getattr(last, 'late', None),None,False # see `_agreed`; has Ctrl-C ended the fit of all?
         self.wished = 0 # what callbacks that have a method `wish` have asked for, added up over all workers: the same in all of them
@@ -56,12 +56,13 @@ def _sum_weights(self:TrainingStep):
     # Where the loader or the loss function does not know, a message adds up what the shares weigh
     f,yb = self.learn.loss_func,self.learn.yb
     bs,self.bs,div,kept = self.bs,find_bs(yb),loss_divisor(f, yb),kept_labels(f, yb)
-    self.by_samples,self.apart = div is None,div is not None and not self.whole
+    self.by_samples = div is None
     self.unread = self._stays_unread(div)
     if self.counts and not self.whole: self.n = self._left(kept, bs) if div is None else self._number(div)
     # gradients that are accumulated cannot be corrected after the backward
     late = self.uneven is False or not callbacks_of(self.learn, GradientAccumulation)
     if div is None and self.total is not None and late: return
+    self.apart = not self.whole and (div is not None or kept is not None)
     self.sums = self._numbers(self.n, self.bs if self.counts else 0)
     self.summing = dist.all_reduce(self.sums, async_op=True)
 
@@ -117,12 +118,12 @@ def batch_weight(self:TrainingStep):
 @patch
 def _weigh_apart(self:TrainingStep):
     "What callbacks add, as `RNNRegularizer` does, is a mean over samples still: the loss alone goes by its own number"
-    learn,weighed = self.learn,self.weighed # a hook that had the learner would keep its memory
+    learn,ratio = self.learn,self.ratio # a hook that had the learner would keep its memory
     if self.counts and not isinstance(self.n, Tensor) and not self.n: # the mean over nothing is nan, and with it what is added
         learn.loss_grad = sum(t.sum() for t in tensors_in(learn.pred) if t.requires_grad)*0.
         learn.loss = torch.zeros_like(learn.loss)
     self.own = learn.loss
-    def by_own(g): return (g*weighed[0]).to(g.dtype) if weighed else None
+    def by_own(g): return (g*ratio[0]).to(g.dtype) if ratio else None
     if learn.loss_grad.requires_grad: learn.loss_grad.register_hook(by_own)
 
 # %% ../../nbs/trainer/03_step.ipynb #d52f3ece
@@ -171,6 +172,8 @@ def _loss_sum(self:TrainingStep):
     loss,own = self.learn.loss,self.own
     self.own = None # it holds what a backward needs
     if not self.apart or loss is own: return self._sum_of(loss)
+    k = torch.autograd.grad(loss.sum(), own, retain_graph=True, allow_unused=True)[0] if loss.requires_grad and own.requires_grad else None
+    if k is not None: own = own*k # a callback has scaled it
     added = (loss-own).detach().double().mean()*(self.share_scale(added=True)/get_world_size()*self.batch_weight())
     return self._sum_of(own) + (torch.where(self.n!=0, added, 0.) if isinstance(self.n, Tensor) else added)
 
@@ -290,9 +293,24 @@ def share_scale(self:TrainingStep, added=False # Of what callbacks add to the lo
 
 @patch
 def _scale(self:TrainingStep):
-    "The same of `learn.loss_grad`: a sum is as if of all samples by now, and `GradientAccumulation` has multiplied by bs/n_acc"
-    res = self.share_scale(added=True)*(self.n/self.batch_weight() if self.summed and self.n else 1.)
-    return res*self.rows/self.bs if self.bs and callbacks_of(self.learn, GradientAccumulation) else res
+    "The same of `learn.loss_grad`: a sum is as if of all samples by now"
+    return self.share_scale(added=True)*(self.n/self.batch_weight() if self.summed and self.n else 1.)
+
+# %% ../../nbs/trainer/03_step.ipynb #4a165a20
+@patch
+def settle_loss(self:TrainingStep):
+    "When all callbacks have had their say in the loss, be it that they run its backward themselves"
+    learn = self.learn
+    if not self.has_loss or not self.bs: return
+    if callbacks_of(learn, GradientAccumulation): # has multiplied by this share's bs/n_acc
+        self.batch_weight()
+        learn.loss_grad = learn.loss_grad*(self.rows/self.bs)
+    if not self.apart or not self.counts or not learn.loss_grad.requires_grad: return
+    own,added,weighed = self.share_scale(),self.share_scale(added=True),self.weighed
+    self.ratio.append(own/added)
+    back = torch.where(own!=0, added/own, 1.) if isinstance(own, Tensor) else added/own if own else 1.
+    def as_added(g): return None if weighed else (g*back).to(g.dtype) # a backward of a callback's own is weighed as the loss itself
+    learn.loss_grad.register_hook(as_added)
 
 # %% ../../nbs/trainer/03_step.ipynb #7428e8e1
 @patch
@@ -300,7 +318,7 @@ def weigh_loss(self:TrainingStep):
     "Scale the loss so that the average of the workers' gradients is that of the global batch"
     # last of all callbacks: what others have added counts too
     learn,scale = self.learn,self._scale()
-    self.weighed.append(self.share_scale()/self.share_scale(added=True) if self.apart and self.bs and self.counts else 1.)
+    self.weighed.append(True)
     if self._goes_unread(scale): return self._weigh_unread(scale)
     # a share without samples runs its whole backward, as others wait for it in global batch norm; but 0 times the mean over nothing is nan
     if self.n==0 and not (learn.loss_grad.requires_grad and learn.loss_grad.isfinite().all()):

@@ -87,3 +87,37 @@ def test_gradients_of_a_fit_that_has_failed(worlds, strategy, at, accumulated):
     every = worlds(len(at))(fit_again, strategy, at, accumulated)
     _, want = fit_again(None, None, accumulated, every[0][0])
     for w0, w in every: assert diff(w0, every[0][0]) == 0 and diff(w, want) < 2e-7
+
+
+class Waits(Callback):
+    "The first rank fails where the others wait for it, in what is to be undone: one in torch.no_grad, one in a finally of its own"
+    may_cancel, undone = False, 0
+    def undo(self): self.undone += 1
+    def after_loss(self):
+        import torch.distributed as dist
+        from fastdist.world import get_rank
+        if get_rank() == 0: raise ValueError('no such image')
+        work = dist.all_reduce(torch.ones(1), async_op=True)
+        if get_rank() == 1:
+            with torch.no_grad(): work.wait()
+        try: work.wait()
+        finally: self.undo()
+
+
+def ended_wait():
+    "What is left of it, and then of a fit that nobody ends"
+    import fastdist.all
+    learn, cb = quiet(learner(n=23, n_val=43)), Waits()
+    try:
+        with learn.distrib_ctx(): learn.fit(1, cbs=cb)
+    except Exception as e: found = type(e).__name__, getattr(e, 'rank', None)
+    found = *found, cb.undone, torch.is_grad_enabled()
+    with learn.distrib_ctx(): learn.fit(1)
+    return found
+
+
+def test_what_was_on_is_undone(world3):
+    "A wait that ends by an error undoes what it was in, such as torch.no_grad: what is raised for another rank does not come between, and the next fit trains"
+    first, *others = world3(ended_wait)
+    assert first == ('ValueError', None, 0, True)
+    assert others == [('RemoteError', 0, 0, True), ('RemoteError', 0, 1, True)]

@@ -87,6 +87,12 @@ class Aux(Callback):
         self.learn.loss = self.learn.loss + extra.detach()
 
 
+class Twice(Callback):
+    "Something of the loss, and not beside it"
+    order = 1
+    def after_loss(self): self.learn.loss_grad, self.learn.loss = self.learn.loss_grad*2, self.learn.loss*2
+
+
 class Skips(Items):
     skipped = ()
     def __getitem__(self, i):
@@ -140,6 +146,9 @@ CASES = dict(
     marks_weights=lambda: learner(n=22, loss=Double(weight=W), cbs=Marks()),
     weights_aux=lambda: learner(n=22, loss=Double(weight=W), cbs=Aux()), ignored_aux=lambda: learner(n=22, loss=Double(ignore_index=1), cbs=Aux(), bs=3),
     declared_aux_acc=lambda: learner(n=22, loss=declared, cbs=[Aux(), GradientAccumulation(9)]), weights_l1=lambda: learner(n=22, loss=Double(weight=W), cbs=L1()),
+    weights_twice=lambda: learner(n=22, loss=Double(weight=W), cbs=[Aux(), Twice()]), own_aux=lambda: learner(n=22, loss=Double(weight=W), cbs=[Aux(), Own('loss_grad')]),
+    own_acc=lambda: learner(n=22, bs=5, cbs=[Own('loss_grad'), GradientAccumulation(9)]),
+    own_aux_acc=lambda: learner(n=22, bs=5, loss=Double(weight=W), cbs=[Aux(), Own('loss_grad'), GradientAccumulation(9)]),
     drops=lambda: learner(n=22, cbs=Drops(), bs=11), picks=lambda: learner(n=22, cbs=Picks(), bs=11),
     drops_shares=lambda: learner(n=22, cbs=DropsShares(), bs=3),
     drops_shares_acc=lambda: learner(n=22, cbs=[DropsShares(), GradientAccumulation(4)], bs=3), drops_acc=lambda: learner(n=22, cbs=[Drops(), GradientAccumulation(9)], bs=11), made=only_x,

@@ -37,6 +37,7 @@ def shared(kind, known, total=7, press=None):
     step = TrainingStep(learn, counts, 'cpu')
     step.note_loss()
     step.send_loss(interrupted=rank==press)
+    step.settle_loss()
     step.weigh_loss()
     learn.loss_grad.backward()
     for g in grads(learn).values():
