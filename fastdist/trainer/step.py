@@ -120,8 +120,8 @@ def _weigh_apart(self:TrainingStep):
     "What callbacks add, as `RNNRegularizer` does, is a mean over samples still: the loss alone goes by its own number"
     learn,ratio = self.learn,self.ratio # a hook that had the learner would keep its memory
     if self.counts and not isinstance(self.n, Tensor) and not self.n: # the mean over nothing is nan, and with it what is added
-        learn.loss_grad = sum(t.sum() for t in tensors_in(learn.pred) if t.requires_grad)*0.
-        learn.loss = torch.zeros_like(learn.loss)
+        learn.loss_grad = (sum(t.sum() for t in tensors_in(learn.pred) if t.requires_grad)*0.).to(learn.loss.dtype)
+        learn.loss = learn.loss_grad.clone()
     self.own = learn.loss
     def by_own(g): return (g*ratio[0]).to(g.dtype) if ratio else None
     if learn.loss_grad.requires_grad: learn.loss_grad.register_hook(by_own)
