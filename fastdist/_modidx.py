@@ -1376,6 +1376,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                 'fastdist/fault/supervisor.py'),
                                            'fastdist.fault.supervisor._scope': ( 'fault/supervisor.html#_scope',
                                                                                  'fastdist/fault/supervisor.py'),
+                                           'fastdist.fault.supervisor._undo_modes': ( 'fault/supervisor.html#_undo_modes',
+                                                                                      'fastdist/fault/supervisor.py'),
                                            'fastdist.fault.supervisor.catchable': ( 'fault/supervisor.html#catchable',
                                                                                     'fastdist/fault/supervisor.py'),
                                            'fastdist.fault.supervisor.check_watchdog': ( 'fault/supervisor.html#check_watchdog',

@@ -9,6 +9,7 @@ __all__ = ['Scope', 'Reports']
 import sys,time
 from dataclasses import asdict,dataclass,field
 
+import torch
 import torch.distributed as dist
 from fastcore.basics import patch
 from .watchdog import Beat, collectives_begun, find_ended
@@ -37,6 +38,7 @@ class Scope:
     begun:int=None # How many collectives this rank had begun when it failed in it
     handled:BaseException=field(default_factory=lambda: sys.exc_info()[1], repr=False) # What was being handled as it began
     forced:bool=False # Is the failure of another rank to be raised whatever this one is handling?
+    grad:bool=field(default_factory=torch.is_grad_enabled) # Were gradients recorded as it began?
 
 # %% ../../nbs/fault/04_reports.ipynb #1040d22d
 class Reports:

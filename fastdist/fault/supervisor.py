@@ -10,6 +10,7 @@ __all__ = ['watchdog_time', 'monitor', 'check_watchdog', 'scope', 'interrupt_def
 import os
 from contextlib import contextmanager
 
+import torch
 import torch.distributed as dist
 from ..comm.call import same_call
 from .interrupt import handler_kept
@@ -93,6 +94,11 @@ def _fail(m, s, e):
     if f is not None and has_ended(f): m._try(lambda: note_killed(f))
     if other is not None: raise other
 
+# %% ../../nbs/fault/06_supervisor.ipynb #dcd530b8
+def _undo_modes(s):
+    "What a signal has raised may have come as a `torch.no_grad` was about to end"
+    if s.raised: torch.set_grad_enabled(s.grad)
+
 def _open(m, watchdog):
     m.interrupts.take()
     m.count += 1
@@ -101,6 +107,7 @@ def _open(m, watchdog):
 
 def _close(m, s):
     s.left = True
+    _undo_modes(s)
     if not s.broken and s.failure is None: m.note_ended(s)
     if s in m.scopes: m.scopes.remove(s)
 
@@ -116,6 +123,7 @@ def interrupt_deferred():
 # %% ../../nbs/fault/06_supervisor.ipynb #643b90c1
 def _end_part(m, s):
     s.left = True
+    _undo_modes(s)
     if s in m.scopes: m.scopes.remove(s)
     if s.failure is None: return
     s.within.broken = m.broken = True # the process group has been broken off
