@@ -8,8 +8,10 @@ __all__ = ['TrainingStep']
 # %% ../../nbs/trainer/03_step.ipynb #943f4a6d
 import torch.distributed as dist
 from fastai.basics import *
+from fastai.callback.fp16 import MixedPrecision
 from fastai.callback.rnn import RNNRegularizer
 from fastai.callback.training import GradientAccumulation
+from ..callbacks.fastai_patches import QuickCallback
 from ..callbacks.grad_accumulation import AccumulateSteps, divisor, scale_all
 from ..callbacks.late_loss import send_to_host
 from ..comm.pack import tensors_in
@@ -50,6 +52,10 @@ def _has_parameters(loss_func):
     f = getattr(loss_func, 'func', loss_func) # fastai's are around one of torch's
     return isinstance(f, nn.Module) and any(p.requires_grad for p in f.parameters())
 
+def _may_add(learn):
+    "Are there callbacks that may add to the loss?"
+    return any(hasattr(cb, 'after_loss') and not isinstance(cb, (QuickCallback,GradientAccumulation,MixedPrecision)) for cb in learn.cbs)
+
 # %% ../../nbs/trainer/03_step.ipynb #754e9def
 @patch
 def _sum_weights(self:TrainingStep):
@@ -59,8 +65,8 @@ def _sum_weights(self:TrainingStep):
     self.by_samples = div is None
     self.unread = self._stays_unread(div)
     if self.counts and not self.whole: self.n = self._left(kept, bs) if div is None else self._number(div)
-    # gradients that are accumulated cannot be corrected after the backward
-    late = self.uneven is False or not callbacks_of(self.learn, GradientAccumulation)
+    # gradients that are accumulated, and those of more than the loss, cannot be corrected after the backward
+    late = self.uneven is False or not (callbacks_of(self.learn, GradientAccumulation) or kept is not None and _may_add(self.learn))
     if div is None and self.total is not None and late: return
     self.apart = not self.whole and (div is not None or kept is not None)
     self.sums = self._numbers(self.n, self.bs if self.counts else 0)
@@ -138,8 +144,8 @@ def _begin_weighing(self:TrainingStep):
     # as if all samples were like these: then it is weighed as a mean is, and what callbacks add to it counts once, not once in each worker
     k = self.batch_weight()/self.n
     learn.loss_grad,learn.loss = learn.loss_grad*k,learn.loss*k
-    weighed = self.weighed # a hook that had the learner would keep its memory
-    def unscaled(g): return None if weighed else g/k # a backward of a callback's own is weighed as a sum
+    weighed,ratio = self.weighed,self.ratio # a hook that had the learner would keep its memory
+    def unscaled(g): return None if weighed or ratio else g/k # a backward of a callback's own is weighed as a sum
     if learn.loss_grad.requires_grad: learn.loss_grad.register_hook(unscaled)
 
 # %% ../../nbs/trainer/03_step.ipynb #1fc7c713
@@ -171,7 +177,7 @@ def _loss_sum(self:TrainingStep):
     "Of this share, in units of what the mean in the loss divides by"
     loss,own = self.learn.loss,self.own
     self.own = None # it holds what a backward needs
-    if not self.apart or loss is own: return self._sum_of(loss)
+    if not self.apart or not self.counts or loss is own: return self._sum_of(loss)
     k = torch.autograd.grad(loss.sum(), own, retain_graph=True, allow_unused=True)[0] if loss.requires_grad and own.requires_grad else None
     if k is not None: own = own*k # a callback has scaled it
     added = (loss-own).detach().double().mean()*(self.share_scale(added=True)/get_world_size()*self.batch_weight())
@@ -305,8 +311,8 @@ def settle_loss(self:TrainingStep):
     if callbacks_of(learn, GradientAccumulation): # has multiplied by this share's bs/n_acc
         self.batch_weight()
         learn.loss_grad = learn.loss_grad*(self.rows/self.bs)
-    if not self.apart or not self.counts or not learn.loss_grad.requires_grad: return
-    own,added,weighed = self.share_scale(),self.share_scale(added=True),self.weighed
+    if not (self.apart or self.summed) or not self.counts or not learn.loss_grad.requires_grad: return
+    own,added,weighed = self.share_scale(),self._scale(),self.weighed
     self.ratio.append(own/added)
     back = torch.where(own!=0, added/own, 1.) if isinstance(own, Tensor) else added/own if own else 1.
     def as_added(g): return None if weighed else (g*back).to(g.dtype) # a backward of a callback's own is weighed as the loss itself

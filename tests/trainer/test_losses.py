@@ -149,6 +149,7 @@ CASES = dict(
     weights_twice=lambda: learner(n=22, loss=Double(weight=W), cbs=[Aux(), Twice()]), own_aux=lambda: learner(n=22, loss=Double(weight=W), cbs=[Aux(), Own('loss_grad')]),
     own_acc=lambda: learner(n=22, bs=5, cbs=[Own('loss_grad'), GradientAccumulation(9)]),
     own_aux_acc=lambda: learner(n=22, bs=5, loss=Double(weight=W), cbs=[Aux(), Own('loss_grad'), GradientAccumulation(9)]),
+    own_sum_aux=lambda: learner(n=22, loss=declared_sum, cbs=[Aux(), Own('loss_grad')]), marks_aux=lambda: learner(n=22, cbs=[Marks(), Aux()]),
     own_drops_acc=lambda: learner(n=22, bs=5, cbs=[DropsShares(), Own('loss'), GradientAccumulation(9)]),
     drops=lambda: learner(n=22, cbs=Drops(), bs=11), picks=lambda: learner(n=22, cbs=Picks(), bs=11),
     drops_shares=lambda: learner(n=22, cbs=DropsShares(), bs=3),
