@@ -181,7 +181,7 @@ def _on_signal(self:Monitor, _, frame):
 
 def _ends(s, e, frame):
     "Does `e`, which is being handled, end `s` by itself, as the wait in which this rank was has ended?"
-    if e is None or e is s.handled or s.forced or not of_group(e): return False
+    if e is None or id(e)==s.handled or s.forced or not of_group(e): return False
     # Then this is in a `finally`, or an `__exit__`, which another error would end before it has done anything. Torch's own only log
     return frame is None or not str(frame.f_globals.get('__name__')).startswith('torch.distributed')
 

@@ -36,7 +36,7 @@ class Scope:
     parts:int=0 # How many it has had
     caught:tuple=None # (a part that has failed, its `Failure`), until it is known to have failed in all ranks
     begun:int=None # How many collectives this rank had begun when it failed in it
-    handled:BaseException=field(default_factory=lambda: sys.exc_info()[1], repr=False) # What was being handled as it began
+    handled:int=field(default_factory=lambda: id(sys.exc_info()[1])) # Of the exception that was being handled as it began
     forced:bool=False # Is the failure of another rank to be raised whatever this one is handling?
     grad:bool=field(default_factory=torch.is_grad_enabled) # Were gradients recorded as it began?
 
