@@ -3154,7 +3154,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                        'fastdist.trainer.step._has_parameters': ( 'trainer/step.html#_has_parameters',
                                                                                   'fastdist/trainer/step.py'),
                                        'fastdist.trainer.step._is_on_cpu': ('trainer/step.html#_is_on_cpu', 'fastdist/trainer/step.py'),
-                                       'fastdist.trainer.step._may_add': ('trainer/step.html#_may_add', 'fastdist/trainer/step.py'),
                                        'fastdist.trainer.step._torch_states': ( 'trainer/step.html#_torch_states',
                                                                                 'fastdist/trainer/step.py')},
             'fastdist.trainer.strategy_args': { 'fastdist.trainer.strategy_args._check_no_compile': ( 'trainer/strategy_args.html#_check_no_compile',

@@ -8,10 +8,8 @@ __all__ = ['TrainingStep']
 # %% ../../nbs/trainer/03_step.ipynb #943f4a6d
 import torch.distributed as dist
 from fastai.basics import *
-from fastai.callback.fp16 import MixedPrecision
 from fastai.callback.rnn import RNNRegularizer
 from fastai.callback.training import GradientAccumulation
-from ..callbacks.fastai_patches import QuickCallback
 from ..callbacks.grad_accumulation import AccumulateSteps, divisor, scale_all
 from ..callbacks.late_loss import send_to_host
 from ..comm.pack import tensors_in
@@ -52,10 +50,6 @@ def _has_parameters(loss_func):
     f = getattr(loss_func, 'func', loss_func) # fastai's are around one of torch's
     return isinstance(f, nn.Module) and any(p.requires_grad for p in f.parameters())
 
-def _may_add(learn):
-    "Are there callbacks that may add to the loss?"
-    return any(hasattr(cb, 'after_loss') and not isinstance(cb, (QuickCallback,GradientAccumulation,MixedPrecision)) for cb in learn.cbs)
-
 # %% ../../nbs/trainer/03_step.ipynb #754e9def
 @patch
 def _sum_weights(self:TrainingStep):
@@ -65,8 +59,8 @@ def _sum_weights(self:TrainingStep):
     self.by_samples = div is None
     self.unread = self._stays_unread(div)
     if self.counts and not self.whole: self.n = self._left(kept, bs) if div is None else self._number(div)
-    # gradients that are accumulated, and those of more than the loss, cannot be corrected after the backward
-    late = self.uneven is False or not (callbacks_of(self.learn, GradientAccumulation) or kept is not None and _may_add(self.learn))
+    # gradients that are accumulated cannot be corrected after the backward
+    late = self.uneven is False or not callbacks_of(self.learn, GradientAccumulation)
     if div is None and self.total is not None and late: return
     self.apart = not self.whole and (div is not None or kept is not None)
     self.sums = self._numbers(self.n, self.bs if self.counts else 0)

@@ -149,7 +149,7 @@ CASES = dict(
     weights_twice=lambda: learner(n=22, loss=Double(weight=W), cbs=[Aux(), Twice()]), own_aux=lambda: learner(n=22, loss=Double(weight=W), cbs=[Aux(), Own('loss_grad')]),
     own_acc=lambda: learner(n=22, bs=5, cbs=[Own('loss_grad'), GradientAccumulation(9)]),
     own_aux_acc=lambda: learner(n=22, bs=5, loss=Double(weight=W), cbs=[Aux(), Own('loss_grad'), GradientAccumulation(9)]),
-    own_sum_aux=lambda: learner(n=22, loss=declared_sum, cbs=[Aux(), Own('loss_grad')]), marks_aux=lambda: learner(n=22, cbs=[Marks(), Aux()]),
+    own_sum_aux=lambda: learner(n=22, loss=declared_sum, cbs=[Aux(), Own('loss_grad')]), marks_aux_acc=lambda: learner(n=22, cbs=[Marks(), Aux(), GradientAccumulation(9)]),
     own_drops_acc=lambda: learner(n=22, bs=5, cbs=[DropsShares(), Own('loss'), GradientAccumulation(9)]),
     drops=lambda: learner(n=22, cbs=Drops(), bs=11), picks=lambda: learner(n=22, cbs=Picks(), bs=11),
     drops_shares=lambda: learner(n=22, cbs=DropsShares(), bs=3),
@@ -175,6 +175,27 @@ def test_as_one_process(world):
     "Each by two workers or by three; where a share is empty, or there is one sample a worker, by both"
     both = ['declared_acc', 'ignored_aux', 'drops_shares', 'drops_shares_acc', 'marks', 'skip_share', 'skip_many']
     compared(world, [o for i, o in enumerate(CASES) if i % 2 == world.n % 2 or o in both])
+
+
+class Counts(Callback):
+    may_cancel, n = False, 0
+    def after_loss(self): self.n += self.training
+
+
+def with_one(loss, ranks=(0,)):
+    "The weights of a fit in which these ranks alone have a callback that sees the loss, and how often it did"
+    import fastdist.all
+    from fastdist.world import get_rank
+    learn, cb = quiet(learner(n=22, loss=loss and Double(**loss))), Counts()
+    with learn.distrib_ctx(split_batches=True) if ranks else contextlib.nullcontext(): learn.fit(1, cbs=[cb]*(get_rank() in ranks or not ranks))
+    return weights(learn), cb.n
+
+
+@pytest.mark.parametrize('loss', [None, dict(weight=W)], ids=['samples', 'weights'])
+def test_a_callback_of_one_worker(world, loss):
+    "Such as a logger's: it changes no message"
+    one, n = with_one(loss, ())
+    for rank, (w, seen) in enumerate(world(with_one, loss)): assert diff(w, one) < 2e-7 and seen == (0 if rank else n)
 
 
 class OfTwo(nn.Module):
