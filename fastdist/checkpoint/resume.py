@@ -14,7 +14,7 @@ from ..callbacks.fastai_patches import trainer_of
 from .plain import attributes_of, set_attributes
 from .saving import Saver, every_of
 from .shared_folder import SharedFolder, fit_ended, fit_failed, fit_number, fits_left
-from .state import (has_gradients, hidden_states, joined_metrics, not_saved, put_rest, put_tensors, random_of, signature, take_rest,
+from .state import (has_gradients, hidden_states, joined_metrics, not_put, not_saved, put_rest, put_tensors, random_of, signature, take_rest,
                                        take_tensors, users_callbacks)
 from ..data.dl import DistributedDL
 from ..data.rng import set_stream_states, stream_states
@@ -298,6 +298,14 @@ def _close(self:Resume):
 
 # %% ../../nbs/checkpoint/07_resume.ipynb #9457f922
 @patch
+def _tell_held(self:Resume):
+    "Warn, once the fit has ended"
+    held = not_put(self.learn, [self])
+    if held: self._warn_once(
+        f"Resume: the state of {', '.join(held)} that {self.folder} has could not be put back: the callback has made nothing in this fit, "
+        "or nothing with a load_state_dict, that could take it. It is put back as soon as the callback makes it: do so in __init__")
+
+@patch
 def around_fit(self:Resume, run, # Function that makes the fit
                final, # What fastai does at the end of one
               ):
@@ -313,6 +321,7 @@ def around_fit(self:Resume, run, # Function that makes the fit
                 self._load()
             else: self._put_recorded()
             final()
+        self._tell_held()
         fit_ended(self.folder, self._recorded())
     except BaseException as e:
         self._save_after(e)

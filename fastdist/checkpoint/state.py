@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['named_tensors', 'has_gradients', 'signature', 'take_tensors', 'put_tensors', 'saved_callbacks', 'users_callbacks',
-           'not_saved', 'hidden_states', 'random_of', 'take_rest', 'joined_metrics', 'put_rest', 'read_state']
+           'not_put', 'not_saved', 'hidden_states', 'random_of', 'take_rest', 'joined_metrics', 'put_rest',
+           'read_state']
 
 # %% ../../nbs/checkpoint/04_state.ipynb #ba263d98
 import hashlib,json
@@ -13,7 +14,7 @@ from fastai.basics import *
 from fastai.callback.progress import CSVLogger
 from fastai.losses import BaseLoss
 from ..callbacks.fastai_patches import trainer_of
-from .plain import NotPlain, attributes_of, from_plain, set_attributes, to_plain
+from .plain import NotPlain, attributes_of, from_plain, held_attributes, set_attributes, to_plain
 from ..comm.shards import TensorShard, is_dtensor, local
 from ..data.dl import DistributedDL
 from ..data.fastai_dl import set_text_order, text_order
@@ -254,6 +255,10 @@ def users_callbacks(learn, # `Learner`
                    ):
     "Those of them that are neither fastai's nor fastdist's"
     return [cb for cb in saved_callbacks(learn, but).values() if not _is_ours(cb)]
+
+def not_put(learn, but=()):
+    "What callbacks of a checkpoint had, and those of `learn` have not made, as 'Callback.attribute'"
+    return [f'{type(cb).__name__}.{nm}' for cb in saved_callbacks(learn, but).values() for nm in held_attributes(cb)]
 
 def not_saved(learn, but=()):
     "What users' callbacks have that is no data, as 'Callback.attribute'"

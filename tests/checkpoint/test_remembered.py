@@ -1,0 +1,87 @@
+"What callbacks, layers and loaders of one's own remember goes on after a restart as in the run that nobody has ended"
+import collections, warnings
+import pytest
+from test_resume import *
+from torch.optim.swa_utils import AveragedModel
+
+
+def fitted(folder, make, what, at=None, every=None, strategy=None, n=4):
+    "A fit that ends at batch `at`, or goes on from where the one before has ended: (the texts of the warnings, weights, `what(learn)` of it)"
+    import fastdist.all
+    from fastdist.checkpoint.resume import Resume
+    from_the_start()
+    learn = make(folder)
+    learn.add_cb(Ends(at))
+    with warnings.catch_warnings(record=True) as said, learn.distrib_ctx(**ctx_of(strategy)) if strategy else contextlib.nullcontext():
+        warnings.simplefilter('always')
+        try: learn.fit(n, cbs=Resume(folder/'ckpt', every=every, on_error=False))
+        except ZeroDivisionError: return
+    return [str(o.message) for o in said if 'Resume' in str(o.message)], {k: v.tolist() for k, v in weights(learn).items()}, what(learn)
+
+
+class Ends(Callback):
+    "At the `at`-th batch of the fit, before all others"
+    order = -90
+    def __init__(self, at): self._ends = lambda: at
+    def before_batch(self):
+        if self.training and self.learn.train_iter == self._ends(): 1/0
+
+
+def simple(folder, cbs=None, **kwargs): return made(folder, cbs=cbs, more=False, Data=Items, dropout=0, **kwargs)
+
+
+def compare(tmp_path, make, what, ends=(15,), every=None, **kwargs):
+    "The whole run, and the one that has ended at each of `ends`; the texts of the latter's warnings"
+    want = fitted(tmp_path/'whole', make, what, **kwargs)
+    for at in ends: assert fitted(tmp_path/'part', make, what, at, every, **kwargs) is None
+    said, *got = fitted(tmp_path/'part', make, what, None, every, **kwargs)
+    assert repr(got) == repr(list(want[1:])), (got, want)
+    return said
+
+
+class Averages(Callback):
+    "A mean of the weights, from an epoch on"
+    start, mean = 1, None
+    def after_epoch(self):
+        if self.epoch < self.start: return
+        if self.mean is None: self.mean = AveragedModel(self.model)
+        self.mean.update_parameters(self.model)
+
+
+class MakesOnce(Averages):
+    "Only in that epoch, so that it is never made after a restart behind it"
+    def after_epoch(self):
+        if self.epoch == self.start: self.mean = AveragedModel(self.model)
+
+
+class MadeAtFit(Callback):
+    mean = None
+    def before_fit(self):
+        if self.mean is None: self.mean = AveragedModel(self.model)
+    def after_step(self): self.mean.update_parameters(self.model)
+
+
+def means(learn): return [[p.tolist() for p in cb.mean.state_dict().values()] for cb in learn.cbs if getattr(cb, 'mean', None) is not None]
+
+
+@pytest.mark.parametrize('ends,every', [([21], None), ([15, 17], 1)], ids=['of an epoch', 'twice before it is made again'])
+def test_what_a_callback_makes_late(ends, every, tmp_path):
+    assert not compare(tmp_path, lambda f: simple(f, Averages()), means, ends, every)
+
+
+def test_what_a_callback_makes_no_more(tmp_path):
+    fitted(tmp_path, lambda f: simple(f, MakesOnce()), means, 15)
+    said, _, got = fitted(tmp_path, lambda f: simple(f, MakesOnce()), means)
+    assert got == [] and any('MakesOnce.mean' in o and 'in __init__' in o for o in said), said
+
+
+def test_a_fit_that_has_ended_makes_nothing(tmp_path):
+    "It is said, and a later fit has it"
+    def make(folder): return simple(folder, MadeAtFit())
+    want = fitted(tmp_path, make, means)[2]
+    learns = []
+    said, _, got = fitted(tmp_path, make, lambda l: learns.append(l) or means(l))
+    assert got == [] and any('MadeAtFit.mean' in o for o in said), said
+    cb, = learns[0]._grab_cbs(MadeAtFit)
+    cb('before_fit')
+    assert repr([[p.tolist() for p in cb.mean.state_dict().values()]]) == repr(want)
