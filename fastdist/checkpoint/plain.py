@@ -85,6 +85,7 @@ def _remembered(v):
     if _has_state(v): return _mark('state', to_plain(v.state_dict()))
     return to_plain(v)
 
+# %% ../../nbs/checkpoint/03_plain.ipynb #6f8f21ed
 _nobodys = 'learn','_learn','run','_fastdist_held'
 
 def held_attributes(o # A callback, or a metric
@@ -92,6 +93,7 @@ def held_attributes(o # A callback, or a metric
     "What `set_attributes` could not put back yet, as there is nothing that has a state: (data, device), by attribute"
     return vars(o).get('_fastdist_held', {})
 
+# %% ../../nbs/checkpoint/03_plain.ipynb #e0adcf4a
 def attributes_of(o, # A callback, or a metric
                   but=(), # Names of attributes to leave out
                  ):

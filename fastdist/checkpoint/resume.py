@@ -14,8 +14,8 @@ from ..callbacks.fastai_patches import trainer_of
 from .plain import attributes_of, set_attributes
 from .saving import Saver, every_of
 from .shared_folder import SharedFolder, fit_ended, fit_failed, fit_number, fits_left
-from .state import (has_gradients, hidden_states, joined_metrics, not_put, not_saved, put_rest, put_tensors, random_of, signature, take_rest,
-                                       take_tensors, users_callbacks)
+from .state import (has_gradients, hidden_states, joined_metrics, not_put, not_saved, put_rest, put_tensors, random_of, signature,
+                                       take_rest, take_tensors, users_callbacks)
 from ..data.dl import DistributedDL
 from ..data.rng import set_stream_states, stream_states
 from ..fault.connections import of_group
@@ -296,7 +296,7 @@ def _close(self:Resume):
     if self.shared is not None: self.shared.give_back()
     self.shared = None
 
-# %% ../../nbs/checkpoint/07_resume.ipynb #9457f922
+# %% ../../nbs/checkpoint/07_resume.ipynb #3df682b4
 @patch
 def _tell_held(self:Resume):
     "Warn, once the fit has ended"
@@ -305,6 +305,7 @@ def _tell_held(self:Resume):
         f"Resume: the state of {', '.join(held)} that {self.folder} has could not be put back: the callback has made nothing in this fit, "
         "or nothing with a load_state_dict, that could take it. It is put back as soon as the callback makes it: do so in __init__")
 
+# %% ../../nbs/checkpoint/07_resume.ipynb #9457f922
 @patch
 def around_fit(self:Resume, run, # Function that makes the fit
                final, # What fastai does at the end of one

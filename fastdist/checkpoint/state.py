@@ -18,7 +18,8 @@ from .plain import NotPlain, attributes_of, from_plain, held_attributes, set_att
 from ..comm.shards import TensorShard, is_dtensor, local
 from ..data.dl import DistributedDL
 from ..data.fastai_dl import set_text_order, text_order
-from ..data.rng import plain_state, generator_states, generators_in, set_generator_states, set_stream_states, stream_states
+from ..data.loaders import and_those_in
+from ..data.rng import drawers, plain_state, generator_states, generators_in, set_generator_states, set_stream_states, stream_states
 from ..metrics.losses import GlobalBatchLoss
 from ..model.batchnorm import GlobalBatchNorm
 from ..model.foreach import ForeachOptimizer
@@ -340,6 +341,10 @@ def hidden_states(rest # From `take_rest`
 def _plain_loaders(learn):
     return [o.dl if isinstance(o, DistributedDL) else o for o in learn.dls.loaders]
 
+def _drawing(learn):
+    "By loader, what draws beside it"
+    return [[o for l in and_those_in(dl) for o in drawers(l) if o is not dl] for dl in _plain_loaders(learn)]
+
 def random_of(learn # Any `Learner`
              ):
     "Its `WorkerRandom`s: one in a context, and none otherwise"
@@ -376,7 +381,7 @@ def take_rest(learn, # `Learner` in a fit
         metrics=[attributes_of(m)[0] for m in learn.metrics], keys={k:n for k,n in _state_keys(learn)},
         learner={k:to_plain(getattr(learn, k)) for k in _of_learner if hasattr(learn, k)},
         streams=stream_states(*random_of(learn)), generators=[generator_states(generators_in(o)) for o in _plain_loaders(learn)],
-        texts=[text_order(o) for o in _plain_loaders(learn)],
+        texts=[text_order(o) for o in _plain_loaders(learn)], drawing=[generator_states(generators_in(*o)) for o in _drawing(learn)],
         loader=None if dl is None else dict(state=dl.state_dict(back), streams=plain_state(streams or dl.streams())),
         buffers={n:to_plain(b) for n,b in _own_buffers(learn).items()}, dirty=getattr(trainer, 'dirty', False),
         scaler=None if scaler is None else to_plain(scaler.state_dict()), uneven=getattr(step, 'uneven', None))
@@ -389,6 +394,13 @@ def joined_metrics(every # `metrics` of what each of the workers before remember
         if any({*o}-{'total','count'} for o in states): return
         return {k:to_plain(sum(from_plain(o[k]) for o in states)) for k in states[0]}
     return [summed(states) for states in zip(*every)]
+
+# %% ../../nbs/checkpoint/04_state.ipynb #c1be98e9
+def _put_loaders(learn, rest):
+    for dl,states in zip(_plain_loaders(learn), rest['generators']): set_generator_states(generators_in(dl), states)
+    # of an older version it has neither
+    for dl,order in zip(_plain_loaders(learn), rest.get('texts', ())): set_text_order(dl, order)
+    for found,states in zip(_drawing(learn), rest.get('drawing', ())): set_generator_states(generators_in(*found), states)
 
 # %% ../../nbs/checkpoint/04_state.ipynb #ec2e9d75
 def put_rest(learn, # `Learner` in a fit
@@ -410,8 +422,7 @@ def put_rest(learn, # `Learner` in a fit
     _put_module_data(_loss_modules(learn), rest.get('loss', {}), device) # of an older version it has none
     if trainer is not None: trainer.dirty = rest['dirty']
     if rest['scaler'] is not None and getattr(learn, 'scaler', None) is not None: learn.scaler.load_state_dict(from_plain(rest['scaler']))
-    for dl,states in zip(_plain_loaders(learn), rest['generators']): set_generator_states(generators_in(dl), states)
-    for dl,order in zip(_plain_loaders(learn), rest.get('texts', ())): set_text_order(dl, order) # of an older version it has none
+    _put_loaders(learn, rest)
     streams = rest['streams'] if same else {**rest['streams'], 'own':[]}
     set_stream_states(streams, *random_of(learn))
     return left

@@ -85,3 +85,56 @@ def test_a_fit_that_has_ended_makes_nothing(tmp_path):
     cb, = learns[0]._grab_cbs(MadeAtFit)
     cb('before_fit')
     assert repr([[p.tolist() for p in cb.mean.state_dict().values()]]) == repr(want)
+
+
+class Own(torch.utils.data.Sampler):
+    "Draws from a generator of its own"
+    def __init__(self, n): self.n, self.g = n, np.random.default_rng(3)
+    def __len__(self): return self.n
+    def __iter__(self): return iter(self.g.permutation(self.n).tolist())
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __init__(self): self.g = torch.Generator().manual_seed(3)
+    def __len__(self): return 22
+    def __iter__(self):
+        for _ in range(22):
+            x = torch.randn(4, generator=self.g).double()
+            yield x, TensorCategory((x.sum() > 0).long())
+
+
+class Side:
+    "Two loaders, side by side"
+    def __init__(self, *dls): self.dls, self.device = dls, None
+    def __len__(self): return len(self.dls[0])
+    def __iter__(self): return ((torch.cat([a, c]), torch.cat([b, d])) for (a, b), (c, d) in zip(*self.dls))
+    def to(self, device): return self
+
+
+T = torch.utils.data
+DRAW = dict(
+    own=lambda ds: T.DataLoader(ds, 4, sampler=Own(22)),
+    batches=lambda ds: T.DataLoader(ds, batch_sampler=T.BatchSampler(Own(22), 4, False)),
+    weighted=lambda ds: T.DataLoader(ds, 4, sampler=T.WeightedRandomSampler(torch.arange(1., 23), 22, generator=torch.Generator().manual_seed(5))),
+    stream=lambda ds: T.DataLoader(Stream(), 4),
+    fastai_stream=lambda ds: DataLoader(Stream(), bs=4),
+    several=lambda ds: Side(*(DataLoader(ds, bs=4, shuffle=True) for _ in range(2))))
+
+
+def drawing(kind, folder):
+    learn = simple(folder)
+    learn.dls.loaders[0] = DRAW[kind](learn.dls.train_ds)
+    return learn
+
+
+@pytest.mark.parametrize('kind', DRAW)
+def test_generators_of_samplers_and_streams(kind, tmp_path): compare(tmp_path, partial(drawing, kind), lambda l: None)
+
+
+def drawing_by_all(folder, at, strategy='ddp'): return fitted(folder, partial(drawing, 'own'), lambda l: None, at, strategy=strategy)
+
+
+def test_generators_of_a_sampler_of_two_workers(world2, tmp_path):
+    want = world2(drawing_by_all, tmp_path/'whole', None)
+    assert world2(drawing_by_all, tmp_path/'part', 15) == [None]*2
+    assert repr(world2(drawing_by_all, tmp_path/'part', None)) == repr(want)
