@@ -29,10 +29,19 @@ def _numbers(o):
     if len(o) < 2 or not all(isinstance(x, Tensor) and x.dim()==0 for x in o) or len({(x.dtype,x.device) for x in o}) > 1: return None
     return _mark('numbers', torch.stack([x.detach().as_subclass(Tensor) for x in o]).cpu(), device=o[0].device.type)
 
-# %% ../../nbs/checkpoint/03_plain.ipynb #23155ae4
+# %% ../../nbs/checkpoint/03_plain.ipynb #25b04264
 _lists = {L:'L', list:'list', tuple:'tuple', set:'set', frozenset:'frozenset', collections.deque:'deque'}
-_dicts = {dict:'dict', collections.OrderedDict:'OrderedDict'}
+_dicts = {dict:'dict', collections.OrderedDict:'OrderedDict', collections.Counter:'Counter', collections.defaultdict:'defaultdict'}
+_factories = {o.__name__:o for o in (int,float,bool,str,list,dict,set,tuple,L)} # of a `defaultdict`: no other is saved
 
+def _how(o):
+    "What a list or a dict has beside what is in it"
+    if isinstance(o, collections.deque): return dict(maxlen=o.maxlen)
+    if not isinstance(o, collections.defaultdict) or o.default_factory is None: return {}
+    if o.default_factory not in _factories.values(): raise NotPlain(f'collections.defaultdict of {o.default_factory}')
+    return dict(factory=o.default_factory.__name__)
+
+# %% ../../nbs/checkpoint/03_plain.ipynb #23155ae4
 def to_plain(o # Data: numbers, texts, tensors, arrays, and lists, tuples, sets and dicts of them
             ):
     "A copy of `o` as plain data; `NotPlain` where there is something in it that is none, or it contains itself"
@@ -49,8 +58,8 @@ def _plain(o):
     if kind in _lists:
         nums = _numbers(o) if kind in (list,L) else None
         if nums is not None: return _mark(_lists[kind], nums)
-        return _mark(_lists[kind], [_plain(x) for x in o])
-    if kind in _dicts: return _mark(_dicts[kind], [(_plain(k),_plain(v)) for k,v in o.items()])
+        return _mark(_lists[kind], [_plain(x) for x in o], **_how(o))
+    if kind in _dicts: return _mark(_dicts[kind], [(_plain(k),_plain(v)) for k,v in o.items()], **_how(o))
     if isinstance(o, torch.dtype): return _mark('dtype', str(o).removeprefix('torch.'))
     if isinstance(o, slice): return _mark('slice', [o.start,o.stop,o.step])
     raise NotPlain(f'{kind.__module__}.{kind.__qualname__}')
@@ -71,10 +80,12 @@ def from_plain(o, # Result of `to_plain`
     if kind=='dtype': return getattr(torch, data)
     if kind=='slice': return slice(*data)
     for cls,nm in _dicts.items():
-        if nm==kind: return cls((back(k),back(v)) for k,v in data)
+        if nm!=kind: continue
+        vals = {back(k):back(v) for k,v in data}
+        return collections.defaultdict(_factories.get(o.get('factory')), vals) if kind=='defaultdict' else cls(vals)
     cls = next(c for c,nm in _lists.items() if nm==kind)
     vals = back(data) if isinstance(data, dict) else [back(x) for x in data]
-    return L(vals) if cls is L else cls(vals)
+    return L(vals) if cls is L else cls(vals, o.get('maxlen')) if kind=='deque' else cls(vals)
 
 # %% ../../nbs/checkpoint/03_plain.ipynb #5c063dd6
 def _has_state(o): return callable(getattr(type(o), 'state_dict', None)) and callable(getattr(type(o), 'load_state_dict', None))

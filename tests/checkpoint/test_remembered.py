@@ -138,3 +138,19 @@ def test_generators_of_a_sampler_of_two_workers(world2, tmp_path):
     want = world2(drawing_by_all, tmp_path/'whole', None)
     assert world2(drawing_by_all, tmp_path/'part', 15) == [None]*2
     assert repr(world2(drawing_by_all, tmp_path/'part', None)) == repr(want)
+
+
+class Collects(Callback):
+    "The last losses, counts and lists by batch"
+    def __init__(self): self.last, self.times, self.by_batch = collections.deque(maxlen=3), collections.Counter(), collections.defaultdict(list)
+    def after_batch(self):
+        if not self.training: return
+        self.last.append(self.loss.item()), self.times.update([self.iter]), self.by_batch[self.iter].append(self.epoch)
+
+
+def collected(learn):
+    cb, = learn._grab_cbs(Collects)
+    return cb.last, cb.times, cb.by_batch
+
+
+def test_collections(tmp_path): assert not compare(tmp_path, lambda f: simple(f, Collects()), collected)
