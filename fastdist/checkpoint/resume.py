@@ -437,7 +437,9 @@ def batches(self:Resume, dl # The training loader
     if not self.active or place is None:
         yield from self._handed(enumerate(dl))
         return
-    put_rest(self.learn, self.rest, self.same, [self]) # once more: callbacks have begun an epoch
+    # once more: callbacks have begun an epoch, and may have cleared the optimizer's state, as `unfreeze` does
+    put_tensors(self.learn, self.chosen, self.rest['opt'])
+    put_rest(self.learn, self.rest, self.same, [self])
     loader,n = self.rest['loader'],len(dl)
     if loader is None: return # all were
     dl.load_state_dict(loader['state'], loader['streams'] if self.same else {**loader['streams'], 'own':[]})

@@ -129,6 +129,15 @@ def _put_grads(learn, names, read):
             g = rows_of.as_dtensor(rows_of.of(g).clone(), p.shape)
         p.grad = g
 
+# %% ../../nbs/checkpoint/04_state.ipynb #3f71f981
+def _trained(opt):
+    "Which parameters are not frozen"
+    return dict(trained=[nm for nm,p in _params(opt).items() if p.requires_grad], frozen_idx=vars(opt).get('frozen_idx'))
+
+def _put_trained(opt, rest):
+    for nm,p in _params(opt).items(): p.requires_grad_(nm in rest['trained'])
+    if rest['frozen_idx'] is not None: opt.frozen_idx = rest['frozen_idx']
+
 # %% ../../nbs/checkpoint/04_state.ipynb #ac075444
 def _hypers(opt):
     inner = inner_opt(opt)
@@ -144,7 +153,7 @@ def _opt_rest(opt):
     own = vars(opt).get('state', {}) if inner_opt(opt) is not opt else {} # an `OptimWrapper` has one beside the torch optimizer's
     return dict(hypers=_hypers(opt), state={nm:kept(p) for nm,p in names.items() if p in state}, count=vars(opt).get('count'),
                 own={nm:to_plain(dict(own[p])) for nm,p in names.items() if p in own}, slow=list(_slow(opt)),
-                grads=[nm for nm,p in names.items() if p.grad is not None])
+                grads=[nm for nm,p in names.items() if p.grad is not None], **_trained(opt))
 
 # %% ../../nbs/checkpoint/04_state.ipynb #aee7a8a0
 def _sum_of(o): return hashlib.sha256(json.dumps(o).encode()).hexdigest()[:16]
@@ -422,6 +431,7 @@ def put_rest(learn, # `Learner` in a fit
     _put_module_data(_loss_modules(learn), rest.get('loss', {}), device) # of an older version it has none
     if trainer is not None: trainer.dirty = rest['dirty']
     if rest['scaler'] is not None and getattr(learn, 'scaler', None) is not None: learn.scaler.load_state_dict(from_plain(rest['scaler']))
+    if 'trained' in rest['opt']: _put_trained(learn.opt, rest['opt']) # of an older version it has neither
     _put_loaders(learn, rest)
     streams = rest['streams'] if same else {**rest['streams'], 'own':[]}
     set_stream_states(streams, *random_of(learn))

@@ -154,3 +154,35 @@ def collected(learn):
 
 
 def test_collections(tmp_path): assert not compare(tmp_path, lambda f: simple(f, Collects()), collected)
+
+
+class Gradual(Callback):
+    "Unfreezes as the second epoch begins, and freezes all but one layer at its fourth batch"
+    def before_epoch(self):
+        if self.epoch == 1: self.learn.unfreeze()
+    def before_batch(self):
+        if self.training and self.epoch == 1 and self.iter == 3: self.learn.model[1].bias.requires_grad_(False)
+
+
+def frozen(folder):
+    learn = simple(folder, Gradual())
+    learn.freeze()
+    return learn
+
+
+def trained(learn): return learn.opt.frozen_idx, [p.requires_grad for p in learn.model.parameters()]
+
+
+@pytest.mark.parametrize('end,every', [(15, None), (9, 1), (12, 1)], ids=['of an epoch', 'in the middle', 'behind the last batch'])
+def test_what_a_callback_unfreezes(end, every, tmp_path): compare(tmp_path, frozen, trained, [end], every)
+
+
+def unfrozen(folder, at, strategy, every): return fitted(folder, frozen, trained if strategy != 'fsdp' else lambda l: l.opt.frozen_idx, at, every, strategy)
+
+
+@pytest.mark.parametrize('strategy', STRATEGIES)
+def test_what_a_callback_unfreezes_in_two_workers(world2, strategy, tmp_path):
+    every = 1 if strategy in ('ddp', 'zero2') else None
+    want = world2(unfrozen, tmp_path/'whole', None, strategy, None)
+    assert world2(unfrozen, tmp_path/'part', 10 if every else 15, strategy, every) == [None]*2
+    assert repr([o[1:] for o in world2(unfrozen, tmp_path/'part', None, strategy, every)]) == repr([o[1:] for o in want])
