@@ -537,6 +537,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                     'fastdist/checkpoint/state.py'),
                                            'fastdist.checkpoint.state._remembered': ( 'checkpoint/state.html#_remembered',
                                                                                       'fastdist/checkpoint/state.py'),
+                                           'fastdist.checkpoint.state._run_of': ( 'checkpoint/state.html#_run_of',
+                                                                                  'fastdist/checkpoint/state.py'),
                                            'fastdist.checkpoint.state._shard_of': ( 'checkpoint/state.html#_shard_of',
                                                                                     'fastdist/checkpoint/state.py'),
                                            'fastdist.checkpoint.state._sharded': ( 'checkpoint/state.html#_sharded',

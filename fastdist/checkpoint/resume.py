@@ -237,7 +237,7 @@ def _save(self:Resume, epoch, batch, validated=False, ended=False, **place):
     dl = learn.dl if batch and batch < learn.n_iter else None
     if dl is None and batch: epoch,batch = epoch,learn.n_iter
     tensors = take_tensors(learn, validated and self._gradients_wait()) # within an epoch it saves after a step
-    rest = take_rest(learn, dl, [self], **place)
+    rest = take_rest(learn, dl, [self], ended=ended, **place)
     if get_rank()==0: rest['fits'] = fits_left(self.folder)
     self.saver.start(self._summary(epoch, batch, validated, ended), tensors, rest)
     self.due,self.next_time = False,time.monotonic()+self.every
@@ -437,8 +437,7 @@ def batches(self:Resume, dl # The training loader
     if not self.active or place is None:
         yield from self._handed(enumerate(dl))
         return
-    # once more: callbacks have begun an epoch, and may have cleared the optimizer's state, as `unfreeze` does
-    put_tensors(self.learn, self.chosen, self.rest['opt'])
+    put_tensors(self.learn, self.chosen, self.rest['opt']) # once more: callbacks have begun an epoch, and `unfreeze` clears what it remembers
     put_rest(self.learn, self.rest, self.same, [self])
     loader,n = self.rest['loader'],len(dl)
     if loader is None: return # all were

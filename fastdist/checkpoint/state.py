@@ -298,14 +298,21 @@ def _put_text(cb, text):
 # %% ../../nbs/checkpoint/04_state.ipynb #ec6dd6d3
 _clocks = 'start_epoch', # the recorder's: an epoch's time is that of this process
 
-def _take_callbacks(learn, but):
-    return {k:dict(attributes=attributes_of(cb, _clocks)[0], text=_text_of(cb)) for k,cb in saved_callbacks(learn, but).items()}
+def _run_of(cb, ended):
+    "Has a user's callback been switched off, or on? At the end of a fit fastai switches all on"
+    return None if ended or _is_ours(cb) else vars(cb).get('run')
 
-def _put_callbacks(learn, saved, but, device):
+def _take_callbacks(learn, but, ended=False):
+    return {k:dict(attributes=attributes_of(cb, _clocks)[0], text=_text_of(cb), run=_run_of(cb, ended))
+            for k,cb in saved_callbacks(learn, but).items()}
+
+def _put_callbacks(learn, saved, but, device, same=True):
     cbs = saved_callbacks(learn, but)
     for k in saved.keys() & cbs.keys():
         set_attributes(cbs[k], saved[k]['attributes'], device)
         if saved[k]['text'] is not None: _put_text(cbs[k], saved[k]['text'])
+        run = saved[k].get('run') # of an older version it has none
+        if run is False or run and same: vars(cbs[k])['run'] = run # among other workers one that rank 0 has may be off
     return sorted(saved.keys()-cbs.keys())
 
 # %% ../../nbs/checkpoint/04_state.ipynb #1e8d6ab3
@@ -380,12 +387,13 @@ def take_rest(learn, # `Learner` in a fit
               but=(), # Callbacks to leave out
               back=0, # Batches that `dl` has handed over, and that are not trained
               streams=None, # Of `dl`, where its random numbers were then
+             ended=False, # Has the fit ended?
              ):
     "What this worker remembers beside tensors, as plain data"
     trainer,scaler = trainer_of(learn),getattr(learn, 'scaler', None)
     step = getattr(trainer, 'step', None)
     return dict(
-        opt=_opt_rest(learn.opt), callbacks=_take_callbacks(learn, but), modules=_module_data(dict(learn.model.named_modules())),
+        opt=_opt_rest(learn.opt), callbacks=_take_callbacks(learn, but, ended), modules=_module_data(dict(learn.model.named_modules())),
         loss=_module_data(_loss_modules(learn)),
         metrics=[attributes_of(m)[0] for m in learn.metrics], keys={k:n for k,n in _state_keys(learn)},
         learner={k:to_plain(getattr(learn, k)) for k in _of_learner if hasattr(learn, k)},
@@ -422,7 +430,7 @@ def put_rest(learn, # `Learner` in a fit
     # loaders of PyTorch's have no device; parameters may be offloaded from that of a context
     device = getattr(trainer, 'device', None) or next((p.device for p in learn.model.parameters()), None)
     for m,saved in zip(learn.metrics, rest['metrics']): m.reset() if saved is None else set_attributes(m, saved, device)
-    left = _put_callbacks(learn, rest['callbacks'], but, device)
+    left = _put_callbacks(learn, rest['callbacks'], but, device, same)
     for k,v in rest['learner'].items(): setattr(learn, k, from_plain(v, device))
     if same:
         _put_module_data(dict(learn.model.named_modules()), rest['modules'], device)

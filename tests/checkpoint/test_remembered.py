@@ -186,3 +186,30 @@ def test_what_a_callback_unfreezes_in_two_workers(world2, strategy, tmp_path):
     want = world2(unfrozen, tmp_path/'whole', None, strategy, None)
     assert world2(unfrozen, tmp_path/'part', 10 if every else 15, strategy, every) == [None]*2
     assert repr([o[1:] for o in world2(unfrozen, tmp_path/'part', None, strategy, every)]) == repr([o[1:] for o in want])
+
+
+class Enough(Callback):
+    "Doubles the gradients until it switches itself off; and another one on"
+    def after_backward(self):
+        for p in self.model.parameters():
+            if p.grad is not None: p.grad *= 2
+    def after_batch(self):
+        if self.training and self.learn.train_iter == 7: self.run, self.learn.adds.run = False, True
+
+
+class Adds(Callback):
+    "Off at first"
+    order = 3000
+    def before_epoch(self):
+        if self.epoch == 0: self.run = False
+    def after_backward(self): self.learn.model[0].weight.grad += 1
+
+
+@pytest.mark.parametrize('end,every', [(15, None), (9, 1)], ids=['of an epoch', 'in the middle'])
+def test_a_callback_that_is_off(end, every, tmp_path): compare(tmp_path, lambda f: simple(f, [Enough(), Adds()]), lambda l: [o.run for o in l.cbs], [end], every)
+
+
+def test_after_a_fit_that_has_ended_all_are_on(tmp_path):
+    class Last(Enough): order = 3000  # behind Resume, whose checkpoint of the end has it off
+    def run(folder): return fitted(folder, lambda f: simple(f, [Last(), Adds()]), lambda l: [o.run for o in l.cbs])
+    assert run(tmp_path)[2] == run(tmp_path)[2]  # passed over
