@@ -14,8 +14,8 @@ from ..callbacks.fastai_patches import trainer_of
 from .plain import attributes_of, set_attributes
 from .saving import Saver, every_of
 from .shared_folder import SharedFolder, fit_ended, fit_failed, fit_number, fits_left
-from .state import (has_gradients, hidden_states, joined_metrics, not_put, not_saved, put_rest, put_tensors, random_of, signature,
-                                       take_rest, take_tensors, users_callbacks)
+from .state import (has_gradients, hidden_states, joined_metrics, loader_counts, not_put, not_saved, put_rest, put_tensors, random_of,
+                                       signature, take_rest, take_tensors, users_callbacks)
 from ..data.dl import DistributedDL
 from ..data.rng import set_stream_states, stream_states
 from ..fault.connections import of_group
@@ -106,6 +106,7 @@ def _begin(self:Resume):
     "Before a fit: what is there of it?"
     learn = self.learn
     self._check()
+    loader_counts(learn) # what samplers count is seen from here on
     self.shared = SharedFolder(self.folder, self.many, self._agree).take()
     self.fit_no = fit_number(self.folder, learn)
     self.chosen,self.skips,self.place = self.shared.newest(self.fit_no, signature(learn)),False,None
@@ -437,7 +438,7 @@ def batches(self:Resume, dl # The training loader
     if not self.active or place is None:
         yield from self._handed(enumerate(dl))
         return
-    put_tensors(self.learn, self.chosen, self.rest['opt']) # once more: callbacks have begun an epoch, and `unfreeze` clears what it remembers
+    put_tensors(self.learn, self.chosen, self.rest['opt']) # once more: callbacks have begun an epoch, as by `unfreeze`, which clears it
     put_rest(self.learn, self.rest, self.same, [self])
     loader,n = self.rest['loader'],len(dl)
     if loader is None: return # all were

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['named_tensors', 'has_gradients', 'signature', 'take_tensors', 'put_tensors', 'saved_callbacks', 'users_callbacks',
-           'not_put', 'not_saved', 'hidden_states', 'random_of', 'take_rest', 'joined_metrics', 'put_rest',
-           'read_state']
+           'not_put', 'not_saved', 'hidden_states', 'loader_counts', 'random_of', 'take_rest', 'joined_metrics',
+           'put_rest', 'read_state']
 
 # %% ../../nbs/checkpoint/04_state.ipynb #ba263d98
 import hashlib,json
@@ -18,7 +18,7 @@ from .plain import NotPlain, attributes_of, from_plain, held_attributes, set_att
 from ..comm.shards import TensorShard, is_dtensor, local
 from ..data.dl import DistributedDL
 from ..data.fastai_dl import set_text_order, text_order
-from ..data.loaders import and_those_in
+from ..data.loaders import and_those_in, counts_of, set_counts
 from ..data.rng import drawers, plain_state, generator_states, generators_in, set_generator_states, set_stream_states, stream_states
 from ..metrics.losses import GlobalBatchLoss
 from ..model.batchnorm import GlobalBatchNorm
@@ -361,6 +361,12 @@ def _drawing(learn):
     "By loader, what draws beside it"
     return [[o for l in and_those_in(dl) for o in drawers(l) if o is not dl] for dl in _plain_loaders(learn)]
 
+def loader_counts(learn # Any `Learner`
+                 ):
+    "By loader, what samplers and iterable data sets of a user's own have counted since they were seen first"
+    return [counts_of(*o) for o in _drawing(learn)]
+
+# %% ../../nbs/checkpoint/04_state.ipynb #9823f9d8
 def random_of(learn # Any `Learner`
              ):
     "Its `WorkerRandom`s: one in a context, and none otherwise"
@@ -399,6 +405,7 @@ def take_rest(learn, # `Learner` in a fit
         learner={k:to_plain(getattr(learn, k)) for k in _of_learner if hasattr(learn, k)},
         streams=stream_states(*random_of(learn)), generators=[generator_states(generators_in(o)) for o in _plain_loaders(learn)],
         texts=[text_order(o) for o in _plain_loaders(learn)], drawing=[generator_states(generators_in(*o)) for o in _drawing(learn)],
+        counts=loader_counts(learn),
         loader=None if dl is None else dict(state=dl.state_dict(back), streams=plain_state(streams or dl.streams())),
         buffers={n:to_plain(b) for n,b in _own_buffers(learn).items()}, dirty=getattr(trainer, 'dirty', False),
         scaler=None if scaler is None else to_plain(scaler.state_dict()), uneven=getattr(step, 'uneven', None))
@@ -415,9 +422,10 @@ def joined_metrics(every # `metrics` of what each of the workers before remember
 # %% ../../nbs/checkpoint/04_state.ipynb #c1be98e9
 def _put_loaders(learn, rest):
     for dl,states in zip(_plain_loaders(learn), rest['generators']): set_generator_states(generators_in(dl), states)
-    # of an older version it has neither
+    # of an older version it has none of these
     for dl,order in zip(_plain_loaders(learn), rest.get('texts', ())): set_text_order(dl, order)
     for found,states in zip(_drawing(learn), rest.get('drawing', ())): set_generator_states(generators_in(*found), states)
+    for found,counts in zip(_drawing(learn), rest.get('counts', ())): set_counts(found, counts)
 
 # %% ../../nbs/checkpoint/04_state.ipynb #ec2e9d75
 def put_rest(learn, # `Learner` in a fit

@@ -15,10 +15,10 @@ from fastai.basics import *
 from fastai.data.load import DataLoader as FastaiDataLoader
 from .adapter import IfLoaderHas, LoaderMethod, LoaderProxy, copied_beside
 from .fastai_dl import FastaiAdapter
-from .loaders import SeveralAdapter, n_batches
+from .loaders import SeveralAdapter, counts_of, n_batches, set_counts
 from .orders import compare_with_rank0, same_order, same_shuffled
 from .partition import join_shares
-from .rng import WorkerRandom, plain_state, seed_of, set_stream_states, shared_order, stream_states
+from .rng import WorkerRandom, drawers, plain_state, seed_of, set_stream_states, shared_order, stream_states
 from .torch_dl import TorchAdapter, TorchDataLoader
 from ..comm.objects import all_gather_list
 from ..world.ranks import check_rank, get_rank, get_world_size
@@ -243,11 +243,14 @@ def new(self:DistributedDL,
 def _batches(self:DistributedDL):
     "Batches with their `Counts`, after an epoch has begun"
     if self._adapter.parts is None:
+        found = drawers(self.dl)
+        if self._pending: set_counts(found, self._pending.get('counts'))
+        counts = counts_of(*found)
         pending,at = self._draw()
         self._random.restart(self._adapter.seed)
         self._restore_streams()
         if not self._alone:
-            self._epoch,self._at = pending['epoch'] if pending else self._epoch+1,at
+            self._epoch,self._at = pending['epoch'] if pending else self._epoch+1,(*at,counts)
             self._steps,self._ended = 0,False
     self._live = True
     yield from self._adapter.batches()
@@ -258,6 +261,7 @@ def _restore_streams(self:DistributedDL):
     streams,self._streams = self._streams,None
     if streams is not None: set_stream_states(streams, self._random)
 
+# %% ../../nbs/data/07_dl.ipynb #92fe2a18
 @patch
 def _sent(self:DistributedDL, b):
     "Batch `b` where it goes, as the loader transforms it there"
@@ -366,10 +370,12 @@ def state_dict(self:DistributedDL, back=0 # Of the batches that it has handed ov
     if self._pending: return self._pending
     state = dict(n=a.drawn_n, mode=a.mode, world_size=self.world_size, global_bs=self.global_bs)
     if self._epoch >= 0 and not self._ended and (a.unsized or steps < len(a.plan)):
-        rng,shuffled,seeded = self._at
-        return dict(epoch=self._epoch, offset=a.plan.done(steps), rng=plain_state(rng), shuffled=shuffled, seeded=seeded, **state)
+        rng,shuffled,seeded,counts = self._at
+        at = dict(shuffled=shuffled, seeded=seeded, counts=counts)
+        return dict(epoch=self._epoch, offset=a.plan.done(steps), rng=plain_state(rng), **at, **state)
     with shared_order(a.generators(), sync=False) as now: pass
-    return dict(epoch=self._epoch+1, offset=0, rng=plain_state(now), shuffled=a.shuffled(), seeded=a.seeds, **state)
+    at = dict(shuffled=a.shuffled(), seeded=a.seeds, counts=counts_of(*drawers(self.dl)))
+    return dict(epoch=self._epoch+1, offset=0, rng=plain_state(now), **at, **state)
 
 # %% ../../nbs/data/07_dl.ipynb #d2f6a291
 @patch

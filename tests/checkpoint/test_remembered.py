@@ -213,3 +213,61 @@ def test_after_a_fit_that_has_ended_all_are_on(tmp_path):
     class Last(Enough): order = 3000  # behind Resume, whose checkpoint of the end has it off
     def run(folder): return fitted(folder, lambda f: simple(f, [Last(), Adds()]), lambda l: [o.run for o in l.cbs])
     assert run(tmp_path)[2] == run(tmp_path)[2]  # passed over
+
+
+class PerEpoch(torch.utils.data.Sampler):
+    "Another order in each epoch, by its own number; and from the second one on, another one by what it has seen"
+    def __init__(self, n): self.n, self.epoch, self.seen = n, 0, []
+    def __len__(self): return self.n
+    def __iter__(self):
+        self.epoch += 1
+        self.seen.append(self.epoch)
+        return iter(torch.randperm(self.n, generator=torch.Generator().manual_seed(sum(self.seen))).tolist())
+
+
+class StreamPerEpoch(T.IterableDataset):
+    def __init__(self): self.epoch = 0
+    def __len__(self): return 22
+    def __iter__(self):
+        self.epoch += 1
+        g = torch.Generator().manual_seed(self.epoch)
+        for _ in range(22):
+            x = torch.randn(4, generator=g).double()
+            yield x, TensorCategory((x.sum() > 0).long())
+
+
+COUNT = dict(
+    sampler=lambda ds: T.DataLoader(ds, 4, sampler=PerEpoch(22)),
+    batches=lambda ds: T.DataLoader(ds, batch_sampler=T.BatchSampler(PerEpoch(22), 4, False)),
+    stream=lambda ds: DataLoader(StreamPerEpoch(), bs=4))
+
+
+def counting(kind, folder):
+    learn = simple(folder)
+    learn.dls.loaders = [COUNT[kind](learn.dls.train_ds), T.DataLoader(learn.dls.valid_ds, 4, sampler=PerEpoch(9))]
+    return learn
+
+
+@pytest.mark.parametrize('kind', COUNT)
+@pytest.mark.parametrize('end,every', [(15, None), (3, 1), (9, 1)], ids=['of an epoch', 'in the first', 'in the middle'])
+def test_samplers_that_count(kind, end, every, tmp_path):
+    compare(tmp_path, partial(counting, kind), lambda l: vars(l.dls[1].sampler)['seen'], [end], every)
+
+
+def counting_by_all(folder, at, every): return fitted(folder, partial(counting, 'sampler'), lambda l: None, at, every, strategy='ddp')
+
+
+def test_samplers_that_count_in_two_workers(world2, tmp_path):
+    want = world2(counting_by_all, tmp_path/'whole', None, None)
+    assert world2(counting_by_all, tmp_path/'part', 10, 1) == [None]*2
+    assert repr(world2(counting_by_all, tmp_path/'part', None, 1)) == repr(want)
+
+
+def test_what_has_not_changed_is_that_of_the_script(tmp_path):
+    "More samples than before"
+    def make(n, folder):
+        learn = simple(folder, n=n)
+        learn.dls.loaders[0] = T.DataLoader(learn.dls.train_ds, 4, sampler=PerEpoch(n))
+        return learn
+    fitted(tmp_path, partial(make, 22), None, 15)
+    assert fitted(tmp_path, partial(make, 30), lambda l: (l.dls[0].sampler.n, l.dls[0].sampler.epoch))[2] == (30, 4)
