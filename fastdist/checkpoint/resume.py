@@ -90,6 +90,7 @@ def _find_place(self:Resume):
             f"rank {get_rank()}: Resume({str(self.folder)!r}): the fit that was saved is one of {s['n_epoch']} epochs, "
             f"and this one of {self.learn.n_epoch}: call it as before, or give it a folder of its own")
         self.place = s
+    elif not self.skips: self.step = max(self.step, s['step']) # another `Resume` may have made the fits before
     self._tell()
 
 @patch
