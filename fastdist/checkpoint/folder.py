@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['DamagedCheckpoint', 'ForeignCheckpoint', 'file_sum', 'check_owner', 'write_json', 'Checkpoint', 'Draft',
-           'checkpoints', 'latest', 'best_of', 'delete_old', 'FolderLock', 'prepare_folder', 'clear_drafts']
+           'checkpoints', 'latest', 'best_of', 'readable', 'ends_of', 'delete_old', 'FolderLock', 'prepare_folder',
+           'clear_drafts']
 
 # %% ../../nbs/checkpoint/01_folder.ipynb #456f87dc
 import errno,fcntl,hashlib,json,math,os,shutil,socket,stat,time,warnings
@@ -233,18 +234,31 @@ def best_of(every, # `Checkpoint`s
     return (max if largest else min)(found, key=lambda o: o[0])[1] if found else None
 
 # %% ../../nbs/checkpoint/01_folder.ipynb #f701ce24
-def delete_old(path, # Folder of the checkpoints
-               keep=3, # How many to keep, at least; the best one stays too
-              ):
-    "Delete all but the newest"
-    every = []
+def readable(path # Folder of the checkpoints
+            ):
+    "Those whose summary can be read, the newest first; the others are named when they would be loaded"
+    res = []
     for o in checkpoints(path):
         try: o.summary
-        except (DamagedCheckpoint,PermissionError): continue # it is named when it would be loaded
-        every.append(o)
-    best = best_of(every)
-    for o in every[keep:]:
-        if o!=best: _remove(o.path)
+        except (DamagedCheckpoint,OSError): continue
+        res.append(o)
+    return res
+
+def ends_of(every # `Checkpoint`s
+           )->dict: # By number of the fit
+    "The newest one of the end of each fit that has one"
+    return {o.summary['fit']:o for o in sorted(every, key=lambda o: o.order) if o.summary.get('ended')}
+
+# %% ../../nbs/checkpoint/01_folder.ipynb #bcba1cc0
+def delete_old(path, # Folder of the checkpoints
+               keep=3, # How many to keep, at least; the best one, and the ends of the last 8 fits, stay too
+              ):
+    "Delete all but the newest"
+    every = readable(path)
+    ends = ends_of(every)
+    stay = {best_of(every), *every[:keep], *(ends[fit] for fit in sorted(ends)[-8:])}
+    for o in every:
+        if o not in stay: _remove(o.path)
 
 # %% ../../nbs/checkpoint/01_folder.ipynb #47dd5153
 def _try_lock(fd):

@@ -31,7 +31,7 @@ class Resume(Callback):
     def __init__(self,
         path, # Folder of the checkpoints
         every=None, # Save every so many steps (200), seconds ('30s', '10m', '2h') or epochs ('1 epoch'); by default each epoch
-        keep=3, # How many checkpoints to keep; the one with the best validation loss stays too
+        keep=3, # How many checkpoints to keep; the one with the best validation loss, and the ends of the last 8 fits, stay too
         on_error=True, # Save when an exception ends the fit between two steps, too? With several workers: when it ends all of them there
         status=143, # Exit status after SIGTERM or SIGUSR1, once that is saved
         default=False, # Does it give way to another `Resume` that the fit has?
@@ -91,6 +91,7 @@ def _find_place(self:Resume):
             f"and this one of {self.learn.n_epoch}: call it as before, or give it a folder of its own")
         self.place = s
     elif not self.skips: self.step = max(self.step, s['step']) # another `Resume` may have made the fits before
+    elif (end := self.shared.end_of(self.fit_no, signature(self.learn), s['fit'])) is not None: self.chosen,self.place = end,end.summary
     self._tell()
 
 @patch

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from fastcore.basics import patch
-from .folder import Checkpoint, DamagedCheckpoint, FolderLock, ForeignCheckpoint, checkpoints, clear_drafts, prepare_folder
+from .folder import Checkpoint, DamagedCheckpoint, FolderLock, ForeignCheckpoint, checkpoints, clear_drafts, ends_of, prepare_folder, readable
 from ..comm.call import same_text
 from ..comm.objects import all_gather_list, from_rank0
 from ..world.ranks import get_rank, get_world_size
@@ -130,6 +130,26 @@ def newest(self:SharedFolder, fit, # Number of the fit in the script
     if (gone := self._names('damaged-')): raise ValueError(
         f"rank {get_rank()}: Resume({str(self.path)!r}): none of the checkpoints is whole ({', '.join(gone[:3])}): "
         "to begin anew, delete them, or give this script another folder")
+
+# %% ../../nbs/checkpoint/06_shared_folder.ipynb #9c0277a0
+@patch
+def end_of(self:SharedFolder, fit, # Number of a fit in the script, before the one that goes on
+           mine, # `signature` of its learner
+           last, # Number of the one that goes on
+          ):
+    "The `Checkpoint` of its end, or `None` where it is gone, or cannot be used, which is said"
+    ends = ends_of(readable(self.path)) if get_rank()==0 else {}
+    name = ends[fit].path.name if fit in ends else None
+    if self.many: name = from_rank0(name)
+    c = None if name is None else Checkpoint(self.path/name)
+    errors = [] if c is None else self.errors(self._why_not(c, fit, mine)[0])
+    if c is not None and not errors: return c
+    gone = [o for o in range(last) if o not in ends]
+    if get_rank() or not errors and gone[0]!=fit: return # once for all that are gone
+    why = errors[0][1] if errors else "there is no checkpoint of it any more (those of the last 8 fits stay)"
+    more = f" (and {len(gone)-1} more)" if gone[1:] and not errors else ""
+    warnings.warn(f"rank 0: Resume({str(self.path)!r}): the end of fit {fit} of the script{more} cannot be put back: {why}. What the script "
+                  "does between it and the next fit sees other weights than at first; if that matters, begin anew in another folder")
 
 # %% ../../nbs/checkpoint/06_shared_folder.ipynb #5f1e0c2b
 def fit_number(path, # Folder of the checkpoints

@@ -84,3 +84,124 @@ def test_steps_that_began_anew(tmp_path):
     assert [(o.summary['step'], o.summary['fit']) for o in checkpoints(tmp_path/'a'/'ckpt')] == [(9, 0), (6, 0), (3, 1), (3, 0)]
     (res, place), n, _ = started(one_each, tmp_path/'a')
     assert (place, n) == ([18, 2, True], 9) and not differ(want, res)
+
+
+def looks(learn, exact=True):
+    "What a script may do between two fits"
+    res = [float(o) for o in learn.validate()]+[float(o) for o in learn.recorder.losses]
+    return [*res, learn.opt.hypers[-1]['lr'], random.random(), np.random.rand(), torch.rand(1).item()] if exact else res
+
+
+def stages(learn, folder, strategy=None, exact=True, keep=1):
+    "As `fine_tune`, with a fit more, and looks at the learner between them: what is there in the end, and what was seen"
+    from fastdist.checkpoint.resume import Resume
+    seen, kw = [], dict(cbs=Resume(folder, keep=keep, on_error=False))
+    with contextlib.nullcontext() if strategy is None else learn.distrib_ctx(**ctx_of(strategy)):
+        learn.freeze()
+        learn.fit(2, .1, **kw)
+        seen.append(looks(learn, exact))
+        if strategy is None: learn.save('stage1', with_opt=False)
+        learn.unfreeze()
+        learn.fit_one_cycle(1, **kw)
+        seen.append(looks(learn, exact))
+        learn.fit(2, **kw)
+    if strategy is None: seen.append({k: v.tolist() for k, v in torch.load(learn.path/'models'/'stage1.pth').items()})
+    return found(learn) if exact else weights(learn), seen
+
+
+def finds(learn, folder):
+    "The learning rate of the second fit is found after the first"
+    from fastai.callback.schedule import minimum
+    from fastdist.checkpoint.resume import Resume
+    kw = dict(cbs=Resume(folder, on_error=False))
+    learn.fit(2, **kw)
+    lr = learn.lr_find(num_it=30, show_plot=False, suggest_funcs=(minimum,)).minimum
+    learn.fit_one_cycle(3, lr, **kw)
+    return found(learn), lr
+
+
+@pytest.mark.parametrize('script,steps,at', [(stages, 15, 14), (stages, 15, 8), (finds, 15, 44)], ids=['in the third fit', 'in the second', 'lr_find'])
+def test_between_the_fits(script, steps, at, tmp_path):
+    "Those that have ended leave the learner as they did: what is seen, saved and found after them is the same"
+    want, n, _ = started(script, tmp_path/'whole')
+    assert started(script, tmp_path/'a', at)[0] is None
+    res, again, said = started(script, tmp_path/'a')
+    assert want[1] == res[1] and not differ(want[0], res[0]) and again < n and not said, said
+    res, again, said = started(script, tmp_path/'a')  # all have ended
+    assert want[1] == res[1] and not differ(want[0], res[0]) and again == (0 if script is stages else 30) and not said, said
+
+
+def seen_by_all(tmp_path, strategy):
+    script = partial(stages, strategy=strategy)
+    want, _, _ = started(script, tmp_path/'whole')
+    assert started(script, tmp_path/'a', 14)[0] is None
+    res, n, said = started(script, tmp_path/'a')
+    return [a == b for a, b in zip(want[1], res[1], strict=True)], list(differ(want[0], res[0])), n, said
+
+
+@pytest.mark.parametrize('strategy', STRATEGIES)
+def test_between_the_fits_of_two_workers(world2, strategy, tmp_path):
+    for same, bad, n, said in world2(seen_by_all, tmp_path, strategy): assert all(same) and not bad and n == 3 and not said, (same, bad, n, said)
+
+
+SMALL = dict(n=26, dropout=0., Data=Items, bs=6)
+
+
+def some(folder, strategy, at=None):
+    "One of a run's processes; with no random numbers, so that the number of workers does not matter"
+    return started(partial(stages, strategy=strategy, exact=False), folder, at, **SMALL)
+
+
+def test_between_the_fits_of_another_number_of_workers(worlds, tmp_path):
+    (want, seen), n, _ = started(partial(stages, exact=False), tmp_path/'one', **SMALL)
+    assert n == 25 and [o[0] for o in worlds(2)(some, tmp_path/'many', 'zero1', 22)] == [None]*2
+    for (w, again), n, said in worlds(3)(some, tmp_path/'many', 'fsdp'):
+        assert n == 5 and diff(want, w) < 1e-9 and not said and all(np.allclose(a, b, rtol=1e-5) for a, b in zip(seen, again)), (n, said)
+
+
+def without_the_first(tmp_path, strategy=None, how='gone'):
+    "The warnings of a restart in the third fit where the checkpoint of the first one's end is gone, or damaged, and whether the fit ends as it would have"
+    from fastdist.world import get_rank
+    script = partial(stages, strategy=strategy)
+    want, _, _ = started(script, tmp_path/'whole')
+    assert started(script, tmp_path/'a', 14)[0] is None
+    c = tmp_path/'a'/'ckpt'/'step-00000006'
+    if get_rank() == 0: shutil.rmtree(c) if how == 'gone' else (c/'rank-0.pt').write_text('damage')
+    if strategy: dist.barrier()
+    res, _, said = started(script, tmp_path/'a')
+    off = max(abs(np.array(a)-np.array(b)).max() for a, b in zip(want[0]['weights'].values(), res[0]['weights'].values()))
+    return said, want[1][0] == res[1][0], want[1][1] == res[1][1], off if strategy else list(differ(want[0], res[0]))
+
+
+@pytest.mark.parametrize('how', ['gone', 'damaged'])
+def test_an_end_that_is_gone(how, tmp_path):
+    "It is said, once; the second fit's end is there"
+    said, first, second, bad = without_the_first(tmp_path, how=how)
+    assert len(said) == 1 and 'fit 0' in said[0] and 'sees other weights' in said[0] and ('step-00000006 is damaged' in said[0]) == (how == 'damaged'), said
+    assert not first and second and not bad, (first, second, bad)
+
+
+@pytest.mark.parametrize('how', ['gone', 'damaged'])
+def test_an_end_that_is_gone_from_three_workers(world3, how, tmp_path):
+    for rank, (said, first, second, off) in enumerate(world3(without_the_first, tmp_path, 'ddp', how)):  # of three numbers DDP has another order after a start
+        assert len(said) == (rank == 0) and not first and second and off < 1e-12, (rank, said, first, second, off)
+
+
+def a_loop(learn, folder):
+    from fastdist.checkpoint.resume import Resume
+    seen = []
+    for i in range(11):
+        learn.fit(1, cbs=Resume(folder, keep=1, on_error=False))
+        seen.append(float(learn.validate()[0]))
+    return seen
+
+
+def test_a_loop_of_fits(tmp_path):
+    "The ends of eight stay, however many there were"
+    want, _, _ = started(a_loop, tmp_path/'whole', n=4)
+    assert started(a_loop, tmp_path/'a', 11, n=4)[0] is None
+    left = [o.summary for o in checkpoints(tmp_path/'a'/'ckpt')]
+    assert [o['fit'] for o in left if o['ended']][:8] == [9, 8, 7, 6, 5, 4, 3, 2] and len(left) <= 9
+    best = [o['fit'] for o in left][8:]
+    res, n, said = started(a_loop, tmp_path/'a', n=4)
+    assert n == 1 and want[2:] == res[2:] and len(said) == 1 and f'fit {int(best == [0])}' in said[0] and ('1 more' in said[0]) == (not best), (n, best, said)
