@@ -27,7 +27,7 @@ from ..world.ranks import get_rank, get_world_size
 # %% ../../nbs/checkpoint/07_resume.ipynb #071cbecf
 class Resume(Callback):
     "Saves all of a fit's state to a folder, and goes on from there when the same script is started again"
-    order = 2000 # after all others
+    order = 10**9 # after all others, whatever they take for late
     def __init__(self,
         path, # Folder of the checkpoints
         every=None, # Save every so many steps (200), seconds ('30s', '10m', '2h') or epochs ('1 epoch'); by default each epoch

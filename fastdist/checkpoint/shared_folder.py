@@ -11,7 +11,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from fastcore.basics import patch
-from .folder import Checkpoint, DamagedCheckpoint, FolderLock, ForeignCheckpoint, checkpoints, clear_drafts, ends_of, prepare_folder, readable
+from .folder import (Checkpoint, DamagedCheckpoint, FolderLock, ForeignCheckpoint, checkpoints, clear_drafts, ends_of,
+                                        prepare_folder, readable)
 from ..comm.call import same_text
 from ..comm.objects import all_gather_list, from_rank0
 from ..world.ranks import get_rank, get_world_size
@@ -148,8 +149,9 @@ def end_of(self:SharedFolder, fit, # Number of a fit in the script, before the o
     if get_rank() or not errors and gone[0]!=fit: return # once for all that are gone
     why = errors[0][1] if errors else "there is no checkpoint of it any more (those of the last 8 fits stay)"
     more = f" (and {len(gone)-1} more)" if gone[1:] and not errors else ""
-    warnings.warn(f"rank 0: Resume({str(self.path)!r}): the end of fit {fit} of the script{more} cannot be put back: {why}. What the script "
-                  "does between it and the next fit sees other weights than at first; if that matters, begin anew in another folder")
+    warnings.warn(f"rank 0: Resume({str(self.path)!r}): the end of fit {fit} of the script{more} cannot be put back: {why}. "
+                  "What the script does between it and the next fit sees other weights than at first; if that matters, "
+                  "begin anew in another folder")
 
 # %% ../../nbs/checkpoint/06_shared_folder.ipynb #5f1e0c2b
 def fit_number(path, # Folder of the checkpoints

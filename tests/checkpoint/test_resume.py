@@ -194,6 +194,24 @@ def test_a_loss_function_that_remembers(loss, in_front, tmp_path):
     for nm, o in zip(['with Resume', *names], others): assert not differ(first, o), (nm, differ(first, o).keys())
 
 
+class Late(Callback):
+    "After all others, as far as its author knows"
+    order = 5000
+    def __init__(self): self.n = 0
+    def after_batch(self): self.n += self.training
+    def after_epoch(self): self.n += 100
+
+
+def test_a_callback_of_a_late_order(tmp_path):
+    "What it counts at the last event before a checkpoint is in it"
+    def run(folder, cbs):
+        late = Late()
+        made(folder, more=False, cbs=late).fit(2, cbs=cbs)
+        return late.n
+    res, names = each_checkpoint(run, tmp_path, [1, 4, 6])
+    assert res == [212]*5, (res, names)
+
+
 class Words(nn.Module):
     "Its hidden state goes on from batch to batch; of AWD_LSTM's kind, which a `ModelResetter` resets"
     def __init__(self):
