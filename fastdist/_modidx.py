@@ -309,8 +309,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                         'fastdist/checkpoint/folder.py'),
                                             'fastdist.checkpoint.folder.checkpoints': ( 'checkpoint/folder.html#checkpoints',
                                                                                         'fastdist/checkpoint/folder.py'),
-                                            'fastdist.checkpoint.folder.clear_drafts': ( 'checkpoint/folder.html#clear_drafts',
-                                                                                         'fastdist/checkpoint/folder.py'),
                                             'fastdist.checkpoint.folder.delete_old': ( 'checkpoint/folder.html#delete_old',
                                                                                        'fastdist/checkpoint/folder.py'),
                                             'fastdist.checkpoint.folder.ends_of': ( 'checkpoint/folder.html#ends_of',

@@ -4,8 +4,7 @@
 
 # %% auto #0
 __all__ = ['DamagedCheckpoint', 'ForeignCheckpoint', 'file_sum', 'check_owner', 'write_json', 'Checkpoint', 'Draft',
-           'checkpoints', 'latest', 'best_of', 'readable', 'ends_of', 'delete_old', 'FolderLock', 'prepare_folder',
-           'clear_drafts']
+           'checkpoints', 'latest', 'best_of', 'readable', 'ends_of', 'delete_old', 'FolderLock', 'prepare_folder']
 
 # %% ../../nbs/checkpoint/01_folder.ipynb #456f87dc
 import errno,fcntl,hashlib,json,math,os,shutil,socket,stat,time,warnings
@@ -69,11 +68,16 @@ def write_json(file, # Path; what was there is replaced, at once
     "Write `obj` beside `file`, for its owner alone, flush it, and rename"
     file = Path(file)
     new = file.with_name(f'.{file.name}.{os.getpid()}')
-    with open(os.open(new, os.O_WRONLY|os.O_CREAT|os.O_TRUNC, 0o600), 'w') as f:
-        json.dump(obj, f, indent=1)
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(new, file)
+    fd = os.open(new, os.O_WRONLY|os.O_CREAT|os.O_TRUNC, 0o600)
+    try:
+        with open(fd, 'w') as f:
+            json.dump(obj, f, indent=1)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(new, file)
+    except BaseException:
+        new.unlink(missing_ok=True) # of a full disk
+        raise
 
 # %% ../../nbs/checkpoint/01_folder.ipynb #1564972e
 class Checkpoint:
@@ -288,9 +292,10 @@ class FolderLock:
 @patch
 def take(self:FolderLock, seconds=60 # To wait for a job that ends
         ):
-    "Take it; a `RuntimeError` names who has it"
+    "Take it, in a folder that is made if need be; a `RuntimeError` names who has it"
     if self.file in self.held: raise RuntimeError(
         f"another fit of this process, which has not ended, writes checkpoints to {self.file.parent}: give this one a folder of its own")
+    self.file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     fd,until = os.open(self.file, os.O_RDWR|os.O_CREAT, 0o600),time.monotonic()+seconds
     try:
         while not _try_lock(fd):
@@ -307,16 +312,12 @@ def take(self:FolderLock, seconds=60 # To wait for a job that ends
         if fd is not None: os.close(fd)
 
 # %% ../../nbs/checkpoint/01_folder.ipynb #f36f6888
-def prepare_folder(path # Folder of the checkpoints
+def prepare_folder(path # Folder of the checkpoints, whose lock is held
                   ):
-    "Make it, see that it can be written, and take away what was not finished; an `OSError` says why it cannot"
+    "Delete what a job that has ended was writing, or deleting, and see that it can be written; an `OSError` says why it cannot"
     path = Path(path)
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for o in path.glob('.*'):
+        if o.name.startswith(('.draft-','.old-')): shutil.rmtree(o, ignore_errors=True)
+        elif o.name.startswith(('.run-','.writable','..writable.')): o.unlink() # a look at the folder was killed
     write_json(path/'.writable', {})
     (path/'.writable').unlink()
-
-def clear_drafts(path, # Folder of the checkpoints, whose lock is held
-                ):
-    "Delete what a job that has ended was writing, or deleting"
-    for o in Path(path).glob('.*'):
-        if o.name.startswith(('.draft-','.old-')): shutil.rmtree(o, ignore_errors=True)

@@ -11,8 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from fastcore.basics import patch
-from .folder import (Checkpoint, DamagedCheckpoint, FolderLock, ForeignCheckpoint, checkpoints, clear_drafts, ends_of,
-                                        prepare_folder, readable)
+from .folder import (Checkpoint, DamagedCheckpoint, FolderLock, ForeignCheckpoint, checkpoints, ends_of, prepare_folder, readable)
 from ..comm.call import same_text
 from ..comm.objects import all_gather_list, from_rank0
 from ..world.ranks import get_rank, get_world_size
@@ -49,13 +48,14 @@ def _make(self:SharedFolder):
     error = None
     try:
         if get_rank()==0:
-            prepare_folder(self.path)
             self.lock.take()
             last = _fits.get(self.path)
             if last is not None and last.saver is not None: last.saver.settle()
-            clear_drafts(self.path)
+            prepare_folder(self.path)
     except (OSError,RuntimeError) as e: error = f'{e}'
-    if (errors := self.errors(error)): raise OSError(f"Resume({str(self.path)!r}): {errors[0][1]}")
+    if not (errors := self.errors(error)): return
+    self.give_back()
+    raise OSError(f"Resume({str(self.path)!r}): {errors[0][1]}")
 
 # %% ../../nbs/checkpoint/06_shared_folder.ipynb #81e7ef5c
 @patch

@@ -120,6 +120,21 @@ def test_disk_full_or_read_only(tmp_path, capfd, monkeypatch):
     assert not [o for o in (tmp_path/'ckpt').iterdir() if o.name.startswith(('step', '.draft'))]
 
 
+def test_nothing_is_left_beside(tmp_path, monkeypatch):
+    "Neither of a test of the folder that a full disk has ended, after which the same process can begin again, nor of a process that was killed in one"
+    import os
+    def full(fd): raise OSError(28, 'No space left on device')
+    def names(): return sorted(o.name for o in (tmp_path/'ckpt').iterdir() if not o.name.startswith('step-'))
+    with monkeypatch.context() as m:
+        m.setattr(os, 'fsync', full)
+        with pytest.raises(OSError, match='No space left on device'): fitted_to(tmp_path/'ckpt', tmp_path)
+    assert names() == ['.lock']
+    for nm in ('.writable', '..writable.31', '.run-1a2b', '.run-1a2b-1'): (tmp_path/'ckpt'/nm).touch()
+    from_the_start()
+    fitted_to(tmp_path/'ckpt', tmp_path)
+    assert names() == ['.lock']
+
+
 def fitted_to(ckpt, path):
     import fastdist.all
     from fastdist.checkpoint.resume import Resume
