@@ -10,7 +10,9 @@ class StopsAt(Callback):
     def after_batch(self):
         if not self.training or StopsAt.left is None: return
         StopsAt.left -= 1
-        if StopsAt.left == 0 and StopsAt.how == 'exception': raise KeyError('stop')
+        if StopsAt.left or StopsAt.how != 'exception': return
+        if (writes := self.learn.resume.saver.thread) is not None: writes.join()  # so that the checkpoint before it is there
+        raise KeyError('stop')
     def before_batch(self):
         if self.training and StopsAt.left == 1 and StopsAt.how == 'signal': self.learn.resume.request(stop=True)
 
@@ -40,10 +42,12 @@ def one_each(learn, folder, keep=3):
 def contexts(learn, folder, strategy='ddp', **kwargs):
     "The same in as many contexts"
     from fastdist.checkpoint.resume import Resume
+    seen = []
     for n in (3, 2, 1):
         with learn.distrib_ctx(**ctx_of(strategy), resume=Resume(folder, on_error=False)): learn.fit(n)
+        seen.append({k: v.tolist() for k, v in weights(learn).items()})
     c = checkpoints(folder)[0].summary
-    return found(learn), [c[k] for k in ('step', 'fit', 'ended')]
+    return found(learn) | dict(seen=seen), [c[k] for k in ('step', 'fit', 'ended')]
 
 
 @pytest.mark.parametrize('how', ['exception', 'signal'])
@@ -67,7 +71,7 @@ def many_of_their_own(tmp_path, strategy):
     return list(differ(want, res)), place, again, n
 
 
-@pytest.mark.parametrize('strategy', ['ddp', 'zero2'])
+@pytest.mark.parametrize('strategy', ['ddp', 'zero2', 'fsdp'])
 def test_contexts_of_their_own(world2, strategy, tmp_path):
     for bad, place, again, n in world2(many_of_their_own, tmp_path, strategy): assert not bad and place == again == [18, 2, True] and n == 6, (bad, place, again, n)
 
