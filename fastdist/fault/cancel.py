@@ -24,6 +24,7 @@ from .interrupt import Interrupts
 from .same_call import gone_on
 from .supervisor import monitor
 from ..world.ranks import get_rank
+from ..world.state import current_world
 
 # %% ../../nbs/fault/08_cancel.ipynb #f4ce954d
 # From the one that ends most: that one counts, where ranks raise different ones
@@ -35,13 +36,16 @@ _events = [o for o in vars(event) if not o.startswith('_')]
 
 _libraries = ('fastai','fastdist')
 
-def _library(cb): return type(cb).__module__.split('.')[0]
+def _library_of(cls): return cls.__module__.split('.')[0]
+def _library(cb): return _library_of(type(cb))
 def _name(cb): return f'{type(cb).__module__}.{type(cb).__qualname__}'
 
 def may_cancel(cb, # A callback of a learner
               ):
     "Events in which `cb` may raise a Cancel exception in one rank alone: all that a user's has, unless it says `may_cancel = False`"
-    return [] if _library(cb) in _libraries or not getattr(cb, 'may_cancel', True) else [o for o in _events if hasattr(cb, o)]
+    if _library(cb) in _libraries or not getattr(cb, 'may_cancel', True): return []
+    by_call = next(o for o in type(cb).__mro__ if '__call__' in vars(o)) # one of the user's has any event
+    return [o for o in _events if hasattr(cb, o) or _library_of(by_call) not in _libraries]
 
 # %% ../../nbs/fault/08_cancel.ipynb #690d09ac
 _batch_events = {'before_batch','after_pred','after_loss','after_batch','after_cancel_batch'}
@@ -84,12 +88,15 @@ def interrupted(self:Decisions):
     return self.interrupts.held
 
 @patch
-def agree(self:Decisions, code=0 # 1 to 7 for a Cancel exception, 8 for `KeyboardInterrupt`
+def agree(self:Decisions, code=0, # 1 to 7 for a Cancel exception, 8 for `KeyboardInterrupt`, -1 at another call
+          what='what the callbacks of all workers decide', # That call, in words
          ):
-    "The largest `code` of all ranks"
-    t = torch.tensor(code, device=self.device)
-    dist.all_reduce(t, dist.ReduceOp.MAX)
-    return t.item()
+    "The largest `code` of all ranks; an `OutOfStep` in all where some are at another call"
+    both = torch.tensor([code,-code], device=self.device)
+    dist.all_reduce(both, dist.ReduceOp.MAX)
+    most,least = both.tolist()
+    if most >= 0 and -least < 0: Call(what, None, lambda c: (None,None)) # which says who is at which
+    return most
 
 # %% ../../nbs/fault/08_cancel.ipynb #45626888
 _all_need = tuple(f'fastai.callback.{o}.' for o in ('channelslast','fp16','mixup','rnn','schedule','tracker','training'))
@@ -182,9 +189,10 @@ def inside(self:Decisions):
 @contextmanager
 def by_itself(self:Decisions):
     "Let this rank do alone what follows"
-    outer,self.alone = self.alone,True
+    world,outer = current_world(),self.alone
+    self.alone = world.alone = True
     try: yield
-    finally: self.alone = outer
+    finally: self.alone = world.alone = outer
 
 # %% ../../nbs/fault/08_cancel.ipynb #06f1989f
 @patch

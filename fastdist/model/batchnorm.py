@@ -13,6 +13,7 @@ import torch.distributed as dist, torch.nn.functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from fastai.basics import *
 from ..comm.pack import named
+from ..world.state import current_world
 
 # %% ../../nbs/model/03_batchnorm.ipynb #65d54f6e
 def _functional(new, old):
@@ -161,13 +162,14 @@ def _kernel_grads(g, needs, eps, counts, x, weight, bias, mean, invstd, n):
     if not counts: return torch.zeros_like(x),gw,gb
     return _input_grad(g, x, weight, mean, invstd, *(both/n).to(mean.dtype).chunk(2)),gw,gb
 
-# %% ../../nbs/model/03_batchnorm.ipynb #87723bed
+# %% ../../nbs/model/03_batchnorm.ipynb #de1329e0
 def _check_count(n, x):
     "A `ValueError` as torch's, if the global batch has one value of each channel"
     msg = f"Expected more than 1 value per channel when training, got input size {tuple(x.shape)} in one worker alone"
     if torch.compiler.is_compiling(): torch._assert(n > 1, msg) # a Python `if` would break compiled code
     elif n.item()==1: raise ValueError(msg)
 
+# %% ../../nbs/model/03_batchnorm.ipynb #87723bed
 class GlobalBatchNorm(_BatchNorm):
     "What a batch norm layer becomes while it trains: torch's `SyncBatchNorm`, that also runs on the CPU and with empty local batches"
     share = SimpleNamespace(counts=True, empty=False) # of the batch that goes forward, see `expect`
@@ -177,6 +179,8 @@ class GlobalBatchNorm(_BatchNorm):
         self._check_input_dim(x)
         if not self.training or dist.get_world_size()==1: return self._norm_alone(x)
         compiling,args = torch.compiler.is_compiling(),(x,self.weight,self.bias,self.eps,self.share.counts)
+        # what one worker does alone leaves the running statistics as all have them
+        if not compiling and current_world().alone: return F.batch_norm(x, None, None, *args[1:3], True, 0., self.eps)
         y,mean,var,n = _global_norm(*args) if compiling else _norm_by_kernels(*args)
         # to look at the number is to wait for a GPU
         if self.share.empty or x.device.type=='cpu' and not compiling: _check_count(n, x)

@@ -11,6 +11,7 @@ from functools import partial
 
 import torch.distributed as dist
 from fastai.basics import *
+from ..world.state import current_world
 
 # %% ../../nbs/strategy/01_backward.ipynb #d0a3506d
 class Backwards:
@@ -60,7 +61,8 @@ def _unweighed(self:Backwards, g):
 def _backward(self:Backwards, tensors, *args, **kwargs):
     "In place of `torch.autograd.backward`"
     # activation checkpointing may run one in another
-    if self.previous is None or self.running or self.thread!=threading.get_ident(): return self.real(tensors, *args, **kwargs)
+    inside = self.previous is not None and not self.running and self.thread==threading.get_ident()
+    if not inside or current_world().alone: return self.real(tensors, *args, **kwargs)
     roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     own = len(roots)==1 and roots[0] is self.loss
     self.running = 'own' if own else 'other'

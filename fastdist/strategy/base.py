@@ -13,7 +13,7 @@ import torch.distributed as dist
 from fastai.basics import *
 from torch.nn.parameter import is_lazy
 from ..comm.call import route, same_and_most, same_text, who_has
-from ..comm.objects import all_gather_list
+from ..comm.objects import all_gather_list, from_rank0
 from ..comm.pack import as_bytes, tensors_in
 from ..comm.shards import is_dtensor
 from ..model.batchnorm import GlobalBatchNorm
@@ -24,6 +24,8 @@ from ..world.ranks import get_rank
 # %% ../../nbs/strategy/00_base.ipynb #f0347905
 class _InBatch:
     "What a strategy is called for in each batch that is trained; here it does nothing"
+    def begin_batch(self, sync # As for `forward`
+                   ): "Before callbacks see the batch: look after the backward passes that they make"
     def before_backward(self): "When the loss has been computed, and weighed: `learn.loss_grad`"
     def begin_backward(self): "When the backward pass of the batch's own loss begins, where `Backwards` is used"
     def end_backward(self, own # That of the batch's own loss?
@@ -188,10 +190,19 @@ def inner_opt(opt # A fastai optimizer
     while 'opt' in vars(opt): opt = opt.opt
     return opt
 
+def _states(opt):
+    # sorted: one that has been loaded has them in another order
+    at,states = {id(p):i for i,p in enumerate(p for pg in opt.param_lists for p in pg)},inner_opt(opt).state
+    return [(states[p], sorted(states[p], key=str)) for p in sorted(states, key=lambda p: at.get(id(p), len(at)))]
+
 def state_tensors(opt # A fastai optimizer
                  ):
-    "The tensors that `opt` remembers"
-    return tensors_in([list(s.values()) for s in inner_opt(opt).state.values()] + [vars(opt).get('slow_weights')])
+    "The tensors that `opt` remembers, in the order of its parameters"
+    return tensors_in([[s[k] for k in ks] for s,ks in _states(opt)] + [vars(opt).get('slow_weights')])
+
+def _numbers(opt):
+    "The numbers that it remembers beside, such as Adam's of its steps: each with the dictionary that it is in, and its name there"
+    return [(s,k) for s,ks in _states(opt) for k in ks if isinstance(s[k], (int,float))]
 
 def needs_closure(opt # A fastai optimizer
                  ):
@@ -257,13 +268,16 @@ def same_everywhere(model, # The same layers in all workers
     ps = _all_params(model, opt) if grads else []
     ts = [*model.state_dict(keep_vars=True).values(), *model.buffers()]
     ts = list({id(t):t for t in ts if isinstance(t, Tensor)}.values()) + (state_tensors(opt) if opt else [])
-    kinds = [(tuple(t.shape), t.dtype) for t in (*ts,*ps)]
+    numbers = _numbers(opt) if opt else []
+    kinds,values = [(tuple(t.shape), t.dtype) for t in (*ts,*ps)]+[k for _,k in numbers],[s[k] for s,k in numbers]
     here,elsewhere = partition(ts, lambda t: t.device.type=='cpu')
-    same,(waits,) = same_and_most(repr((kinds,_checksums(here))), int(_some_wait(ps)))
+    same,(waits,) = same_and_most(repr((kinds,values,_checksums(here))), int(_some_wait(ps)))
     if not (same or same_text(repr(kinds))):
         every = all_gather_list(kinds)
         r = next(i for i,o in enumerate(every) if o!=every[0])
         raise ValueError(f"rank {get_rank()}: the model or the optimizer state of rank {r} has other tensors than rank 0's "
                          f"({len(every[r])} and {len(every[0])} of them): build the same learner in all workers")
     with torch.no_grad(): _broadcast(elsewhere if same else ts)
+    if not same:
+        for (s,k),v in zip(numbers, from_rank0(values)): s[k] = v
     if waits: _same_grads(ps)

@@ -66,14 +66,17 @@ class Replica(Strategy):
         self.handler,self.ddp,self.trained,self.proxy,self.by_closure = handler,None,None,None,None
         self.checked,self.old_grads,self.backwards = True,_SetAside(),Backwards(self)
 
+    def begin_batch(self, sync):
+        self.sync,self.reduced = sync,False
+        self.backwards.begin_batch()
+
     def forward(self, sync):
         trained = self.trained_params()
         if self.ddp is None or trained!=self.trained: self._wrap(trained)
-        self.sync,self.reduced = sync,False
+        self.begin_batch(sync)
         # as in its `no_sync`: what it reduces is the backward of the batch's own loss, not whichever comes first after the forward
         self.ddp.require_backward_grad_sync = sync and self.ddp.static_graph
         self.ddp.require_forward_param_sync = sync
-        self.backwards.begin_batch()
         self.proxy = ForwardProxy(self.learn, self.ddp)
 
 # %% ../../nbs/strategy/03_ddp.ipynb #1313cf3b
@@ -161,7 +164,7 @@ def begin_backward(self:Replica):
 @patch
 def end_backward(self:Replica, own):
     "Average what `DistributedDataParallel` does not: the gradients of another pass, and those of parameters that the model has not"
-    if not own and self.ddp.static_graph: raise RuntimeError(
+    if not own and getattr(self.handler, 'static_graph', False): raise RuntimeError(
         f"rank {get_rank()}: a backward pass beside that of the batch's loss, and static_graph=True says that there is none: leave it out")
     if not self.sync:
         self.unsynced = True
@@ -173,7 +176,7 @@ def end_backward(self:Replica, own):
 @patch
 def _average_all(self:Replica):
     ps = self.all_params()
-    if self.ddp.find_unused_parameters:
+    if getattr(self.handler, 'find_unused_parameters', False):
         for p in used_elsewhere(ps, [p.grad is not None for p in ps], self.device): p.grad = torch.zeros_like(p)
     self.unsynced = True
     self.average()

@@ -315,13 +315,18 @@ def release(self:FullyShard, group=None):
 
 # %% ../../nbs/strategy/07_fsdp.ipynb #a2f03d10
 @patch
-def forward(self:FullyShard, sync):
+def begin_batch(self:FullyShard, sync):
     "Let the backward of this batch reduce gradients, if `sync`"
-    check_trainable(self.model)
-    if not self.checked: self._check_types() # of what is unfrozen by now
-    self.model.set_requires_gradient_sync(sync)
+    if sync!=self.synced: self.model.set_requires_gradient_sync(sync)
     self.synced,self.ran = sync,False
     self.backwards.begin_batch()
+
+@patch
+def forward(self:FullyShard, sync):
+    "The same, of what is unfrozen by now"
+    check_trainable(self.model)
+    if not self.checked: self._check_types()
+    self.begin_batch(sync)
 
 @patch
 def after_batch(self:FullyShard):

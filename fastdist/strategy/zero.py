@@ -103,16 +103,22 @@ class ShardedGradients(_ShardedSteps, Strategy):
         super().setup(learn, device)
         self.sums = _RowSums(self.rows_of)
 
-# %% ../../nbs/strategy/06_zero.ipynb #6d84a432
+# %% ../../nbs/strategy/06_zero.ipynb #3b6d1f59
 @patch
-def forward(self:ShardedGradients, sync):
-    "Be ready for a backward pass; the model itself is what runs"
+def begin_batch(self:ShardedGradients, sync):
+    "Be ready for a backward pass"
     trained = self.trained_params()
     if trained!=self.trained: self._add_hooks(trained)
     self.sync = sync
     self.unsynced |= not sync # until the end of the backward pass of a batch that is averaged
     self.backwards.begin_batch()
 
+@patch
+def forward(self:ShardedGradients, sync):
+    "The model itself is what runs; callbacks may have frozen some of it"
+    self.begin_batch(sync)
+
+# %% ../../nbs/strategy/06_zero.ipynb #6d84a432
 @patch
 def explain(self:ShardedGradients, error):
     "Raise an error that says more, where a gradient is a shard and the user takes it for the whole"

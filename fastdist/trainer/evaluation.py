@@ -78,6 +78,8 @@ def finish(self:Evaluation):
     if n is not None: self.learn.iter,self.learn.n_iter = n-1,n
     for o in self.preds: o.finish(self.decisions.cut)
     self.totals.combine(self.by_rows)
+    grad = vars(self.learn).get('loss_grad')
+    if isinstance(grad, Tensor): self.learn.loss_grad = grad.detach() # where a worker had no batch it is that of training, with its graph
 
 # %% ../../nbs/trainer/05_evaluation.ipynb #22c8d065
 @patch
@@ -141,6 +143,7 @@ def together(self:Evaluation):
     "Around the evaluation: the workers agree on what callbacks decide"
     begins = self.shared and not self.decisions.active
     if begins: self.decisions.begin(self._what())
+    elif self.shared and self.decisions.inner: self.decisions.agree(-1, self._what()) # `if rank == 0:` in a callback leaves others behind
     try:
         with self._loop(), plain_sums(self.totals.metrics(training=False) if self.shared else ()): yield
     finally:
@@ -161,11 +164,10 @@ def hypers_of(opt # A fastai optimizer, or `None`
     found = {f'{k} of parameter group {i}':v for i,h in enumerate(opt.hypers if opt else ()) for k,v in h.items()}
     return {k:float(v) for k,v in found.items() if isinstance(v, Real) or isinstance(v, Tensor) and v.numel()==1}
 
-def same_hypers(opt, # A fastai optimizer, or `None`
+def same_hypers(hypers, # What `hypers_of` says of this worker's optimizer
                 what='the optimizer of a fit', # The call that all workers make
                ):
-    "A `RuntimeError` in all workers where `opt` steps by other numbers in some"
-    hypers = hypers_of(opt)
+    "A `RuntimeError` in all workers where the optimizer of some steps by other numbers"
     if same_call(what, repr(hypers)): return
     name,who = first_other(all_gather_list(hypers))
     raise RuntimeError(
@@ -175,8 +177,8 @@ def same_hypers(opt, # A fastai optimizer, or `None`
 
 # %% ../../nbs/trainer/05_evaluation.ipynb #74c46a88
 def same_log(recorder, # fastai's `Recorder`, at the end of an epoch
-             opt=None, # The optimizer of a fit
+             hypers={}, # What the optimizer of a fit has stepped by, see `hypers_of`
             ):
     "Let the recorders of all workers have rank 0's numbers of this epoch; a `RuntimeError` where they step by other ones"
-    same_hypers(opt, 'the log of an epoch')
+    same_hypers(hypers, 'the log of an epoch')
     recorder.log = L(from_rank0(list(recorder.log)))

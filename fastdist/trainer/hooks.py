@@ -40,6 +40,13 @@ class StrategyHooks(QuickCallback):
         self.trainer,self.strategy,self.each,self.weigh_stats = trainer,strategy,each,noop
 
     def _alone(self): return any(callback_results(self.learn, 'steps_alone'))
+    def _syncs(self): return (self.each or self.trainer.step.ends_step()) and not self._alone()
+
+# %% ../../nbs/trainer/04_hooks.ipynb #2a28ff8f
+@patch
+def begin_batch(self:StrategyHooks):
+    "Before any other callback has the batch, and may train on it itself"
+    self.strategy.begin_batch(self._syncs())
 
 # %% ../../nbs/trainer/04_hooks.ipynb #030eb3d1
 @patch
@@ -49,7 +56,7 @@ def before_batch(self:StrategyHooks):
     if not learn.training: return
     if self.trainer.follow_in_epoch(): return callbacks_of(learn, StrategyHooks)[0].before_batch() # it has other ones of these now
     self.weigh_stats = weighed_stats(learn.model, step.samples*get_world_size()/step.total if step.total else 1)
-    self.strategy.forward((self.each or step.ends_step()) and not self._alone())
+    self.strategy.forward(self._syncs())
 
 @patch
 def after_loss(self:StrategyHooks):

@@ -16,20 +16,20 @@ from ..callbacks.late_loss import late_losses
 from ..callbacks.loggers import HiddenLoggers, is_logger
 from ..callbacks.precision import autocast_kept, synchronize_rng
 from ..comm.call import same_call
-from ..data.loaders import same_data
+from ..data.loaders import data_of, same_data
 from ..data.rng import WorkerRandom, rank0_stream, rejoin_streams
 from ..fault.cancel import Decisions
 from ..fault.supervisor import catchable, check_watchdog, handler_kept, interrupt_deferred, rejoin, scope, watchdog_time
 from ..metrics.metrics import EpochTotals
 from ..model.batchnorm import GlobalBatchNorm, sync_batch_norm
 from ..model.foreach import Foreach
-from ..strategy.base import Strategy, check_values, inner_opt, same_everywhere, whole_model
+from ..strategy.base import Strategy, check_values, inner_opt, same_everywhere, state_tensors, whole_model
 from ..strategy.select import close_strategy, drop_strategy, make_strategy
 from ..strategy.sharding import norms_of_shards
 from .argument_steps import ArgumentSteps
 from .args import accelerator_args, check_args, check_launch, check_own, check_precision, make_accelerator, not_default, same_args
 from .evaluation import Evaluation, hypers_of, same_hypers, same_log
-from .loaders import SharedLoaders, back_on_device, move_learner
+from .loaders import SharedLoaders, back_on_device, move_learner, plain_dls
 from .hooks import StrategyHooks
 from .step import TrainingStep
 from .undone import UndoneCallback
@@ -39,7 +39,7 @@ from ..world.ranks import get_device, get_rank, get_world_size, use_cpu
 # %% ../../nbs/trainer/08_trainer.ipynb #83db08b8
 class DistributedTrainer(ArgumentSteps):
     "Trains and evaluates a `Learner` on all workers of the process group; `attach` sets it up and `detach` undoes all of it"
-    order = -20 # before whatever looks at losses and metrics
+    order = -900 # before whatever looks at batches, losses and metrics
     name = 'distributed_trainer' # as `trainer_of` looks for it, of subclasses too
     @accelerator_args
     def __init__(self,
@@ -57,8 +57,9 @@ class DistributedTrainer(ArgumentSteps):
         check_own(own, self.settings)
         self.args,self.watchdog = {**own, **not_default(kwargs)},own['watchdog']
         self.accelerator = self.device = self.precision = self.decisions = self.strategy = None
-        self.step = self.evaluation = self.loggers = self.random = None
+        self.step = self.evaluation = self.loggers = self.random = self.hooks = None
         self.by_fit = self.in_fit = self.in_scope = self.evaluated = False
+        self.hypers = self.seen = None
         self.preds_to = None # the one rank that gets predictions, or all do
         self.activation = None # `SharedActivation` for those of the evaluation that is to begin
 
@@ -130,7 +131,8 @@ def _share_model(self:DistributedTrainer):
     if self.strategy is None: self._choose() # the model has changed
     self.strategy.share_scale = lambda **kwargs: self.step.share_scale(**kwargs)
     each = ddp is not None and (ddp.find_unused_parameters or ddp.static_graph) # what the last batch does not use would not be averaged
-    self.add(StrategyHooks(self, self.strategy, each))
+    self.hooks = StrategyHooks(self, self.strategy, each)
+    self.add(self.hooks)
     self.undo.enter_context(norms_of_shards())
     self.undo.callback(self._close_strategy)
     self.strategy.setup(learn, device)
@@ -138,7 +140,7 @@ def _share_model(self:DistributedTrainer):
 
 @patch
 def _close_strategy(self:DistributedTrainer):
-    strategy,self.strategy = self.strategy,None
+    strategy,self.strategy,self.hooks = self.strategy,None,None
     close_strategy(strategy)
 
 # %% ../../nbs/trainer/08_trainer.ipynb #e5f3bb6d
@@ -256,6 +258,21 @@ def before_fit(self:DistributedTrainer):
     self.strategy.set_opt(self.learn.opt)
     self.foreach.follow(self.learn.opt and inner_opt(self.learn.opt))
 
+# %% ../../nbs/trainer/08_trainer.ipynb #81d5f004
+@patch
+def _versions(self:DistributedTrainer):
+    "Changes with each parameter that is changed in place, and with each that the optimizer remembers"
+    learn = self.learn
+    return [(id(t),t._version) for t in (*learn.model.parameters(), *(state_tensors(learn.opt) if learn.opt else ()))]
+
+@patch
+def _replicates(self:DistributedTrainer): return self.strategy is not None and not self.strategy.splits
+
+@patch
+def _has_changed(self:DistributedTrainer):
+    "Has something else than a fit changed what all workers have, as `learn.load` does?"
+    return self._replicates() and self.seen is not None and self.seen!=self._versions()
+
 # %% ../../nbs/trainer/08_trainer.ipynb #fa69989b
 @patch
 def after_fit(self:DistributedTrainer):
@@ -271,18 +288,20 @@ def _end_fit(self:DistributedTrainer):
         self.strategy.average()
         for cb in self.learn._grab_cbs(ActivationStats): gather_stats(cb)
     self.random.leave()
+    self.seen = self._versions()
 
 # %% ../../nbs/trainer/08_trainer.ipynb #a8ce27a3
 @patch
 def before_epoch(self:DistributedTrainer):
-    "The workers have shared no evaluation since the epoch began"
-    self.evaluated = False
+    "The workers have shared no evaluation since the epoch began, and stepped by no numbers"
+    self.evaluated,self.hypers = False,None
 
 @patch
 def after_epoch(self:DistributedTrainer):
     "Record what rank 0 does, having stepped by the same numbers"
     rec,mine = getattr(self.learn, 'recorder', None),self.in_fit and not self.decisions.inner
-    if rec is not None and not self.decisions.alone and (mine or self.evaluated): same_log(rec, self.learn.opt if mine else None)
+    if rec is None or self.decisions.alone or not (mine or self.evaluated): return
+    same_log(rec, (self.hypers or hypers_of(self.learn.opt)) if mine else {})
 
 @patch
 def before_train(self:DistributedTrainer):
@@ -298,6 +317,7 @@ def before_train(self:DistributedTrainer):
 @patch
 def after_train(self:DistributedTrainer):
     "Let all workers have the same buffers, and put the training metrics together"
+    self.hypers = hypers_of(self.learn.opt) # not later: in the validation each has batches of its own
     self.agree_buffers()
     self.totals.combine(rows=True)
 
@@ -309,6 +329,7 @@ def before_batch(self:DistributedTrainer):
     s = self.step = TrainingStep(self.learn, self.learn.dl.counts, self.device, self.step)
     GlobalBatchNorm.expect(s.counts, s.empty)
     self.dirty = True
+    self.hooks.begin_batch()
 
 @patch
 def after_pred(self:DistributedTrainer):
@@ -379,9 +400,14 @@ def fit_together(self:DistributedTrainer):
 # %% ../../nbs/trainer/08_trainer.ipynb #6ee44d38
 @patch
 def _begin_alike(self:DistributedTrainer):
-    "Are all workers at this fit, with the same callbacks, layers and optimizer? A schedule may part them later: see `same_log`"
+    """All workers are at this fit, with the same callbacks, layers, data and optimizer. A schedule may part them later: see `same_log`.
+    Where only some have changed weights or optimizer state since the last one, all have rank 0's"""
     n,trained = getattr(self.learn, 'n_epoch', 'some'),[n for n,p in self.learn.model.named_parameters() if p.requires_grad]
-    return self.decisions.begin(f"a fit of {n} epoch{'' if n==1 else 's'}", trained, repr(hypers_of(self.learn.opt)))
+    what,hypers,dls = f"a fit of {n} epoch{'' if n==1 else 's'}",hypers_of(self.learn.opt),plain_dls(self.learn.dls)
+    if self.decisions.begin(what, trained, repr((hypers, data_of(dls), self._has_changed()))): return
+    same_data(dls)
+    same_hypers(hypers)
+    if self._replicates(): same_everywhere(whole_model(self.learn), self.learn.opt, grads=True)
 
 # %% ../../nbs/trainer/08_trainer.ipynb #0571d1bd
 @patch
@@ -391,7 +417,7 @@ def _decide(self:DistributedTrainer):
     with ExitStack() as undo:
         if get_rank() > 0: undo.enter_context(self.loggers.hidden()) # those given to `fit`
         undo.callback(self.decisions.end)
-        if not self._begin_alike(): same_hypers(self.learn.opt)
+        self._begin_alike()
         undo.push(self._fit_failed)
         if self.device.type!='cpu': undo.enter_context(late_losses(self.learn))
         with self.decisions.interruptible(): yield

@@ -32,6 +32,7 @@ class World:
         # where this process has found the others, which outlives the group
         self.rendezvous = before.rendezvous if before and before.pid==self.pid else None
         self.secrets = before.secrets if before else {} # that this process has agreed on with others, by where they were
+        self.alone = False # does this process do something that the others do not do? Then nothing of it is sent
         self._store,self._ends = store,[]
         group = get_default_group()
         self._group = None if group is None else weakref.ref(group) # one that is held here would outlive its end

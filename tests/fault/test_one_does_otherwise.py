@@ -1,6 +1,6 @@
 """One worker does otherwise than the others: it has other arguments, callbacks or numbers, leaves the context early, or makes another call. All of them
 hear of it at once, by an error that says who does what, have their learners back as they were, and can train together after it"""
-import collections, re, time
+import collections, re, tempfile, time
 from functools import partial
 
 import pytest
@@ -33,13 +33,14 @@ def caught(f):
 def parts(learn): return [type(o).__name__ for os in (learn.cbs, learn.model.modules(), learn.dls.loaders) for o in os]
 
 
-def otherwise(strategy=None, cb=None, args=None, calls=None, schedule=None, frozen=(), **kwargs):
+def otherwise(strategy=None, cb=None, args=None, calls=None, schedule=None, frozen=(), all_have=None, **kwargs):
     "In rank 1 alone what is given happens. The error of each rank, and whether it is rid of it"
     import fastdist.all
     from fastdist.world import get_rank
     mine = get_rank() == 1
     learn = quiet(learner(n=24, bn=True, opt=Adam, splitter=lambda m: [params(m[:2]), params(m[2:])], **(kwargs if mine else {})))
     if cb and mine: learn.add_cb(CALLBACKS[cb]())
+    if all_have: learn.add_cb(all_have())
     for o in frozen if mine else (): learn.model.get_parameter(o).requires_grad_(False)
     before = parts(learn)
     does = dict(fit=lambda: learn.fit(2), tune=lambda: learn.fine_tune(1), longer=lambda: learn.fit(3), validate=learn.validate, preds=learn.get_preds)
@@ -113,6 +114,51 @@ def test_goes_on_in_the_context(world):
 def test_batches_otherwise(world, kwargs):
     (name, value), = kwargs.items()
     told(world(otherwise, **kwargs), 'ValueError', 'loader 0 of rank 1 has other data than that of rank 0, or batches it otherwise', f'{name}={value}')
+
+
+class Table(Callback):
+    "`if rank == 0:` in a callback that all have"
+    def __init__(self, call): self.call, self.inside = call, False
+    def after_epoch(self): # as the evaluation has, too
+        from fastdist.world import get_rank
+        if get_rank() != 1 or self.inside: return
+        self.inside = True
+        getattr(self.learn, self.call)()
+
+
+@pytest.mark.parametrize('call', ['validate', 'get_preds'])
+def test_evaluates_in_a_callback_of_all(world, call):
+    told(world(otherwise, all_have=partial(Table, call)), 'OutOfStep', f'rank 1 at learn.{call} of ds_idx=1 (', 'what the callbacks of all workers decide (')
+
+
+def between_fits(what):
+    "The second fit's weights, where rank 0 alone, or each worker by itself, has done something between two fits of a context; the error, if there is one"
+    import fastdist.all
+    from fastdist.world import get_rank
+    learn = quiet(learner(n=24, bn=True, opt=Adam))
+    def load():
+        if get_rank() == 0: learn.load(path)
+    def split(): learn.dls = DataLoaders(*(TfmdDL(Items(24, True, seed=get_rank()), bs=5) for _ in range(2)))
+    def batches(): learn.dls.train.bs = 5 + (get_rank() == 1)
+    with tempfile.TemporaryDirectory() as tmp, learn.distrib_ctx(watchdog=60, split_batches=True):
+        path = Path(tmp)/'first'
+        learn.fit(1)
+        learn.save(path)
+        learn.fit(1)
+        locals()[what]()
+        error = caught(lambda: learn.fit(1))
+        return error, {**weights(learn), **{f'{i}.{k}': o for i, (p, *_) in enumerate(learn.opt.all_params()) for k, o in learn.opt.state[p].items() if k in ('grad_avg', 'sqr_avg', 'step')}}
+
+
+def test_loads_between_fits(world):
+    "What rank 0 alone has loaded, all have: weights, what the optimizer remembers, and its numbers"
+    (_, one), = [between_fits('load')]
+    for error, found in world(between_fits, 'load'): assert error[0] is None and diff(one, found) < 1e-6
+
+
+@pytest.mark.parametrize('what', ['split', 'batches'])
+def test_other_data_between_fits(world, what):
+    for error, _ in world(between_fits, what): assert error[0] == 'ValueError' and 'has other data than that of rank 0, or batches it otherwise' in error[1] and error[2] < 30
 
 
 def logged(tmp, saves):

@@ -25,7 +25,7 @@ class Aux(Callback):
     "An auxiliary loss with a backward of its own, of all parameters or of some"
     run_valid = False
     def __init__(self, event, part=False, weight=0.3):
-        self.part, self.weight, self.new = part, weight, event == 'after_backward'
+        self.part, self.weight, self.new = part, weight, event in ('before_batch', 'after_backward')
         setattr(self, event, self.aux)
     def aux(self):
         if not self.training: return
@@ -48,6 +48,17 @@ class OwnBackward(Callback):
         from fastai.basics import CancelBackwardException # not the test module's, which travels by value
         self.learn.loss.backward()
         raise CancelBackwardException()
+
+
+class OwnStep(Callback):
+    "In place of all that fastai does with a batch"
+    run_valid = False
+    def before_batch(self):
+        from fastai.basics import CancelBatchException
+        self.loss_func(self.learn.model(*self.xb), *self.yb).backward()
+        self.learn.opt.step()
+        self.learn.opt.zero_grad()
+        raise CancelBatchException()
 
 
 class Clip(GradientClip): order = 900 # after the other callbacks
@@ -105,6 +116,8 @@ CASES = dict(
     aux_accumulated=lambda: dict(cbs=[Aux('before_backward', True), Aux('after_backward'), GradientAccumulation(8)]),
     penalty=lambda: dict(cbs=Penalty()),
     own=lambda: dict(cbs=OwnBackward()),
+    own_step=lambda: dict(cbs=OwnStep()),
+    aux_before_batch=lambda: dict(cbs=[Aux('before_batch'), Clip(0.1)]),
     gradient_penalty=lambda: dict(cbs=GradientPenalty()),
     two=lambda: dict(cls=TwoBackwards),
     sam_opt=lambda: dict(cls=ClosureStep, opt=torch_opt(SamOpt)),

@@ -323,23 +323,33 @@ def test_layers_frozen_from_batch_to_batch(world):
 
 
 def cancels(distrib):
-    "All workers skip the same backward, step or batch, the first ones too"
+    "All workers skip the same backward, step or batch, the first ones too, by callbacks of several kinds; and a schedule that goes on in validation"
     from fastai.callback.core import CancelBackwardException, CancelBatchException, CancelStepException  # not a copy, sent by value
+    class Early(Callback):
+        order = -30
+        def before_batch(self):
+            if self.train_iter == 0: raise CancelBatchException
+            self.opt.set_hyper('lr', .1/(1+self.iter))
     class Cancel(Callback):
         def before_backward(self):
-            if self.train_iter == 0: raise CancelBackwardException
+            if self.train_iter == 1: raise CancelBackwardException
         def before_step(self):
-            if self.train_iter == 2: raise CancelStepException
+            if self.train_iter == 3: raise CancelStepException
         def after_pred(self):
-            if self.train_iter == 4 and self.training: raise CancelBatchException
-    learn = quiet(learner(n=22, bs=5, bn=True, cbs=Cancel()))
-    with in_ctx(learn, distrib): learn.fit(2)
-    return weights(learn)
+            if self.train_iter == 5 and self.training: raise CancelBatchException
+    class ByCall(Callback):
+        def __call__(self, event):
+            if event == 'after_loss' and self.train_iter == 7 and self.training: raise CancelBatchException
+    learn = quiet(learner(n=22, n_val=9, bs=5, bn=True, cbs=[Early(), Cancel(), ByCall()]))
+    with in_ctx(learn, distrib):
+        learn.fit(2)
+        grad = deepcopy(learn).loss_grad # a worker without a batch in the validation would have that of training, with its graph
+    return weights(learn), grad.requires_grad
 
 
 def test_cancelled_by_all(world):
-    w = cancels(False)
-    for w1 in world(cancels, True): assert diff(w, w1) < 2e-7
+    w, graph = cancels(False)
+    for w1, graph1 in world(cancels, True): assert diff(w, w1) < 2e-7 and not graph and not graph1
 
 
 def shown():

@@ -76,6 +76,7 @@ class Stream(Nothing):
     def wait_event(self, event): pass
     def record_event(self, event=None): return event or Event()
     def query(self): return True
+    def is_capturing(self): return False
     def synchronize(self): note('stream')
 
 

@@ -1,0 +1,42 @@
+"What a callback of one worker alone may do with the model and the loaders: the others hear nothing of it, and all train as one process without it"
+import pytest
+from strategies import *
+
+
+class Looks(Callback):
+    "Passes of its own, such as for a saliency map, and a forward in training, which is no batch of the others"
+    order = -30
+    def __init__(self, events):
+        for o in events: setattr(self, o, self.look)
+        self.seen = 0
+    def look(self):
+        if not self.training: return
+        learn, ps = self.learn, [p for p in self.learn.model.parameters()]
+        grads, buffers = [p.grad for p in ps], {n: b.clone() for n, b in learn.model.named_buffers()}
+        for p in ps: p.grad = None
+        x = torch.cat([self.xb[0], 2*self.xb[0]+1]).requires_grad_() # batch norm wants two rows
+        learn.loss_func(learn.model(x), torch.cat([self.yb[0]]*2)).backward()
+        assert x.grad.abs().sum() > 0
+        for p, g in zip(ps, grads): p.grad = g
+        for n, b in learn.model.named_buffers(): assert b.equal(buffers[n])
+        self.seen += 1
+
+
+def looked(events, ctx=None, who=None):
+    import fastdist.all
+    from fastdist.world import get_rank
+    learn = quiet(learner(n=22, n_val=9, bn=True, opt=partial(SGD, mom=.9)))
+    mine = who is not None and get_rank() == who
+    if mine: learn.add_cb(Looks(events))
+    with contextlib.nullcontext() if ctx is None else learn.distrib_ctx(**ctx): learn.fit(2)
+    return weights(learn), learn.recorder.values[-1], learn.looks.seen if mine else 0
+
+
+@pytest.mark.parametrize('strategy', ['ddp', 'zero1', 'zero2'])
+@pytest.mark.parametrize('world', [2, 3])
+def test_passes_of_its_own(worlds, world, strategy):
+    events = ['before_batch', 'after_batch', 'after_backward' if strategy=='ddp' else 'after_pred']
+    w, values, _ = looked(events)
+    every = worlds(world)(looked, events, ctx_of(strategy), world-1)
+    for r, (w1, values1, seen) in enumerate(every):
+        assert diff(w, w1) < 2e-7 and diff(values, values1) < 2e-6 and seen == (30 if r == world-1 else 0)
