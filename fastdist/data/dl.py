@@ -272,6 +272,9 @@ def _sent(self:DistributedDL, b):
 # %% ../../nbs/data/07_dl.ipynb #ba21f87e
 @patch
 def __iter__(self:DistributedDL):
+    if self.world_size > 1 and not self._alone and current_world().alone: # of that the others hear nothing
+        yield from DistributedDL(self.dl, 0, 1, self._device, self.split_batches, self.evaluate)
+        return
     # where other processes do all the work nothing is drawn in this one
     it,live = self._batches(),self._live
     own = self._random.entered if self.world_size > 1 and self._adapter.draws else nullcontext

@@ -20,6 +20,7 @@ class Looks(Callback):
         for p, g in zip(ps, grads): p.grad = g
         for n, b in learn.model.named_buffers(): assert b.equal(buffers[n])
         self.seen += 1
+    def after_epoch(self): self.read = [sum(len(b[0]) for b in dl) for dl in self.dls.loaders]
 
 
 def looked(events, ctx=None, who=None):
@@ -29,7 +30,7 @@ def looked(events, ctx=None, who=None):
     mine = who is not None and get_rank() == who
     if mine: learn.add_cb(Looks(events))
     with contextlib.nullcontext() if ctx is None else learn.distrib_ctx(**ctx): learn.fit(2)
-    return weights(learn), learn.recorder.values[-1], learn.looks.seen if mine else 0
+    return weights(learn), learn.recorder.values[-1], (learn.looks.seen, learn.looks.read) if mine else None
 
 
 @pytest.mark.parametrize('strategy', ['ddp', 'zero1', 'zero2'])
@@ -39,4 +40,4 @@ def test_passes_of_its_own(worlds, world, strategy):
     w, values, _ = looked(events)
     every = worlds(world)(looked, events, ctx_of(strategy), world-1)
     for r, (w1, values1, seen) in enumerate(every):
-        assert diff(w, w1) < 2e-7 and diff(values, values1) < 2e-6 and seen == (30 if r == world-1 else 0)
+        assert diff(w, w1) < 2e-7 and diff(values, values1) < 2e-6 and seen == ((30, [22, 9]) if r == world-1 else None)
