@@ -72,8 +72,9 @@ class Replica(Strategy):
 
     def forward(self, sync):
         trained = self.trained_params()
-        if self.ddp is None or trained!=self.trained: self._wrap(trained)
-        self.begin_batch(sync)
+        if self.ddp is None or trained!=self.trained:
+            self._wrap(trained)
+            self.begin_batch(sync)
         # as in its `no_sync`: what it reduces is the backward of the batch's own loss, not whichever comes first after the forward
         self.ddp.require_backward_grad_sync = sync and self.ddp.static_graph
         self.ddp.require_forward_param_sync = sync

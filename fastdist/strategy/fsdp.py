@@ -323,10 +323,10 @@ def begin_batch(self:FullyShard, sync):
 
 @patch
 def forward(self:FullyShard, sync):
-    "The same, of what is unfrozen by now"
+    "Callbacks may have frozen or unfrozen layers"
     check_trainable(self.model)
     if not self.checked: self._check_types()
-    self.begin_batch(sync)
+    self.ran = False # a pass before this one is not its own
 
 @patch
 def after_batch(self:FullyShard):

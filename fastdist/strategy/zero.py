@@ -116,7 +116,7 @@ def begin_batch(self:ShardedGradients, sync):
 @patch
 def forward(self:ShardedGradients, sync):
     "The model itself is what runs; callbacks may have frozen some of it"
-    self.begin_batch(sync)
+    if self.trained_params()!=self.trained: self.begin_batch(sync)
 
 # %% ../../nbs/strategy/06_zero.ipynb #6d84a432
 @patch

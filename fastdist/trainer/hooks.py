@@ -37,16 +37,16 @@ class StrategyHooks(QuickCallback):
                  each=False, # Average gradients after each batch, also where the optimizer does not step?
                 ):
         super().__init__()
-        self.trainer,self.strategy,self.each,self.weigh_stats = trainer,strategy,each,noop
+        self.trainer,self.strategy,self.each,self.weigh_stats,self.sync = trainer,strategy,each,noop,True
 
     def _alone(self): return any(callback_results(self.learn, 'steps_alone'))
-    def _syncs(self): return (self.each or self.trainer.step.ends_step()) and not self._alone()
 
 # %% ../../nbs/trainer/04_hooks.ipynb #2a28ff8f
 @patch
 def begin_batch(self:StrategyHooks):
     "Before any other callback has the batch, and may train on it itself"
-    self.strategy.begin_batch(self._syncs())
+    self.sync = (self.each or self.trainer.step.ends_step()) and not self._alone()
+    self.strategy.begin_batch(self.sync)
 
 # %% ../../nbs/trainer/04_hooks.ipynb #030eb3d1
 @patch
@@ -54,9 +54,11 @@ def before_batch(self:StrategyHooks):
     "Let the forward of this batch be the strategy's"
     learn,step = self.learn,self.trainer.step
     if not learn.training: return
-    if self.trainer.follow_in_epoch(): return callbacks_of(learn, StrategyHooks)[0].before_batch() # it has other ones of these now
+    if self.trainer.follow_in_epoch(): # it has other ones of these now
+        self.trainer.hooks.begin_batch()
+        return self.trainer.hooks.before_batch()
     self.weigh_stats = weighed_stats(learn.model, step.samples*get_world_size()/step.total if step.total else 1)
-    self.strategy.forward(self._syncs())
+    self.strategy.forward(self.sync)
 
 @patch
 def after_loss(self:StrategyHooks):

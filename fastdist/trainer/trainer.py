@@ -15,7 +15,7 @@ from ..callbacks.data_parallel import ParallelTrainer
 from ..callbacks.late_loss import late_losses
 from ..callbacks.loggers import HiddenLoggers, is_logger
 from ..callbacks.precision import autocast_kept, synchronize_rng
-from ..comm.call import same_call
+from ..comm.call import least, same_call
 from ..data.loaders import data_of, same_data
 from ..data.rng import WorkerRandom, rank0_stream, rejoin_streams
 from ..fault.cancel import Decisions
@@ -261,17 +261,26 @@ def before_fit(self:DistributedTrainer):
 # %% ../../nbs/trainer/08_trainer.ipynb #81d5f004
 @patch
 def _versions(self:DistributedTrainer):
-    "Changes with each parameter that is changed in place, and with each that the optimizer remembers"
+    "Of the parameters, and of what the optimizer remembers: changes with each of them that is changed in place, or is another one"
     learn = self.learn
-    return [(id(t),t._version) for t in (*learn.model.parameters(), *(state_tensors(learn.opt) if learn.opt else ()))]
-
-@patch
-def _replicates(self:DistributedTrainer): return self.strategy is not None and not self.strategy.splits
+    return [[(id(t),t._version) for t in ts] for ts in (learn.model.parameters(), state_tensors(learn.opt) if learn.opt else ())]
 
 @patch
 def _has_changed(self:DistributedTrainer):
-    "Has something else than a fit changed what all workers have, as `learn.load` does?"
-    return self._replicates() and self.seen is not None and self.seen!=self._versions()
+    "Has something else than a fit changed (the parameters, the optimizer's state), as `learn.load` does? `None` where there are none"
+    now = self._versions()
+    return [a!=b if a or b else None for a,b in zip(self.seen or now, now)]
+
+@patch
+def _have_rank0s(self:DistributedTrainer, changed):
+    "Where only some workers have `changed` weights or state since the last fit, all have rank 0's; a `RuntimeError` where these are shards"
+    s = self.strategy
+    sharded = changed if s.shards_params else changed[1:] if s.splits else []
+    none = least(*(o is not v for o in sharded for v in (True,False))) if sharded else () # has no worker changed it, or left it as it was?
+    if [0,0] in [none[i:i+2] for i in range(0, len(none), 2)]: raise RuntimeError(
+        f"rank {get_rank()}: only some workers have changed the weights or the optimizer's state since the last fit, as learn.load does, and "
+        f"with strategy={s.name!r} each has a part of them: do it in all workers, whatever their rank")
+    if not s.shards_params: same_everywhere(whole_model(self.learn), None if s.splits else self.learn.opt, grads=not s.splits)
 
 # %% ../../nbs/trainer/08_trainer.ipynb #fa69989b
 @patch
@@ -404,10 +413,11 @@ def _begin_alike(self:DistributedTrainer):
     Where only some have changed weights or optimizer state since the last one, all have rank 0's"""
     n,trained = getattr(self.learn, 'n_epoch', 'some'),[n for n,p in self.learn.model.named_parameters() if p.requires_grad]
     what,hypers,dls = f"a fit of {n} epoch{'' if n==1 else 's'}",hypers_of(self.learn.opt),plain_dls(self.learn.dls)
-    if self.decisions.begin(what, trained, repr((hypers, data_of(dls), self._has_changed()))): return
+    changed = self._has_changed()
+    if self.decisions.begin(what, trained, repr((hypers, data_of(dls), changed))): return
     same_data(dls)
     same_hypers(hypers)
-    if self._replicates(): same_everywhere(whole_model(self.learn), self.learn.opt, grads=True)
+    if self.strategy is not None: self._have_rank0s(changed) # else the model has changed, and is shaped anew
 
 # %% ../../nbs/trainer/08_trainer.ipynb #0571d1bd
 @patch

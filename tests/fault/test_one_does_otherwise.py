@@ -131,7 +131,7 @@ def test_evaluates_in_a_callback_of_all(world, call):
     told(world(otherwise, all_have=partial(Table, call)), 'OutOfStep', f'rank 1 at learn.{call} of ds_idx=1 (', 'what the callbacks of all workers decide (')
 
 
-def between_fits(what):
+def between_fits(what, strategy=None):
     "The second fit's weights, where rank 0 alone, or each worker by itself, has done something between two fits of a context; the error, if there is one"
     import fastdist.all
     from fastdist.world import get_rank
@@ -140,20 +140,25 @@ def between_fits(what):
         if get_rank() == 0: learn.load(path)
     def split(): learn.dls = DataLoaders(*(TfmdDL(Items(24, True, seed=get_rank()), bs=5) for _ in range(2)))
     def batches(): learn.dls.train.bs = 5 + (get_rank() == 1)
-    with tempfile.TemporaryDirectory() as tmp, learn.distrib_ctx(watchdog=60, split_batches=True):
+    with tempfile.TemporaryDirectory() as tmp, learn.distrib_ctx(watchdog=60, split_batches=True, strategy=strategy):
         path = Path(tmp)/'first'
         learn.fit(1)
         learn.save(path)
         learn.fit(1)
         locals()[what]()
         error = caught(lambda: learn.fit(1))
-        return error, {**weights(learn), **{f'{i}.{k}': o for i, (p, *_) in enumerate(learn.opt.all_params()) for k, o in learn.opt.state[p].items() if k in ('grad_avg', 'sqr_avg', 'step')}}
+        return error, error[0] or {**weights(learn), **{f'{i}.{k}': o for i, (p, *_) in enumerate(learn.opt.all_params()) for k, o in learn.opt.state[p].items() if k in ('grad_avg', 'sqr_avg', 'step')}}
 
 
 def test_loads_between_fits(world):
     "What rank 0 alone has loaded, all have: weights, what the optimizer remembers, and its numbers"
     (_, one), = [between_fits('load')]
     for error, found in world(between_fits, 'load'): assert error[0] is None and diff(one, found) < 1e-6
+
+
+@pytest.mark.parametrize('strategy', ['zero1', 'fsdp'])
+def test_loads_shards_between_fits(world, strategy):
+    for error, _ in world(between_fits, 'load', strategy): assert error[0] == 'RuntimeError' and f'only some workers have changed the weights' in error[1]
 
 
 @pytest.mark.parametrize('what', ['split', 'batches'])
