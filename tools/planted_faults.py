@@ -119,7 +119,7 @@ FAULTS = [Fault(*o) for o in [
      'if file is not None: file.unlink(missing_ok=True)', 'pass',
      ['tests/launch/test_check.py::test_good[3-args1]']),
     ('cancel-of-one-alone', 'P2', "a Cancel exception counts only where all workers raise it; the others go on by themselves",
-     'dist.all_reduce(t, dist.ReduceOp.MAX)\n    return t.item()', 'dist.all_reduce(t, dist.ReduceOp.MIN)\n    return t.item()',
+     'dist.all_reduce(both, dist.ReduceOp.MAX)\n    most', 'dist.all_reduce(both, dist.ReduceOp.MIN)\n    most',
      ['tests/fault/test_decisions.py::test_cancelled_by_some_of_two[outside-subset0]']),
     ('left-without-a-word', 'P2', "a worker leaves a context while others train in it",
      "leave_together('the end of distrib_ctx')", "noop('the end of distrib_ctx')",

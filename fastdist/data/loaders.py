@@ -141,10 +141,13 @@ def _counters(objs):
     def is_users(o): return type(o).__module__.split('.')[0] not in ('torch','fastai','fastdist')
     return [o for o in objs if hasattr(o, '__dict__') and is_users(o) and not isinstance(o, (FastaiDataLoader,TorchDataLoader))]
 
+_first = WeakKeyDictionary() # what objects of the script's had counted when they were seen first
+
 def _counts(o):
     "What `o` may have counted: now, and when it was seen first"
-    now = {k:copy(v) for k,v in vars(o).items() if _is_count(v) and k!='_fastdist_first'}
-    return now,vars(o).setdefault('_fastdist_first', now)
+    now = {k:copy(v) for k,v in vars(o).items() if _is_count(v)}
+    try: return now,_first.setdefault(o, now)
+    except TypeError: return now,now # it has no hash
 
 # %% ../../nbs/data/05_loaders.ipynb #8413da14
 def counts_of(*objs # From `drawers`

@@ -278,8 +278,8 @@ def _have_rank0s(self:DistributedTrainer, changed):
     sharded = changed if s.shards_params else changed[1:] if s.splits else []
     none = least(*(o is not v for o in sharded for v in (True,False))) if sharded else () # has no worker changed it, or left it as it was?
     if [0,0] in [none[i:i+2] for i in range(0, len(none), 2)]: raise RuntimeError(
-        f"rank {get_rank()}: only some workers have changed the weights or the optimizer's state since the last fit, as learn.load does, and "
-        f"with strategy={s.name!r} each has a part of them: do it in all workers, whatever their rank")
+        f"rank {get_rank()}: only some workers have changed the weights or the optimizer's state since the last fit, as learn.load does, "
+        f"and with strategy={s.name!r} each has a part of them: do it in all workers, whatever their rank")
     if not s.shards_params: same_everywhere(whole_model(self.learn), None if s.splits else self.learn.opt, grads=not s.splits)
 
 # %% ../../nbs/trainer/08_trainer.ipynb #fa69989b
