@@ -161,6 +161,28 @@ def test_loads_shards_between_fits(world, strategy):
     for error, _ in world(between_fits, 'load', strategy): assert error[0] == 'RuntimeError' and f'only some workers have changed the weights' in error[1]
 
 
+def loads_first(strategy):
+    import fastdist.all
+    from fastdist.world import get_rank
+    learn = quiet(learner(n=24))
+    with tempfile.TemporaryDirectory() as tmp:
+        path = Path(tmp)/'first'
+        learn.save(path, with_opt=False)
+        with torch.no_grad(): [p.mul_(2) for p in learn.model.parameters()]
+        with learn.distrib_ctx(watchdog=60, split_batches=True, strategy=strategy):
+            if get_rank() == 0: learn.load(path)
+            error = caught(lambda: learn.fit(1))
+    return error, weights(learn)
+
+
+@pytest.mark.parametrize('strategy', ['zero2', 'fsdp'])
+def test_loads_before_the_first_fit(world, strategy):
+    _, one = loads_first(None)
+    for (kind, text, _), w in world(loads_first, strategy):
+        if strategy == 'zero2': assert kind is None and diff(one, w) < 1e-6
+        else: assert kind == 'RuntimeError' and 'only some workers have changed the weights' in text
+
+
 @pytest.mark.parametrize('what', ['split', 'batches'])
 def test_other_data_between_fits(world, what):
     for error, _ in world(between_fits, what): assert error[0] == 'ValueError' and 'has other data than that of rank 0, or batches it otherwise' in error[1] and error[2] < 30
