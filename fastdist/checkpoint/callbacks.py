@@ -36,11 +36,15 @@ def users_callbacks(learn, # `Learner`
     "Those of them that are neither fastai's nor fastdist's"
     return [cb for cb in saved_callbacks(learn, but).values() if not _is_ours(cb)]
 
-def not_put(learn, but=()):
+def not_put(learn, # `Learner`
+            but=(), # Callbacks to leave out
+           ):
     "What callbacks of a checkpoint had, and those of `learn` have not made, as 'Callback.attribute'"
     return [f'{type(cb).__name__}.{nm}' for cb in saved_callbacks(learn, but).values() for nm in held_attributes(cb)]
 
-def not_saved(learn, but=()):
+def not_saved(learn, # `Learner`
+              but=(), # Callbacks to leave out
+             ):
     "What users' callbacks have that is no data, as 'Callback.attribute'"
     made_anew = type(noop),type,partial,type(print),Learner,Callback # by the script, when it is started again
     return [f'{type(cb).__name__}.{nm}' for cb in users_callbacks(learn, but) for nm in attributes_of(cb)[1]

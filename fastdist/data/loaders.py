@@ -133,8 +133,9 @@ def _map_loaders(f, o):
 # %% ../../nbs/data/05_loaders.ipynb #330c6d3b
 def _is_count(v):
     "Is `v` a number, a text, or a short list of them?"
+    if type(v) in (dict,list,tuple) and len(v) > 1000: return False
     items = [*v, *v.values()] if type(v) is dict else v if type(v) in (list,tuple) else [v]
-    return len(items) <= 1000 and all(type(o) in (int,float,bool,str,type(None)) for o in items)
+    return all(type(o) in (int,float,bool,str,type(None)) for o in items)
 
 def _counters(objs):
     "Those of `objs` that users' classes are of; a loader is made of other things, too"
