@@ -48,6 +48,22 @@ def begin_batch(self:StrategyHooks):
     self.sync = (self.each or self.trainer.step.ends_step()) and not self._alone()
     self.strategy.begin_batch(self.sync)
 
+# %% ../../nbs/trainer/04_hooks.ipynb #adbd7fe5
+@patch
+def begin_own(self:StrategyHooks, counts # `Counts` of a batch of such a loop
+             ):
+    "Before the loop has the batch: look after the backward passes of the learner's parameters. Returns a function that ends it"
+    trainer,strategy,watch = self.trainer,self.strategy,getattr(self.strategy, 'backwards', None)
+    if watch is None or watch.previous is not None: return noop # in a batch of the fit's, or of another loop
+    scale = get_world_size()*counts.mine/counts.total if counts.total else 1.
+    own = trainer.own = SimpleNamespace(share_scale=lambda added=False: scale)
+    strategy.begin_batch(True)
+    def end():
+        if trainer.own is not own: return # a batch of a fit's has begun since
+        trainer.own = None
+        strategy.after_batch()
+    return end
+
 # %% ../../nbs/trainer/04_hooks.ipynb #030eb3d1
 @patch
 def before_batch(self:StrategyHooks):

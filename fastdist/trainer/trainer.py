@@ -60,7 +60,7 @@ class DistributedTrainer(ArgumentSteps):
         self.accelerator = self.device = self.precision = self.decisions = self.strategy = None
         self.step = self.evaluation = self.loggers = self.random = self.hooks = None
         self.by_fit = self.in_fit = self.in_scope = self.evaluated = False
-        self.hypers = self.seen = None
+        self.hypers = self.seen = self.own = None
         self.preds_to = None # the one rank that gets predictions, or all do
         self.activation = None # `SharedActivation` for those of the evaluation that is to begin
 
@@ -105,7 +105,8 @@ def _prepare(self:DistributedTrainer):
     learn,device = self.learn,self.device
     self.random,self.totals = WorkerRandom(get_rank()),EpochTotals(learn)
     self.decisions = Decisions(learn, WorkerRandom(get_rank()).entered, is_logger)
-    self.loaders = SharedLoaders(learn, device, self.settings.split, self.args['sync_bn'], self.settings.non_blocking)
+    self.loaders = SharedLoaders(learn, device, self.settings.split, self.args['sync_bn'], self.settings.non_blocking,
+                                 lambda counts: self.hooks.begin_own(counts) if self.hooks else noop)
     self.evaluation = Evaluation(learn, self.decisions)
     self.dirty = False
     self.undo.callback(self._leave_stream)
@@ -130,7 +131,7 @@ def _share_model(self:DistributedTrainer):
     "Replicate or shard the model, as the strategy does"
     learn,device,ddp = self.learn,self.device,self.settings.ddp
     if self.strategy is None: self._choose() # the model has changed
-    self.strategy.share_scale = lambda **kwargs: self.step.share_scale(**kwargs)
+    self.strategy.share_scale = lambda **kwargs: (self.own or self.step).share_scale(**kwargs)
     each = ddp is not None and (ddp.find_unused_parameters or ddp.static_graph) # what the last batch does not use would not be averaged
     self.hooks = StrategyHooks(self, self.strategy, each)
     self.add(self.hooks)
@@ -313,6 +314,7 @@ def after_train(self:DistributedTrainer):
 def before_batch(self:DistributedTrainer):
     "Work out what this worker's share of the batch weighs, or the number of the batch in the data set"
     if not self.training: return self.evaluation.number_batch()
+    self.own = None # a loop that has begun before waits for its next batch
     s = self.step = TrainingStep(self.learn, self.learn.dl.counts, self.device, self.step)
     GlobalBatchNorm.expect(s.counts, s.empty)
     self.dirty = True

@@ -1,0 +1,58 @@
+"Loops over the learner's training loader that are no fit's, in a script and in callbacks: all workers train as one process does"
+import pytest
+from strategies import *
+
+
+def loop(learn, epochs=1):
+    learn.model.train()
+    for _ in range(epochs):
+        for xb, yb in learn.dls.train:
+            learn.loss_func(learn.model(xb), yb).backward()
+            learn.opt.step()
+            learn.opt.zero_grad()
+
+
+class After(Callback):
+    "Fine-tunes after each epoch"
+    def after_epoch(self): loop(self.learn)
+
+
+class Beside(Callback):
+    "A stream of batches beside those of the fit, read in the midst of them, such as of samples without labels"
+    run_valid = False
+    def before_epoch(self): self.batches = iter(self.dls.train)
+    def before_batch(self):
+        if self.train_iter%5 < 3: next(self.batches)
+
+
+def looped(kind, ctx=None):
+    import fastdist.all
+    learn = quiet(learner(n=22, n_val=9, bn=True, opt=partial(SGD, mom=.9), shuffle=False, cbs=dict(after=After, beside=Beside).get(kind)))
+    with contextlib.nullcontext() if ctx is None else learn.distrib_ctx(**ctx):
+        if kind in ('script', 'broken'):
+            learn.create_opt()
+            loop(learn, 2)
+            if kind == 'broken': next(it := iter(learn.dls.train)) # and never goes on
+        learn.fit(2)
+        values = list(learn.validate())
+    return weights(learn), values
+
+
+ONE = {}
+
+
+@pytest.mark.parametrize('strategy', STRATEGIES)
+@pytest.mark.parametrize('world', [2, 3])
+def test_as_one_process(worlds, world, strategy):
+    "22 samples in batches of 5: two workers of three have none, or one, of the last"
+    for kind in ('script', 'broken', 'after', 'beside'):
+        if kind not in ONE: ONE[kind] = looped(kind)
+        for w, values in worlds(world)(looped, kind, ctx_of(strategy)): assert diff(ONE[kind][0], w) < 2e-6 and diff(ONE[kind][1], values) < 2e-6, kind # fastai keeps losses in float32
+
+
+def test_a_copy_is_nobodys(world2):
+    "It has nothing of the learner"
+    def copied():
+        import fastdist.all
+        with (learn := quiet(learner(n=22))).distrib_ctx(split_batches=True): return [(type(o).__name__, 'begin_own' in vars(o)) for o in (learn.dls.train, deepcopy(learn.dls.train))]
+    for o in world2(copied): assert o == [('OwnLoopDL', True), ('OwnLoopDL', False)]
