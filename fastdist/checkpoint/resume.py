@@ -389,7 +389,7 @@ def _load(self:Resume):
     left = put_rest(self.learn, rest, self.same, [self])
     if left and get_rank()==0: warnings.warn(f"{self.chosen.path} has the state of callbacks that this fit has not: {', '.join(left)}")
     if rest['buffers'] and not self.same: self._warn_once(
-        f"{self.chosen.path}: each of {s['workers']} workers had its own statistics of batch norm; rank 0's are taken")
+        f"{self.chosen.path}: each of {s['workers']} workers had its own running statistics, of its norm layers; rank 0's are taken")
     if s['batch'] and not self.same and (left := hidden_states(rest)): self._warn_once(
         f"{self.chosen.path} is of {s['workers']} workers in the middle of an epoch: "
         f"the hidden state of {', '.join(left)} begins anew here")

@@ -20,7 +20,6 @@ from ..metrics.metrics import EpochTotals, plain_sums
 from ..metrics.predictions import GatheredPreds
 from .alike import same_hypers
 from ..world.private import clear_left, keep, new_folder
-from ..world.ranks import get_rank
 
 # %% ../../nbs/trainer/06_evaluation.ipynb #6e2f0006
 class Evaluation:

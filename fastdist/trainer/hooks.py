@@ -11,7 +11,7 @@ from ..callbacks.fastai_patches import QuickCallback
 from ..metrics.losses import GlobalBatchLoss
 from ..model.batchnorm import GlobalBatchNorm
 from ..model.running_stats import weighed_stats
-from ..strategy.base import callback_results, callbacks_of
+from ..strategy.base import callback_results
 from ..world.ranks import get_rank, get_world_size
 
 # %% ../../nbs/trainer/04_hooks.ipynb #08e15f32
@@ -55,7 +55,8 @@ def begin_own(self:StrategyHooks, counts # `Counts` of a batch of such a loop
     "Before the loop has the batch: look after the backward passes of the learner's parameters. Returns a function that ends it"
     trainer,strategy,watch = self.trainer,self.strategy,getattr(self.strategy, 'backwards', None)
     if watch is None or watch.previous is not None: return noop # in a batch of the fit's, or of another loop
-    scale = get_world_size()*counts.mine/counts.total if counts.total else 1.
+    # of batches whose size only their reader knows each counts as much as another
+    scale = get_world_size()*counts.mine/counts.total if counts.total else float(counts.mine!=0)
     own = trainer.own = SimpleNamespace(share_scale=lambda added=False: scale)
     strategy.begin_batch(True)
     def end():
