@@ -101,7 +101,11 @@ def setup(self:FastaiAdapter):
     if self.in_rows and self.mode=='batches': self.mode = 'steps'
     self.split = self.mode=='steps' and (bool(self.split_batches) or self.evaluate)
     if self.in_rows and self.mode=='steps' and not self.split: self.source = self._global_rows()
-    self.global_bs = (self.source.bs or 1)*(1 if self.split or self.in_rows else self.world_size)
+
+@patch(as_prop=True)
+def global_bs(self:FastaiAdapter):
+    "Samples in a full step of all workers; the script, or the loader's own `before_iter`, may change its batch size"
+    return (self.source.bs or 1)*(1 if self.split or self.in_rows else self.world_size)
 
 @patch
 def _global_rows(self:FastaiAdapter):
@@ -148,7 +152,9 @@ def finish(self:FastaiAdapter, b):
 @patch(as_prop=True)
 def unsized(self:FastaiAdapter):
     "Why the length is not known, `None` if it is"
-    if self.stream and self.source.n is None: return "reads an iterable data set whose length is not known: pass n="
+    if self.source.n is not None: return
+    if self.stream: return "reads an iterable data set whose length is not known: pass n="
+    if not _own(self.source, 'get_idxs'): return "reads a data set that has no length: pass n="
 
 @patch(as_prop=True)
 def expected_n(self:FastaiAdapter):
@@ -190,6 +196,7 @@ def order(self:FastaiAdapter, new, seeded):
         if self.mode=='steps' and bs is not None: dl.bs = self.global_bs # an order may depend on the batch size, as SortedDL's does
         if self.stream: order = self.expected()
         elif _own(dl, 'get_idxs'): order = dl.get_idxs()
+        elif self.unsized: raise TypeError(f"{self.nm} {self.unsized}")
         elif not dl.shuffle: order = range(dl.n)
         else: order = dl.get_idxs() if _own(dl, 'shuffle_fn') else dl.shuffle_fn(range(dl.n))
     finally: dl.bs = bs

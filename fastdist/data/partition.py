@@ -147,6 +147,7 @@ def counts(self:BatchPartition, k:int):
 
 # %% ../../nbs/data/01_partition.ipynb #4dbcf964
 def _rows_of(o, n, rows, inner=False):
+    if o is None: return
     if isinstance(o, (Tensor,np.ndarray)):
         if o.ndim and len(o)==n: return o[rows]
     elif isinstance(o, dict):

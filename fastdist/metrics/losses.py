@@ -8,6 +8,7 @@ __all__ = ['loss_divisor', 'kept_labels', 'is_summed', 'GlobalBatchLoss', 'LossC
 # %% ../../nbs/metrics/02_losses.ipynb #2e6dbe69
 from contextlib import contextmanager
 from copy import copy
+from threading import get_ident
 
 import torch.nn.functional as F
 from fastai.basics import *
@@ -51,7 +52,7 @@ def loss_divisor(loss_func, # The learner's loss function
         "and cannot be split between workers: use nn.CrossEntropyLoss(weight=..., label_smoothing=...), or GlobalBatchLoss(...), "
         "which gathers predictions")
     ce = _cross_entropy(loss_func)
-    if ce is None or len(yb)!=1: return
+    if ce is None or len(yb)!=1 or not isinstance(yb[0], Tensor): return
     (weight,ignore),y = ce,yb[0].as_subclass(Tensor)
     if y.is_floating_point(): return # probabilities of classes: a mean over samples
     # One label a sample is the common case, in which torch's default of -100 marks no class: it is spared the message.
@@ -66,7 +67,8 @@ def kept_labels(loss_func, # The learner's loss function, of which `loss_divisor
                ):
     "How many of them cross entropy counts, as a tensor: those that a callback has set to -100 it does not. `None` for other losses"
     ce = None if hasattr(loss_func, 'loss_divisor') else _cross_entropy(loss_func)
-    if ce is not None and len(yb)==1 and not yb[0].is_floating_point(): return (yb[0].as_subclass(Tensor)!=ce[1]).sum()
+    if ce is None or len(yb)!=1 or not isinstance(yb[0], Tensor) or yb[0].is_floating_point(): return
+    return (yb[0].as_subclass(Tensor)!=ce[1]).sum()
 
 # %% ../../nbs/metrics/02_losses.ipynb #e8a6ed59
 def is_summed(loss_func # The learner's loss function
@@ -121,12 +123,13 @@ def _is_known(f):
 @contextmanager
 def _no_trace(f, model):
     "Random numbers, and what `f` notes in its attributes and buffers, are put back; a `RuntimeError` if it calls `model`"
-    inside,rng = set(model.modules()),rng_state()
+    inside,rng,this = set(model.modules()),rng_state(),get_ident()
     owner = getattr(f, '__self__', f)
     kept = [(vars(o), {k:copy(v) if isinstance(v, (list,dict)) else v for k,v in vars(o).items()})
             for o in (owner.modules() if isinstance(owner, nn.Module) else [owner]) if hasattr(o, '__dict__')]
     bufs = [(b,b.clone()) for b in (owner.buffers() if isinstance(owner, nn.Module) else ())]
     def refuse(m, args):
+        if get_ident()!=this: return # another thread's forward is its own business
         if m in inside or isinstance(m, GlobalBatchNorm): raise RuntimeError("the loss function calls the model")
     handle = nn.modules.module.register_module_forward_pre_hook(refuse)
     try:

@@ -1,0 +1,104 @@
+"Loaders that a script or a callback puts in the place of a learner's, or changes by itself, in a context: it trains as in one process, and the learner keeps them"
+import pytest
+from loaders import *
+
+both = pytest.mark.parametrize('world', [2, 3])
+
+
+def fitted(fit, make, distrib, split=True, after=None, **kwargs):
+    "What a learner over `make()` has after `fit(learn, loaders)` in a context, and after `after(learn)` behind it"
+    if distrib: import fastdist.all
+    set_seed(3)
+    trn, val = make()
+    learn = learn_of(trn, val, **kwargs)
+    with (learn.distrib_ctx(split_batches=split) if distrib else contextlib.nullcontext()): fit(learn, trn, val)
+    return weights(learn), [list(v) for v in learn.recorder.values], after and after(learn)
+
+
+def as_one(world, fit, make, tol=2e-7, after=None, **kwargs):
+    w, values, left = fitted(fit, make, False, after=after, **kwargs)
+    for w1, v1, l1 in world(fitted, fit, make, True, after=after, **kwargs): assert diff(w, w1) < tol and diff(values, v1) < tol and left == l1, (left, l1)
+
+
+def usual(): return dl(n=23, bs=6, shuffle=True), dl(n=9, bs=4, seed=1)
+
+
+# what is changed in a loader that the script holds itself, or by the loader's own methods
+
+def change_held(learn, trn, val):
+    learn.fit(1)
+    trn.bs = 4
+    learn.fit(1)
+    trn.shuffle, trn.bs, val.bs = False, 9, 2
+    learn.fit(1)
+
+class Grows(TfmdDL):
+    "A batch size that grows from epoch to epoch"
+    def before_iter(self):
+        super().before_iter()
+        self.bs += 1
+
+def growing(): return dl(Grows, n=23, bs=3, shuffle=True), dl(n=9, bs=4, seed=1)
+def thrice(learn, *_): learn.fit(3)
+
+@both
+def test_a_batch_size_set_in_the_loader_itself(worlds, world): as_one(worlds(world), change_held, usual)
+@both
+def test_a_batch_size_set_by_the_loader_itself(worlds, world): as_one(worlds(world), thrice, growing)
+
+
+# batches with parts that no sample has rows of
+
+class NoneBetween(Items):
+    def __getitem__(self, i): return *super().__getitem__(i)[:1], None, super().__getitem__(i)[1]
+
+def collated(b):
+    x, _, y = zip(*b)
+    return torch.stack(x), None, torch.stack(y)
+
+class First(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.m = mlp()
+    def forward(self, x, none): return self.m(x)
+
+def with_none():
+    res = [TorchDL(NoneBetween(n, seed=seed), batch_size=bs, collate_fn=collated) for n, bs, seed in ((23, 6, 0), (9, 4, 1))]
+    for o in res: o.n_inp = 2
+    return res
+
+def once(learn, *_):
+    learn.model = First()
+    learn.fit(1)
+
+@both
+def test_a_part_of_batches_that_is_none(worlds, world): as_one(worlds(world), once, with_none)
+
+
+class Endless:
+    def __getitem__(self, i): return Items(23)[i % 23]
+
+def endless():
+    import fastdist.all
+    learn = learn_of(FastaiDL(Endless(), bs=4), dl(n=9))
+    try:
+        with learn.distrib_ctx(): learn.fit(1)
+    except TypeError as e: return str(e)
+
+def test_a_data_set_without_an_end(world2):
+    for o in world2(endless): assert 'has no length: pass n=' in o, o
+
+
+class Named(Items):
+    def __getitem__(self, i):
+        x, y = super().__getitem__(i)
+        return x, dict(label=y, row=torch.tensor(i))
+
+class OfNamed(Double):
+    "A subclass of fastai's loss function that looks for its labels in a dict"
+    def __call__(self, p, t, **kwargs): return super().__call__(p, t['label'], **kwargs)
+
+def named(): return dl(ds=Named(23), bs=6, shuffle=True), dl(ds=Named(9, seed=1), bs=4)
+
+@both
+def test_targets_that_are_dicts(worlds, world): as_one(worlds(world), thrice, named, loss=OfNamed(), metrics=[])
