@@ -20,6 +20,7 @@ from ..metrics.metrics import EpochTotals, plain_sums
 from ..metrics.predictions import GatheredPreds
 from .alike import same_hypers
 from ..world.private import clear_left, keep, new_folder
+from ..world.ranks import get_rank
 
 # %% ../../nbs/trainer/06_evaluation.ipynb #6e2f0006
 class Evaluation:
@@ -32,6 +33,7 @@ class Evaluation:
                 ):
         self.learn,self.decisions,self.gathers,self.dst,self.activation = learn,decisions,gathers,dst,activation
         self.totals,self.preds,self.forwards = EpochTotals(learn),[],0
+        self.dl = vars(learn).get('dl')
 
     @property
     def shared(self):
@@ -42,6 +44,17 @@ class Evaluation:
     def by_rows(self):
         "Is each batch split between the workers, rather than given to one of them?"
         return self.learn.dl.mode=='steps'
+
+# %% ../../nbs/trainer/06_evaluation.ipynb #ea198fb4
+@patch
+def check_loader(self:Evaluation):
+    "A `RuntimeError` where a callback has put another loader in the place of the one that workers have begun to share"
+    dl = self.learn.dl
+    if isinstance(dl, DistributedDL) or dl is self.dl: return
+    self.learn.dl = self.dl # with which the workers end it together
+    raise RuntimeError(
+        f"rank {get_rank()}: a callback has put a {type(dl).__name__} into learn.dl in before_validate, when the workers have begun to "
+        "share the loader before: put it into learn.dls.loaders[1] in before_epoch, or give it to learn.validate(dl=...)")
 
 # %% ../../nbs/trainer/06_evaluation.ipynb #82a7b4b8
 @patch

@@ -237,6 +237,8 @@ def _with_events(self:Learner, f, event_type, ex, final=noop):
 @patch
 def validation_context(self:Learner, cbs=None, inner=False):
     "fastai's `validation_context`; the workers do not agree on what callbacks decide in it"
+    trainer = trainer_of(self)
+    if trainer is not None: trainer.check_thread()
     res,decisions = _validation_context(self, cbs, inner),_decisions(self)
     return res if decisions is None else ContextManagers([decisions.inside(), res])
 
@@ -262,8 +264,9 @@ def _do_fit(self:Learner):
 
 @patch
 def all_batches(self:Learner):
-    "fastai's, from the first batch on that an earlier run has not trained"
-    resume = resume_of(self) if self.training else None
+    "fastai's, from the first batch on that an earlier run has not trained, with the loader that callbacks have chosen"
+    resume,trainer = resume_of(self) if self.training else None,trainer_of(self)
+    if trainer is not None: trainer.follow_loader()
     if resume is None: return _all_batches(self)
     self.n_iter = len(self.dl)
     for o in resume.batches(self.dl): self.one_batch(*o)
@@ -324,6 +327,7 @@ def get_preds(self:Learner, *args,
     trainer = trainer_of(self)
     if not isinstance(rank0_only, bool): refuse('rank0_only', rank0_only, "it is True or False")
     if trainer is None or trainer.accelerator is None: return _get_preds(self, *args, **kwargs)
+    trainer.check_thread()
     if not rank0_only: return _get_shared(trainer, args, kwargs)
     n = None
     if get_rank()!=0: args,kwargs,n = (),*_for_others(self, args, kwargs)
@@ -336,8 +340,9 @@ def get_preds(self:Learner, *args,
 def _users_state(trainer, state):
     "`state` of a learner as it would be without `trainer`; a `RuntimeError` where this worker has shards of the parameters only"
     strategy = trainer.strategy
-    if strategy is not None and strategy.shards_params: raise RuntimeError(
-        f"rank {get_rank()}: a learner cannot be pickled or copied while strategy={strategy.name!r} has its parameters in shards: "
+    what = 'parameters' if getattr(strategy, 'shards_params', False) else 'optimizer' if getattr(strategy, 'splits', ()) else None
+    if what=='parameters' or what and state.get('opt'): raise RuntimeError(
+        f"rank {get_rank()}: a learner cannot be pickled or copied while strategy={strategy.name!r} has its {what} in shards: "
         "call learn.export or learn.save, or leave the context first")
     ours,model,dl = [trainer,*trainer.added],state['model'],state.get('dl')
     cbs = [o for o in trainer.learn.cbs if not any(o is p for p in ours)]

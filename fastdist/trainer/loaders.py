@@ -103,6 +103,15 @@ def evaluate(self:SharedLoaders, dl, # Loader of the learner's, or a list of bat
     every = alone or n_batches(inner) in (0,1) or not self.can_share(inner)
     return self.part(dl, True, *((0,1) if every else (get_rank(),get_world_size())))
 
+# %% ../../nbs/trainer/02_loaders.ipynb #fac2dab4
+@patch
+def train_instead(self:SharedLoaders, dl, # Loader that a callback has put there
+                  of, # In the place of this one, from `train`
+                 ):
+    "This worker's part of `dl`, to train"
+    if isinstance(of, OwnLoopDL): of.fit_next = False
+    return self.train(dl)
+
 # %% ../../nbs/trainer/02_loaders.ipynb #d680ee91
 def plain_dls(dls # `DataLoaders`
              ):
@@ -143,6 +152,15 @@ def back_on_device(learn, # Any `Learner`
                 leave_on_cpu(learn.opt)
             if given is not None: dls.to(back) # the transforms are shared with this worker's loaders, and are on its device
 
+# %% ../../nbs/trainer/02_loaders.ipynb #2851f712
+def _give_back(user, shared, parts, noted):
+    "Let `user` have what the script has set in its copy `shared`, which had `noted`, or has put in the place of `parts` there"
+    for k,v in vars(shared).items():
+        if k not in ('loaders','_device') and noted.get(k, noted) is not v: setattr(user, k, v)
+    if len(parts)==len(shared.loaders) and all(a is b for a,b in zip(parts, shared.loaders)): return
+    own = {id(part):dl for part,dl in zip(parts, user.loaders)}
+    user.loaders = [own.get(id(dl), dl.dl if isinstance(dl, DistributedDL) else dl) for dl in shared.loaders]
+
 # %% ../../nbs/trainer/02_loaders.ipynb #1fdf4a5d
 @patch
 @contextmanager
@@ -153,11 +171,13 @@ def on_learner(self:SharedLoaders):
     first,*others = user.loaders
     shared.loaders = [self.part(first, False, get_rank(), get_world_size()), *map(self.evaluate, others)]
     if self.device is not None: shared._device = self.device
-    learn.dls = shared
+    learn.dls,parts,noted = shared,[*shared.loaders],dict(vars(shared))
     try: yield
     finally:
+        _give_back(user, shared, parts, noted)
         if learn.dls is shared: learn.dls = user
-        for dl in shared.loaders: getattr(dl, 'close', noop)()
+        elif plain_dls(learn.dls) is not learn.dls: learn.dls.loaders = plain_dls(learn.dls).loaders
+        for dl in parts: getattr(dl, 'close', noop)()
         dl = vars(learn).get('dl')
         if isinstance(dl, DistributedDL): learn.dl = dl.dl
 

@@ -7,6 +7,8 @@ __all__ = ['DistributedTrainer']
 
 # %% ../../nbs/trainer/09_trainer.ipynb #c62ede3a
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import wraps
+from threading import get_ident
 from typing import Literal
 
 from fastai.basics import *
@@ -61,8 +63,8 @@ class DistributedTrainer(ArgumentSteps):
         self.step = self.evaluation = self.loggers = self.random = self.hooks = None
         self.by_fit = self.in_fit = self.in_scope = self.evaluated = False
         self.hypers = self.seen = self.own = None
-        self.preds_to = None # the one rank that gets predictions, or all do
-        self.activation = None # `SharedActivation` for those of the evaluation that is to begin
+        self.thread = self.trains = None # that trains or evaluates now; the loader of the epoch that is trained
+        self.preds_to = self.activation = None # the one rank that gets predictions, or all do; `SharedActivation` of the next evaluation
 
 # %% ../../nbs/trainer/09_trainer.ipynb #6c8451da
 @patch
@@ -298,8 +300,16 @@ def before_train(self:DistributedTrainer):
     if not self.decisions.inner: rejoin_streams()
     with self.random.entered(): synchronize_rng(self.settings.rng_types)
     if self.step is not None: self.step.late = None # what was pressed in an earlier fit is no stop of this one
-    self.learn.dl = self.loaders.train(self.learn.dl)
+    self.learn.dl = self.trains = self.loaders.train(self.learn.dl)
     self.totals.reset()
+
+# %% ../../nbs/trainer/09_trainer.ipynb #0baa7f2e
+@patch
+def follow_loader(self:DistributedTrainer):
+    "Where a callback has put another loader in the place of the epoch's, take this worker's part of that"
+    if self.accelerator is None: return
+    if not self.training: self.evaluation.check_loader()
+    elif self.learn.dl is not self.trains: self.learn.dl = self.trains = self.loaders.train_instead(self.learn.dl, self.trains)
 
 # %% ../../nbs/trainer/09_trainer.ipynb #1e2c5f4e
 @patch
@@ -363,9 +373,29 @@ def after_validate(self:DistributedTrainer):
     self.strategy.sync_params()
     self.evaluation.finish()
 
+# %% ../../nbs/trainer/09_trainer.ipynb #ac7c1f15
+@patch
+def check_thread(self:DistributedTrainer):
+    "A `RuntimeError` where another thread trains or evaluates the learner: they would take each other's loader, batch and callbacks"
+    if self.accelerator is not None and self.thread not in (None,get_ident()): raise RuntimeError(
+        f"rank {get_rank()}: another thread trains or evaluates this learner at the moment, which does one thing at a time: "
+        "call predict, get_preds, validate or fit of a copy (copy.deepcopy(learn)) made before, or wait until it is done")
+
+def _by_one_thread(f):
+    "`f`, a generator of a trainer's, as a context that other threads cannot enter meanwhile"
+    @contextmanager
+    @wraps(f)
+    def around(self):
+        self.check_thread()
+        outer,self.thread = self.thread,get_ident()
+        try:
+            with contextmanager(f)(self): yield
+        finally: self.thread = outer
+    return around
+
 # %% ../../nbs/trainer/09_trainer.ipynb #4a9c0006
 @patch
-@contextmanager
+@_by_one_thread
 def fit_together(self:DistributedTrainer):
     "Around a fit: set up, if no context has; agree on what callbacks decide; and undo it"
     alone,outer = self.undo is None,self.in_fit
@@ -425,7 +455,7 @@ def _fit_failed(self:DistributedTrainer, cls, error, *_):
 
 # %% ../../nbs/trainer/09_trainer.ipynb #b4adec65
 @patch
-@contextmanager
+@_by_one_thread
 def validate_together(self:DistributedTrainer):
     "Around a validation, which may be inside of another (`FetchPredsCallback`): share it, and agree on what callbacks decide"
     learn,random,outer = self.learn,self.random,self.evaluation

@@ -231,6 +231,26 @@ def pickled():
 def test_copies_in_a_context(world2): assert world2(pickled) == [[False]*3]*2
 
 
+def copied(strategy):
+    "What copies and pickles say where each worker has a part of the optimizer; `export` puts it together"
+    import fastdist.all, pickle
+    from copy import deepcopy
+    from fastdist.world import get_rank
+    learn, said = quiet(learner(n=10, bs=4, opt=Adam)), []
+    with learn.distrib_ctx(strategy=strategy):
+        quiet(deepcopy(learn))  # there is nothing yet of which each has a part
+        learn.fit(1)
+        for f in deepcopy, pickle.dumps:
+            try: f(learn)
+            except RuntimeError as e: said.append(str(e))
+        learn.export('copied.pkl')
+    return said, deepcopy(learn).opt is not None
+
+@pytest.mark.parametrize('strategy', ['zero1', 'zero2'])
+def test_no_copies_of_a_part(world2, strategy):
+    for said, whole in world2(copied, strategy): assert len(said) == 2 and all('has its optimizer in shards: call learn.export' in o for o in said) and whole, said
+
+
 def share_after_a_fit():
     "The last batch has samples for 2 of 3 workers"
     import fastdist.all

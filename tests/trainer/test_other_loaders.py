@@ -1,4 +1,6 @@
 "Loaders that a script or a callback puts in the place of a learner's, or changes by itself, in a context: it trains as in one process, and the learner keeps them"
+from copy import deepcopy
+
 import pytest
 from loaders import *
 
@@ -21,6 +23,7 @@ def as_one(world, fit, make, tol=2e-7, after=None, **kwargs):
 
 
 def usual(): return dl(n=23, bs=6, shuffle=True), dl(n=9, bs=4, seed=1)
+def other(n=11, bs=4): return dl(n=n, bs=bs, shuffle=True, seed=2)
 
 
 # what is changed in a loader that the script holds itself, or by the loader's own methods
@@ -45,6 +48,68 @@ def thrice(learn, *_): learn.fit(3)
 def test_a_batch_size_set_in_the_loader_itself(worlds, world): as_one(worlds(world), change_held, usual)
 @both
 def test_a_batch_size_set_by_the_loader_itself(worlds, world): as_one(worlds(world), thrice, growing)
+
+
+# what is put in the place of a learner's loaders
+
+def new_ones(learn, *_):
+    learn.fit(1)
+    learn.dls = DataLoaders(learn.dls.train.new(bs=4), learn.dls.valid.new(bs=2))
+    learn.fit(1)
+    learn.dls = deepcopy(learn.dls)
+    learn.fit(1)
+
+def one_replaced(learn, *_):
+    learn.fit(1)
+    learn.dls.loaders[0] = other()
+    learn.dls.loaders.append(dl(n=5, seed=4))
+    learn.dls.note, learn.dls.path = 'mine', Path('there')
+    learn.fit(1)
+
+def what_is_left(learn):
+    n = len(learn.recorder.losses)
+    return [type(o).__name__ for o in learn.dls.loaders], [o.n for o in learn.dls.loaders], getattr(learn.dls, 'note', None), str(learn.dls.path), n
+
+def test_loaders_made_of_those_of_a_context(world2): as_one(world2, new_ones, usual, after=what_is_left)
+def test_a_loader_replaced_in_its_place(world3): as_one(world3, one_replaced, usual, after=what_is_left)
+
+def untouched(strategy=None):
+    import fastdist.all
+    learn = learn_of(*usual())
+    dls, loaders, inside = learn.dls, [*learn.dls.loaders], sorted(vars(learn.dls))
+    with learn.distrib_ctx(): learn.fit(1)
+    return learn.dls is dls and all(a is b for a, b in zip(learn.dls.loaders, loaders)) and sorted(vars(learn.dls)) == inside
+
+def test_loaders_that_nobody_replaces_stay(world2): assert world2(untouched) == [True]*2
+
+
+# by a callback, for one epoch
+
+class OtherInTraining(Callback):
+    def before_train(self):
+        if self.epoch == 1: self.learn.dl = other()
+
+def with_other(learn, *_):
+    learn.fit(3, cbs=OtherInTraining())
+    learn.remove_cbs(learn._grab_cbs(OtherInTraining))
+    learn.fit(1)
+
+@both
+def test_a_callback_trains_on_another_loader(worlds, world): as_one(worlds(world), with_other, usual)
+
+
+class OtherInValidation(Callback):
+    def before_validate(self): self.learn.dl = dl(n=5, seed=3)
+
+def validates_other():
+    import fastdist.all
+    learn = learn_of(*usual())
+    try:
+        with learn.distrib_ctx(): learn.fit(1, cbs=OtherInValidation())
+    except RuntimeError as e: return str(e)
+
+def test_a_callback_validates_on_another_loader(world2):
+    for o in world2(validates_other): assert 'learn.dl in before_validate' in o and 'learn.dls.loaders[1]' in o, o
 
 
 # batches with parts that no sample has rows of
