@@ -237,10 +237,10 @@ def _with_events(self:Learner, f, event_type, ex, final=noop):
 @patch
 def validation_context(self:Learner, cbs=None, inner=False):
     "fastai's `validation_context`; the workers do not agree on what callbacks decide in it"
-    trainer = trainer_of(self)
-    if trainer is not None: trainer.check_thread()
-    res,decisions = _validation_context(self, cbs, inner),_decisions(self)
-    return res if decisions is None else ContextManagers([decisions.inside(), res])
+    res,decisions,trainer = _validation_context(self, cbs, inner),_decisions(self),trainer_of(self)
+    own = [] if trainer is None else [trainer.by_one_thread()]
+    if decisions is not None: own.append(decisions.inside())
+    return ContextManagers([*own, res]) if own else res
 
 # %% ../../nbs/trainer/10_learner.ipynb #934b14d7
 _fastai_set_device = Learner._set_device
@@ -327,14 +327,14 @@ def get_preds(self:Learner, *args,
     trainer = trainer_of(self)
     if not isinstance(rank0_only, bool): refuse('rank0_only', rank0_only, "it is True or False")
     if trainer is None or trainer.accelerator is None: return _get_preds(self, *args, **kwargs)
-    trainer.check_thread()
-    if not rank0_only: return _get_shared(trainer, args, kwargs)
-    n = None
-    if get_rank()!=0: args,kwargs,n = (),*_for_others(self, args, kwargs)
-    trainer.preds_to = 0
-    try: res = _get_preds(self, *args, **kwargs)
-    finally: trainer.preds_to = None
-    return res if n is None else (None,)*n
+    with trainer.by_one_thread():
+        if not rank0_only: return _get_shared(trainer, args, kwargs)
+        n = None
+        if get_rank()!=0: args,kwargs,n = (),*_for_others(self, args, kwargs)
+        trainer.preds_to = 0
+        try: res = _get_preds(self, *args, **kwargs)
+        finally: trainer.preds_to = None
+        return res if n is None else (None,)*n
 
 # %% ../../nbs/trainer/10_learner.ipynb #a91db756
 def _users_state(trainer, state):

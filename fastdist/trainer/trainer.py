@@ -8,7 +8,7 @@ __all__ = ['DistributedTrainer']
 # %% ../../nbs/trainer/09_trainer.ipynb #c62ede3a
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import wraps
-from threading import get_ident
+from threading import Lock, get_ident
 from typing import Literal
 
 from fastai.basics import *
@@ -374,23 +374,28 @@ def after_validate(self:DistributedTrainer):
     self.evaluation.finish()
 
 # %% ../../nbs/trainer/09_trainer.ipynb #ac7c1f15
+_claims = Lock() # two threads do not claim a learner at once
+
 @patch
-def check_thread(self:DistributedTrainer):
-    "A `RuntimeError` where another thread trains or evaluates the learner: they would take each other's loader, batch and callbacks"
-    if self.accelerator is not None and self.thread not in (None,get_ident()): raise RuntimeError(
-        f"rank {get_rank()}: another thread trains or evaluates this learner at the moment, which does one thing at a time: "
-        "call predict, get_preds, validate or fit of a copy (copy.deepcopy(learn)) made before, or wait until it is done")
+@contextmanager
+def by_one_thread(self:DistributedTrainer):
+    """Around what trains or evaluates: a `RuntimeError` where another thread does that with the learner at the moment.
+    They would take each other's loader, batch and callbacks"""
+    with _claims:
+        outer = self.thread
+        if self.accelerator is not None and outer not in (None,get_ident()): raise RuntimeError(
+            f"rank {get_rank()}: another thread trains or evaluates this learner at the moment, which does one thing at a time: "
+            "call predict, get_preds, validate or fit of a copy (copy.deepcopy(learn)) made before, or wait until it is done")
+        self.thread = get_ident()
+    try: yield
+    finally: self.thread = outer
 
 def _by_one_thread(f):
-    "`f`, a generator of a trainer's, as a context that other threads cannot enter meanwhile"
+    "`f`, a generator of a trainer's, as a context that is one thread's"
     @contextmanager
     @wraps(f)
     def around(self):
-        self.check_thread()
-        outer,self.thread = self.thread,get_ident()
-        try:
-            with contextmanager(f)(self): yield
-        finally: self.thread = outer
+        with self.by_one_thread(), contextmanager(f)(self): yield
     return around
 
 # %% ../../nbs/trainer/09_trainer.ipynb #4a9c0006

@@ -41,6 +41,31 @@ def test_a_learner_does_one_thing_at_a_time(world2):
             assert len(raised) == r and all('another thread' in o and 'copy.deepcopy(learn)' in o for o in raised), raised
 
 
+def evaluates_first():
+    "A fit that begins while another thread evaluates says so, and leaves nothing of it"
+    import fastdist.all
+    inside, go, said = threading.Event(), threading.Event(), []
+    class Waits(Callback):
+        def before_validate(self):
+            if threading.current_thread() is threading.main_thread(): return
+            inside.set()
+            go.wait()
+    learn = learn_of(dl(n=23, bs=6, shuffle=True), dl(n=3, bs=4, seed=1), cbs=Waits())
+    with learn.distrib_ctx():
+        thread = threading.Thread(target=learn.get_preds)
+        thread.start()
+        inside.wait()
+        try: learn.fit(1)
+        except RuntimeError as e: said.append(str(e))
+        go.set()
+        thread.join()
+        learn.fit(1)
+    return said
+
+def test_a_fit_waits_for_no_other_thread(world2):
+    for said in world2(evaluates_first): assert len(said) == 1 and 'another thread' in said[0], said
+
+
 def test_other_threads_do_as_they_like(world2):
     for call in own_loader, forward:
         for raised, *_ in world2(beside, (0, 1), call): assert raised == []
