@@ -8,7 +8,7 @@ __all__ = ['DistributedTrainer']
 # %% ../../nbs/trainer/09_trainer.ipynb #c62ede3a
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import wraps
-from threading import Lock, get_ident
+from threading import get_ident
 from typing import Literal
 
 from fastai.basics import *
@@ -63,7 +63,7 @@ class DistributedTrainer(ArgumentSteps):
         self.step = self.evaluation = self.loggers = self.random = self.hooks = None
         self.by_fit = self.in_fit = self.in_scope = self.evaluated = False
         self.hypers = self.seen = self.own = None
-        self.thread = self.trains = None # that trains or evaluates now; the loader of the epoch that is trained
+        self.trains = None # the loader of the epoch that is trained
         self.preds_to = self.activation = None # the one rank that gets predictions, or all do; `SharedActivation` of the next evaluation
 
 # %% ../../nbs/trainer/09_trainer.ipynb #6c8451da
@@ -374,21 +374,20 @@ def after_validate(self:DistributedTrainer):
     self.evaluation.finish()
 
 # %% ../../nbs/trainer/09_trainer.ipynb #ac7c1f15
-_claims = Lock() # two threads do not claim a learner at once
-
 @patch
 @contextmanager
 def by_one_thread(self:DistributedTrainer):
     """Around what trains or evaluates: a `RuntimeError` where another thread does that with the learner at the moment.
     They would take each other's loader, batch and callbacks"""
-    with _claims:
-        outer = self.thread
-        if self.accelerator is not None and outer not in (None,get_ident()): raise RuntimeError(
-            f"rank {get_rank()}: another thread trains or evaluates this learner at the moment, which does one thing at a time: "
-            "call predict, get_preds, validate or fit of a copy (copy.deepcopy(learn)) made before, or wait until it is done")
-        self.thread = get_ident()
+    me,mine = get_ident(),vars(self)
+    nested = mine.get('thread')==me
+    owner = mine.setdefault('thread', me) # in one go, where two threads are here
+    if owner!=me and self.accelerator is not None: raise RuntimeError(
+        f"rank {get_rank()}: another thread trains or evaluates this learner at the moment, which does one thing at a time: "
+        "call predict, get_preds, validate or fit of a copy (copy.deepcopy(learn)) made before, or wait until it is done")
     try: yield
-    finally: self.thread = outer
+    finally:
+        if owner==me and not nested: del mine['thread']
 
 def _by_one_thread(f):
     "`f`, a generator of a trainer's, as a context that is one thread's"
