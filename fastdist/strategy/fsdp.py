@@ -78,6 +78,7 @@ class FullyShard(Strategy):
         "Shard the parameters of `learn.model`, and the gradients that they have"
         super().setup(learn, device)
         self._divide()
+        self._check_hooks()
         self._shard_model()
         self._add_hooks()
 
@@ -125,6 +126,20 @@ def _check_types(self:FullyShard):
         if len(found) > 1: raise ValueError(
             f"rank {get_rank()}: strategy={self.name!r} gathers parameters of one type together, and "
             f"{', '.join(f'{n} is of {t}' for t,n in found.items())}: use strategy='zero2', or give them one type (learn.model.float())")
+
+# %% ../../nbs/strategy/07_fsdp.ipynb #9a9b98a6
+def _hooks(p): return {**(p._backward_hooks or {}), **(getattr(p, '_post_accumulate_grad_hooks', None) or {})}
+
+@patch
+def _check_hooks(self:FullyShard):
+    "Raise a `ValueError` that names a parameter with a hook of the user's"
+    names,own = _names(self.model),{getattr(h, 'id', None) for h in self.handles}
+    for (p,_),new in zip(self.slots, self.params):
+        if not {*_hooks(p), *_hooks(new)} <= own: raise ValueError(
+            f"rank {get_rank()}: {names.get(id(new), 'a parameter')} has a hook (register_hook, or register_post_accumulate_grad_hook), and "
+            f"strategy={self.name!r} computes with other tensors, so that the hook would not be called: use strategy='zero2'")
+
+def _names(model): return {id(p):n for n,p in model.named_parameters()}
 
 # %% ../../nbs/strategy/07_fsdp.ipynb #de23f262
 @patch
@@ -325,7 +340,9 @@ def begin_batch(self:FullyShard, sync):
 def forward(self:FullyShard, sync):
     "Callbacks may have frozen or unfrozen layers"
     check_trainable(self.model)
-    if not self.checked: self._check_types()
+    if not self.checked:
+        self._check_types()
+        self._check_hooks()
     self.ran = False # a pass before this one is not its own
 
 @patch
@@ -342,6 +359,7 @@ def check_used(self:FullyShard):
     self.checked = True
     unused = [p for p in self.model.parameters() if p.requires_grad and p.grad is None and p.numel()]
     if unused: raise unused_error(self.model, unused, "use strategy='zero2' with ")
+    self._check_forward()
 
 @patch
 def explain(self:FullyShard, error):
@@ -349,9 +367,24 @@ def explain(self:FullyShard, error):
     if not isinstance(error, RuntimeError) or not any(o in str(error) for o in _gone): return explain_shards(self, error)
     raise RuntimeError(
         f"rank {get_rank()}: strategy={self.name!r} lets go of the parameters that a forward has gathered, which "
-        "torch.autograd.grad of them, or a gradient of a gradient (create_graph=True), still needs: use strategy='zero2'") from error
+        "torch.autograd.grad of them, a gradient of a gradient (create_graph=True), or a part of the model that returns its tensors in "
+        "an object of a class of its own, still needs: use strategy='zero2'") from error
 
 _gone = 'out of bounds for storage of size 0','appears to not have been used in the graph' # as torch says it
+
+# %% ../../nbs/strategy/07_fsdp.ipynb #207f8d1e
+@patch
+def _check_forward(self:FullyShard):
+    "Raise a `RuntimeError` where the forward has changed parameters, or the backward has passed torch by"
+    names,use = _names(self.model),f"so strategy={self.name!r} cannot train it: use strategy='zero2'"
+    for o in self._of_torch():
+        whole = vars(o).get('_unsharded_param')
+        if whole is not None and whole._version: raise RuntimeError(
+            f"rank {get_rank()}: {names.get(id(o.sharded_param), 'a parameter')} is written to in its forward, or in that of the model, which "
+            f"changes what has been gathered for that pass alone, {use}, or write to it in a callback (after_step)")
+    if any(g.is_unsharded for m in (*self.parts,self.model) for g in _groups(m)): raise RuntimeError(
+        f"rank {get_rank()}: {type(self.model).__name__} returns its tensors in an object in which torch does not find them, {use}, "
+        "or return a tensor, or a tuple or dict of tensors")
 
 # %% ../../nbs/strategy/07_fsdp.ipynb #e5b4b757
 @patch

@@ -6,7 +6,7 @@
 __all__ = ['exchange_params', 'cpu_numbers', 'move_state', 'ShardedOptimizer']
 
 # %% ../../nbs/strategy/05_sharded_opt.ipynb #b70b0b81
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 
 import torch.distributed as dist
@@ -16,7 +16,7 @@ from fastai.optimizer import average_grad,average_sqr_grad,debias # and what is 
 from ..comm.shards import is_dtensor, local
 from .backward import buckets
 from .base import inner_opt
-from .sharding import gather_rows, gathered_at_once, send_rows, shard_like
+from .sharding import gather_rows, gathered_at_once, send_rows, shard_like, whole_numbers
 from ..fault.same_call import all_at
 from ..world.errors import RemoteError
 from ..world.ranks import get_rank
@@ -122,11 +122,19 @@ def part(self:_OptRows, p):
     if old is None or local(old).data_ptr()!=mine.data_ptr(): old = self.parts[p] = self.as_wanted(p, mine.detach())
     return old
 
+def _in_rows(g):
+    "`g`, in rows, if torch has left what a user has computed with gradients to be put together, or cut otherwise"
+    if not is_dtensor(g) or all(o.is_replicate() for o in g.placements): return g
+    from torch.distributed.tensor import Replicate, Shard
+    rows = (*[Replicate()]*(g.device_mesh.ndim-1), Shard(0) if g.dim() else Replicate())
+    return g if g.placements==rows else g.redistribute(placements=rows)
+
 @patch
 def _grad(self:_OptRows, p):
     "This worker's rows of the gradient of a parameter, if it has one"
-    g = p.grad
-    if g is None: return
+    if p.grad is None: return
+    g = _in_rows(p.grad)
+    if g is not p.grad: p.grad = g
     sharded = is_dtensor(g) and g.placements[-1].is_shard()
     return self.as_wanted(p, local(g) if sharded else self.rows_of.of(local(g)))
 
@@ -149,7 +157,8 @@ def _on_parts(self:_OptRows):
     parts = {self.parts[p]:p for p in ps}
     exchange_params(self.opt, self.parts)
     if cbs is not None and not self.whole_norm: self.inner.cbs = cbs.map(_with_norms, norms=partial(self._norms, parts))
-    try: yield
+    try:
+        with whole_numbers() if self.whole_norm else nullcontext(): yield
     except (RuntimeError,NotImplementedError,TypeError) as e:
         if not self.whole_norm or isinstance(e, RemoteError): raise
         raise RuntimeError(f"rank {get_rank()}: {type(self.inner).__name__} cannot step parameters of which each worker has a part: "

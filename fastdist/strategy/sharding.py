@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['gathered_at_once', 'Rows', 'shard_like', 'explain_shards', 'sends_whole', 'RowMessage', 'row_messages', 'send_rows',
-           'gather_rows', 'norms_of_shards', 'gather_group', 'no_shards', 'mesh_of']
+           'gather_rows', 'norms_of_shards', 'whole_numbers', 'gather_group', 'no_shards', 'mesh_of']
 
 # %% ../../nbs/strategy/04_sharding.ipynb #bc23fb59
+import re
 from datetime import timedelta
 from contextlib import contextmanager
 from functools import wraps
@@ -75,7 +76,7 @@ def _about_shards(error):
         while tb is not None and tb.tb_next is not None: tb = tb.tb_next
         where = '' if tb is None else tb.tb_frame.f_globals.get('__name__', '')
         if where.startswith('fastdist.'): return False
-        if where.startswith('torch.distributed.tensor') or 'DTensor' in str(error): return True
+        if where.startswith('torch.distributed.tensor') or re.search('DTensor|FSDP does not', str(error)): return True
         error = error.__cause__ or error.__context__
 
 def explain_shards(strategy, # One whose gradients are in shards
@@ -300,6 +301,35 @@ def norms_of_shards():
     finally:
         _norm_of_shards.users -= 1
         if not _norm_of_shards.users: clip_grad._get_total_norm = nn.utils.get_total_norm = _total_norm
+
+# %% ../../nbs/strategy/04_sharding.ipynb #16546804
+_read = 'item','tolist','numpy','__float__','__int__','__bool__','__format__'
+
+def _of_whole(nm):
+    f = getattr(Tensor, nm)
+    def read(self, *args, **kwargs):
+        shown = nm=='__format__' and self.dim() # one worker alone may print a tensor
+        return f(self if shown else self.full_tensor(), *args, **kwargs)
+    return wraps(f)(read)
+
+def _set_data(self, new): raise RuntimeError(
+    f"rank {get_rank()}: parameters and gradients are in shards, of which each worker has its own, and p.data = ... would change nothing: "
+    "change the numbers in place, by p.copy_(...) under torch.no_grad(), or use strategy='ddp'")
+
+@contextmanager
+def whole_numbers():
+    "A context in which `DTensor`s are read as the whole, by all workers together, and not given other `data`, which torch does without effect"
+    from torch.distributed.tensor import DTensor
+    if not whole_numbers.users:
+        for nm in _read: setattr(DTensor, nm, _of_whole(nm))
+        DTensor.data = property(Tensor.data.__get__, _set_data)
+    whole_numbers.users += 1
+    try: yield
+    finally:
+        whole_numbers.users -= 1
+        for nm in (*_read,'data') if not whole_numbers.users else (): delattr(DTensor, nm)
+
+whole_numbers.users = 0 # contexts that end in any order
 
 # %% ../../nbs/strategy/04_sharding.ipynb #6c274410
 def _meeting(name): return dist.PrefixStore(f'fastdist/shards/{name}', current_world().store('shared'))

@@ -27,7 +27,7 @@ from ..model.batchnorm import GlobalBatchNorm, sync_batch_norm
 from ..model.foreach import Foreach
 from ..strategy.base import Strategy, check_values, inner_opt, same_everywhere, whole_model
 from ..strategy.select import close_strategy, drop_strategy, make_strategy
-from ..strategy.sharding import norms_of_shards
+from ..strategy.sharding import norms_of_shards, whole_numbers
 from .argument_steps import ArgumentSteps
 from .args import accelerator_args, check_args, check_launch, check_own, check_precision, make_accelerator, not_default, same_args
 from .alike import changed_since, have_rank0s, hypers_of, same_hypers, versions
@@ -138,6 +138,7 @@ def _share_model(self:DistributedTrainer):
     self.hooks = StrategyHooks(self, self.strategy, each)
     self.add(self.hooks)
     self.undo.enter_context(norms_of_shards())
+    if 'gradients' in self.strategy.splits: self.undo.enter_context(whole_numbers())
     self.undo.callback(self._close_strategy)
     self.strategy.setup(learn, device)
     self.strategy.set_opt(learn.opt)
