@@ -2570,6 +2570,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                      'fastdist/strategy/base.py'),
                                         'fastdist.strategy.base.callbacks_of': ( 'strategy/base.html#callbacks_of',
                                                                                  'fastdist/strategy/base.py'),
+                                        'fastdist.strategy.base.check_shares': ( 'strategy/base.html#check_shares',
+                                                                                 'fastdist/strategy/base.py'),
                                         'fastdist.strategy.base.check_trainable': ( 'strategy/base.html#check_trainable',
                                                                                     'fastdist/strategy/base.py'),
                                         'fastdist.strategy.base.check_values': ( 'strategy/base.html#check_values',

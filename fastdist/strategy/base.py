@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Strategy', 'check_trainable', 'unused_error', 'callback_results', 'callbacks_of', 'sync_buffers', 'whole_model',
-           'inner_opt', 'state_tensors', 'needs_closure', 'check_values', 'same_everywhere']
+           'inner_opt', 'state_tensors', 'needs_closure', 'check_values', 'check_shares', 'same_everywhere']
 
 # %% ../../nbs/strategy/00_base.ipynb #49e9f763
 import inspect,zlib
@@ -224,6 +224,20 @@ def check_values(model # A model that workers are to share
         "torch's meta device: build the model on the CPU, or give it values there, by learn.model.to_empty(device='cpu') and a checkpoint "
         "(learn.model.load_state_dict) or its own initialisation. strategy='fsdp' takes it from there to the GPUs part by part")
 
+# %% ../../nbs/strategy/00_base.ipynb #a05e8b04
+def check_shares(model # A model each of whose batches workers are to share
+                ):
+    "A `ValueError` for embeddings that go by which rows a batch looks up, which are others in each worker"
+    for n,m in model.named_modules():
+        if not isinstance(m, (nn.Embedding,nn.EmbeddingBag)): continue
+        if m.max_norm is not None: raise ValueError(
+            f"rank {get_rank()}: {n or type(m).__name__} has max_norm={m.max_norm}, by which each forward changes the rows that it looks "
+            "up: the workers, which look up others, would train different models. Leave it out, and let a callback do it for all rows: "
+            "def after_step(self): w.data.copy_(torch.renorm(w.data, 2, 0, max_norm))")
+        if m.scale_grad_by_freq: raise ValueError(
+            f"rank {get_rank()}: {n or type(m).__name__} has scale_grad_by_freq=True, which divides gradients by how often a row is looked "
+            "up: each worker would count its share alone. Leave it out")
+
 # %% ../../nbs/strategy/00_base.ipynb #694d9cd8
 def _all_params(model, opt):
     ps = [*model.parameters(), *(p for pg in (opt.param_lists if opt else ()) for p in pg)]
@@ -265,6 +279,7 @@ def same_everywhere(model, # The same layers in all workers
                    ):
     "Give all workers rank 0's parameters and buffers and, where it has any, optimizer state; a `ValueError` where they have other tensors"
     check_values(model)
+    if dist.get_world_size() > 1: check_shares(model)
     ps = _all_params(model, opt) if grads else []
     ts = [*model.state_dict(keep_vars=True).values(), *model.buffers()]
     ts = list({id(t):t for t in ts if isinstance(t, Tensor)}.values()) + (state_tensors(opt) if opt else [])

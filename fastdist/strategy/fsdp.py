@@ -77,10 +77,7 @@ class FullyShard(Strategy):
     def setup(self, learn, device):
         "Shard the parameters of `learn.model`, and the gradients that they have"
         super().setup(learn, device)
-        self._divide()
-        self._check_hooks()
-        self._shard_model()
-        self._add_hooks()
+        for part in (self._divide,self._check_hooks,self._shard_model,self._add_hooks): part()
 
 # %% ../../nbs/strategy/07_fsdp.ipynb #ea3f2f3c
 @patch
@@ -136,7 +133,7 @@ def _check_hooks(self:FullyShard):
     names,own = _names(self.model),{getattr(h, 'id', None) for h in self.handles}
     for (p,_),new in zip(self.slots, self.params):
         if not {*_hooks(p), *_hooks(new)} <= own: raise ValueError(
-            f"rank {get_rank()}: {names.get(id(new), 'a parameter')} has a hook (register_hook, or register_post_accumulate_grad_hook), and "
+            f"rank {get_rank()}: {names.get(id(new), 'a parameter')} has a hook (register_hook, register_post_accumulate_grad_hook), and "
             f"strategy={self.name!r} computes with other tensors, so that the hook would not be called: use strategy='zero2'")
 
 def _names(model): return {id(p):n for n,p in model.named_parameters()}
@@ -380,7 +377,7 @@ def _check_forward(self:FullyShard):
     for o in self._of_torch():
         whole = vars(o).get('_unsharded_param')
         if whole is not None and whole._version: raise RuntimeError(
-            f"rank {get_rank()}: {names.get(id(o.sharded_param), 'a parameter')} is written to in its forward, or in that of the model, which "
+            f"rank {get_rank()}: {names.get(id(o.sharded_param), 'a parameter')} is written to in its forward, or in the model's, which "
             f"changes what has been gathered for that pass alone, {use}, or write to it in a callback (after_step)")
     if any(g.is_unsharded for m in (*self.parts,self.model) for g in _groups(m)): raise RuntimeError(
         f"rank {get_rank()}: {type(self.model).__name__} returns its tensors in an object in which torch does not find them, {use}, "

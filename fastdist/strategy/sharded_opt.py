@@ -114,6 +114,14 @@ class _OptRows:
         f = getattr(type(self.opt), nm, None) # an `OptimWrapper` has the torch optimizer's
         return getattr(self.inner, nm)(*args, **kwargs) if f is None else f(self.opt, *args, **kwargs)
 
+# %% ../../nbs/strategy/05_sharded_opt.ipynb #b160df7d
+def _in_rows(g):
+    "`g`, in rows, if torch has left what a user has computed with gradients to be put together, or cut otherwise"
+    if not is_dtensor(g) or all(o.is_replicate() for o in g.placements): return g
+    from torch.distributed.tensor import Replicate, Shard
+    rows = (*[Replicate()]*(g.device_mesh.ndim-1), Shard(0) if g.dim() else Replicate())
+    return g if g.placements==rows else g.redistribute(placements=rows)
+
 # %% ../../nbs/strategy/05_sharded_opt.ipynb #c2204768
 @patch
 def part(self:_OptRows, p):
@@ -121,13 +129,6 @@ def part(self:_OptRows, p):
     old,mine = self.parts.get(p),self.rows(p)
     if old is None or local(old).data_ptr()!=mine.data_ptr(): old = self.parts[p] = self.as_wanted(p, mine.detach())
     return old
-
-def _in_rows(g):
-    "`g`, in rows, if torch has left what a user has computed with gradients to be put together, or cut otherwise"
-    if not is_dtensor(g) or all(o.is_replicate() for o in g.placements): return g
-    from torch.distributed.tensor import Replicate, Shard
-    rows = (*[Replicate()]*(g.device_mesh.ndim-1), Shard(0) if g.dim() else Replicate())
-    return g if g.placements==rows else g.redistribute(placements=rows)
 
 @patch
 def _grad(self:_OptRows, p):

@@ -312,13 +312,16 @@ def _of_whole(nm):
         return f(self if shown else self.full_tensor(), *args, **kwargs)
     return wraps(f)(read)
 
-def _set_data(self, new): raise RuntimeError(
-    f"rank {get_rank()}: parameters and gradients are in shards, of which each worker has its own, and p.data = ... would change nothing: "
-    "change the numbers in place, by p.copy_(...) under torch.no_grad(), or use strategy='ddp'")
+def _set_data(self, new):
+    if is_dtensor(new) and local(new).data_ptr()==local(self).data_ptr(): return # as `learn.model.to` does
+    raise RuntimeError(
+        f"rank {get_rank()}: parameters and gradients are in shards, of which each worker has its own, and p.data = ... would change "
+        "nothing: change the numbers in place, by p.copy_(...) under torch.no_grad(), or use strategy='ddp'")
 
+# %% ../../nbs/strategy/04_sharding.ipynb #58434741
 @contextmanager
 def whole_numbers():
-    "A context in which `DTensor`s are read as the whole, by all workers together, and not given other `data`, which torch does without effect"
+    "A context in which `DTensor`s are read as the whole, by all workers together, and not given other `data`, which has no effect"
     from torch.distributed.tensor import DTensor
     if not whole_numbers.users:
         for nm in _read: setattr(DTensor, nm, _of_whole(nm))

@@ -118,3 +118,20 @@ def test_exact_or_an_error(worlds, size, strategy):
             fails, text = ERRORS.get(nm, ('', None))
             if strategy in fails.split(): assert isinstance(o, str) and re.search(text, o, re.S), (nm, r, o)
             else: assert isinstance(o, dict) and diff(ONE[nm], o) < (1e-6 if nm == 'mixed' else 1e-7), (nm, r, o if isinstance(o, str) else diff(ONE[nm], o))
+
+
+def embedded(ctx, **kwargs):
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Embedding(9, 4, **kwargs), nn.Flatten(), nn.Linear(8, 3)).double()
+    class Ids(Callback):
+        def before_batch(self): self.learn.xb = (self.xb[0][:, :2].abs().mul(4).long().clamp(0, 8),)
+    return trained_in(ctx, lambda: model, n=20, cbs=Ids())
+
+
+@pytest.mark.parametrize('option', [dict(max_norm=.5), dict(scale_grad_by_freq=True)])
+def test_embeddings_that_go_by_their_batch(worlds, option):
+    "Each worker would renorm the rows that it looks up, or count its own samples: different models, or other gradients"
+    alone, = worlds(1)(embedded, ctx_of('ddp'), **option)
+    assert diff(embedded(None, **option), alone) < 1e-7
+    for strategy in STRATEGIES:
+        for o in worlds(2)(embedded, ctx_of(strategy), **option): assert isinstance(o, str) and re.search(f'ValueError.*0 has {[*option][0]}.*Leave it out', o), o
