@@ -2857,6 +2857,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                    'fastdist/strategy/sharding.py'),
                                             'fastdist.strategy.sharding._cuts': ( 'strategy/sharding.html#_cuts',
                                                                                   'fastdist/strategy/sharding.py'),
+                                            'fastdist.strategy.sharding._draw_whole': ( 'strategy/sharding.html#_draw_whole',
+                                                                                        'fastdist/strategy/sharding.py'),
                                             'fastdist.strategy.sharding._largest': ( 'strategy/sharding.html#_largest',
                                                                                      'fastdist/strategy/sharding.py'),
                                             'fastdist.strategy.sharding._meeting': ( 'strategy/sharding.html#_meeting',

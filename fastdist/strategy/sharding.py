@@ -318,19 +318,31 @@ def _set_data(self, new):
         f"rank {get_rank()}: parameters and gradients are in shards, of which each worker has its own, and p.data = ... would change "
         "nothing: change the numbers in place, by p.copy_(...) under torch.no_grad(), or use strategy='ddp'")
 
+# %% ../../nbs/strategy/04_sharding.ipynb #daab7681
+_drawn = 'normal_','uniform_'
+
+def _draw_whole(nm):
+    f = getattr(Tensor, nm)
+    def draw(self, *args, **kwargs):
+        from torch.distributed.tensor import distribute_tensor
+        whole = f(torch.empty(self.shape, dtype=self.dtype, device=local(self).device), *args, **kwargs)
+        return self.copy_(distribute_tensor(whole, self.device_mesh, self.placements, src_data_rank=None)) # each worker cuts its own
+    return wraps(f)(draw)
+
 # %% ../../nbs/strategy/04_sharding.ipynb #58434741
 @contextmanager
 def whole_numbers():
     "A context in which `DTensor`s are read as the whole, by all workers together, and not given other `data`, which has no effect"
     from torch.distributed.tensor import DTensor
     if not whole_numbers.users:
-        for nm in _read: setattr(DTensor, nm, _of_whole(nm))
+        for nms,f in ((_read,_of_whole),(_drawn,_draw_whole)):
+            for nm in nms: setattr(DTensor, nm, f(nm))
         DTensor.data = property(Tensor.data.__get__, _set_data)
     whole_numbers.users += 1
     try: yield
     finally:
         whole_numbers.users -= 1
-        for nm in (*_read,'data') if not whole_numbers.users else (): delattr(DTensor, nm)
+        for nm in (*_read,*_drawn,'data') if not whole_numbers.users else (): delattr(DTensor, nm)
 
 whole_numbers.users = 0 # contexts that end in any order
 

@@ -49,6 +49,14 @@ class Signs(Callback):
         for p in self.model.parameters(): p.grad = torch.sign(p.grad)*p.grad.abs().mean()
 
 
+class Inits(Callback):
+    "Draws a layer anew, by `nn.init` and by the layer itself"
+    def before_epoch(self):
+        if self.epoch != 1: return
+        nn.init.trunc_normal_(self.model[0][0].weight, std=.3)
+        self.model[1][0].reset_parameters()
+
+
 def own_stat(p, n=0, best=None, avg=None, **kwargs):
     norm = p.grad.data.norm().item()
     return dict(n=n+1, best=norm if best is None else min(best, norm), avg=(torch.zeros_like(p.data) if avg is None else avg).lerp_(p.grad.data, .3))
@@ -128,9 +136,11 @@ class GivesObject(nn.Module):
 def of_object(o, y): return F.cross_entropy(o.logits, y).float()
 
 
-CASES = dict(seen=lambda: dict(cbs=Seen()), decides=lambda: dict(cbs=Decides()), signs=lambda: dict(cbs=Signs()), own=lambda: dict(opt=own), own_torch=lambda: dict(opt=partial(OptimWrapper, opt=OwnTorch)),
+CASES = dict(seen=lambda: dict(cbs=Seen()), decides=lambda: dict(cbs=Decides()), signs=lambda: dict(cbs=Signs()), inits=lambda: dict(cbs=Inits()),
+             own=lambda: dict(opt=own), own_torch=lambda: dict(opt=partial(OptimWrapper, opt=OwnTorch)),
              replaces=lambda: dict(opt=partial(OptimWrapper, opt=Replaces)), clamps=lambda: dict(cbs=Clamps()), swaps=lambda: dict(cbs=Swaps()),
-             copies=lambda: dict(cbs=Copies()), hooked=lambda: dict(before=hooked), hooked_after=lambda: dict(before=hooked_after), hooks_later=lambda: dict(cbs=HooksLater()),
+             copies=lambda: dict(cbs=Copies()), hooked=lambda: dict(before=hooked), hooked_after=lambda: dict(before=hooked_after),
+             hooks_later=lambda: dict(cbs=HooksLater()),
              teacher=lambda: dict(model=lambda: Teacher().double()), gives_object=lambda: dict(model=lambda: GivesObject().double(), loss=of_object))
 IN_SHARDS = r"rank \d: .*parameters.* in shards.*p\.data = .*p\.copy_"
 HOOKED = r"has a hook .*strategy='fsdp'.*use strategy='zero2'"
