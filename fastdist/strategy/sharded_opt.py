@@ -162,7 +162,8 @@ def _on_parts(self:_OptRows):
         with whole_numbers() if self.whole_norm else nullcontext(): yield
     except (RuntimeError,NotImplementedError,TypeError) as e:
         if not self.whole_norm or isinstance(e, RemoteError): raise
-        raise RuntimeError(f"rank {get_rank()}: {type(self.inner).__name__} cannot step parameters of which each worker has a part: "
+        name = next(o.__name__ for o in type(self.inner).__mro__ if not o.__module__.startswith('fastdist.')) # not `ForeachOptimizer`
+        raise RuntimeError(f"rank {get_rank()}: {name} cannot step parameters of which each worker has a part: "
                            "use strategy='ddp', or another optimizer") from e
     finally:
         for part in parts: part.grad = None
