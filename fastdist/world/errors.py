@@ -9,7 +9,7 @@ __all__ = ['Failure', 'Stopped', 'RemoteError', 'light_error', 'shorten', 'write
 # %% ../../nbs/world/08_errors.ipynb #0c2aa558
 import json,os,re,sys,time,traceback,weakref
 from dataclasses import asdict,dataclass,field,replace
-from functools import reduce
+from functools import lru_cache,reduce
 
 import fastdist, psutil
 from fastcore.basics import patch
@@ -308,10 +308,12 @@ def refuse(arg, # Name of the argument
     raise error(f"rank {get_rank()}: {arg}={short_repr(value)} is not accepted: {why}")
 
 # %% ../../nbs/world/08_errors.ipynb #6e4d4d65
-_package = re.escape(os.path.dirname(fastdist.__file__))
-_library = re.compile(rf'[/\\](site-packages|dist-packages|lib.python3[.\d]*)[/\\]|^<frozen |^{_package}')
+_installed = re.compile(r'[/\\](site-packages|dist-packages|lib.python3[.\d]*)[/\\]|^<frozen ')
+_anywhere = 'os','fastdist','fastai','fastcore','fasttransform','fastprogress','torch','accelerate' # as clones of them lie anywhere
 
+@lru_cache(2**12)
 def is_library(file # Name of a file of code
               ):
-    "Is it of an installed package, of Python or of fastdist?"
-    return bool(_library.search(file))
+    "Is it of an installed package, of Python, of fastdist or of what fastdist builds on?"
+    files = [getattr(sys.modules.get(o), '__file__', None) for o in _anywhere]
+    return bool(_installed.search(file)) or file.startswith(tuple(os.path.dirname(o)+os.sep for o in files if o))

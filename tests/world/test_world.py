@@ -1,4 +1,5 @@
 "Starting, waiting and failing, on many workers"
+import os, subprocess, sys
 import pytest
 from learners import *
 
@@ -101,3 +102,16 @@ def late_timeout():
 
 def test_timeout_that_comes_too_late_is_refused(world2):
     for o in world2(late_timeout): assert 'cannot take effect' in o and '78' in o
+
+
+@pytest.mark.cold
+def test_a_clone_is_a_library(tmp_path):
+    "Messages name the user's line, not one of fastai's, where fastai is not among the installed packages: `pip install -e`, or a folder on the path"
+    import fastcore
+    os.symlink(os.path.dirname(fastcore.__file__), tmp_path/'fastcore')
+    code = """import sys
+sys.path.insert(0, sys.argv[1])
+import fastcore.basics
+from fastdist.world.errors import is_library
+print(fastcore.basics.__file__.startswith(sys.argv[1]), is_library(fastcore.basics.__file__), is_library(sys.argv[1]+'/train.py'))"""
+    assert subprocess.check_output([sys.executable, '-c', code, str(tmp_path)], text=True).split() == ['True', 'True', 'False']

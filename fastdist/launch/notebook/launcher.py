@@ -16,9 +16,9 @@ from ...data.rng import rng_state
 from ...env import check_gpus
 from ..machine import n_cores, n_gpus, n_threads, plural, quiet_env, thread_env, why_cpu
 from .serialize import namespace, pack, rich_shell, unpack, why_not
-from .workers import NotebookWorkers, is_installed
+from .workers import NotebookWorkers
 from ..processes import torch_quiet
-from ...world.errors import RemoteError
+from ...world.errors import RemoteError, is_library
 from ...world.loopback import loopback_env, loopback_store
 from ...world.private import clear_left, keep, new_folder
 from ...world.secret import secret_env
@@ -96,7 +96,7 @@ def _kind(n, cpu, log_dir):
 def _edited():
     "When the modules that a user may edit were: seconds by file"
     files = {getattr(o, '__file__', None) for o in list(sys.modules.values())}
-    return {f:os.stat(f).st_mtime for f in files if isinstance(f, str) and not is_installed(f) and os.path.exists(f)}
+    return {f:os.stat(f).st_mtime for f in files if isinstance(f, str) and not is_library(f) and os.path.exists(f)}
 
 # %% ../../../nbs/launch/notebook/04_launcher.ipynb #25e0d38d
 _kept = None # `NotebookWorkers` that wait for the next call
