@@ -156,6 +156,22 @@ def collected(learn):
 def test_collections(tmp_path): assert not compare(tmp_path, lambda f: simple(f, Collects()), collected)
 
 
+class Skips(Callback):
+    "Passes over the first batch after the restart, for which fastai records the loss of the one before"
+    def before_batch(self):
+        if self.training and self.learn.train_iter == 9: raise CancelBatchException
+
+
+def skipping(folder):
+    learn = simple(folder, Skips())
+    learn.recorder.train_metrics = False
+    return learn
+
+
+def test_what_is_recorded_of_a_batch_that_is_passed_over(tmp_path):
+    compare(tmp_path, skipping, lambda l: ([float(o) for o in l.recorder.losses], [o[:2] for o in l.recorder.values]), [9], 1)
+
+
 class Gradual(Callback):
     "Unfreezes as the second epoch begins, and freezes all but one layer at its fourth batch"
     def before_epoch(self):
