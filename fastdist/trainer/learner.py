@@ -26,6 +26,7 @@ from ..strategy.forward_proxy import ForwardProxy
 from .args import explained
 from .loaders import plain_dls
 from .hooks import draws_of
+from .one_thread import by_one_thread
 from .trainer import DistributedTrainer
 from ..world.errors import RemoteError, refuse
 from ..world.process_group import teardown_distrib
@@ -238,7 +239,7 @@ def _with_events(self:Learner, f, event_type, ex, final=noop):
 def validation_context(self:Learner, cbs=None, inner=False):
     "fastai's `validation_context`; the workers do not agree on what callbacks decide in it"
     res,decisions,trainer = _validation_context(self, cbs, inner),_decisions(self),trainer_of(self)
-    own = [] if trainer is None else [trainer.by_one_thread()]
+    own = [] if trainer is None else [by_one_thread(trainer)]
     if decisions is not None: own.append(decisions.inside())
     return ContextManagers([*own, res]) if own else res
 
@@ -327,7 +328,7 @@ def get_preds(self:Learner, *args,
     trainer = trainer_of(self)
     if not isinstance(rank0_only, bool): refuse('rank0_only', rank0_only, "it is True or False")
     if trainer is None or trainer.accelerator is None: return _get_preds(self, *args, **kwargs)
-    with trainer.by_one_thread():
+    with by_one_thread(trainer):
         if not rank0_only: return _get_shared(trainer, args, kwargs)
         n = None
         if get_rank()!=0: args,kwargs,n = (),*_for_others(self, args, kwargs)

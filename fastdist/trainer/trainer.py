@@ -7,8 +7,6 @@ __all__ = ['DistributedTrainer']
 
 # %% ../../nbs/trainer/09_trainer.ipynb #c62ede3a
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import wraps
-from threading import get_ident
 from typing import Literal
 
 from fastai.basics import *
@@ -34,6 +32,7 @@ from .alike import changed_since, have_rank0s, hypers_of, same_hypers, versions
 from .evaluation import Evaluation, same_log
 from .loaders import SharedLoaders, back_on_device, move_learner, plain_dls
 from .hooks import StrategyHooks
+from .one_thread import claimed
 from .step import TrainingStep
 from .undone import UndoneCallback
 from ..world.process_group import init_group, teardown_distrib
@@ -374,33 +373,9 @@ def after_validate(self:DistributedTrainer):
     self.strategy.sync_params()
     self.evaluation.finish()
 
-# %% ../../nbs/trainer/09_trainer.ipynb #ac7c1f15
-@patch
-@contextmanager
-def by_one_thread(self:DistributedTrainer):
-    """Around what trains or evaluates: a `RuntimeError` where another thread does that with the learner at the moment.
-    They would take each other's loader, batch and callbacks"""
-    me,mine = get_ident(),vars(self)
-    nested = mine.get('thread')==me
-    owner = mine.setdefault('thread', me) # in one go, where two threads are here
-    if owner!=me and self.accelerator is not None: raise RuntimeError(
-        f"rank {get_rank()}: another thread trains or evaluates this learner at the moment, which does one thing at a time: "
-        "call predict, get_preds, validate or fit of a copy (copy.deepcopy(learn)) made before, or wait until it is done")
-    try: yield
-    finally:
-        if owner==me and not nested: del mine['thread']
-
-def _by_one_thread(f):
-    "`f`, a generator of a trainer's, as a context that is one thread's"
-    @contextmanager
-    @wraps(f)
-    def around(self):
-        with self.by_one_thread(), contextmanager(f)(self): yield
-    return around
-
 # %% ../../nbs/trainer/09_trainer.ipynb #4a9c0006
 @patch
-@_by_one_thread
+@claimed
 def fit_together(self:DistributedTrainer):
     "Around a fit: set up, if no context has; agree on what callbacks decide; and undo it"
     alone,outer = self.undo is None,self.in_fit
@@ -460,7 +435,7 @@ def _fit_failed(self:DistributedTrainer, cls, error, *_):
 
 # %% ../../nbs/trainer/09_trainer.ipynb #b4adec65
 @patch
-@_by_one_thread
+@claimed
 def validate_together(self:DistributedTrainer):
     "Around a validation, which may be inside of another (`FetchPredsCallback`): share it, and agree on what callbacks decide"
     learn,random,outer = self.learn,self.random,self.evaluation
