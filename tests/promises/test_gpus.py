@@ -446,7 +446,7 @@ def wide():
 
 def with_views(strategy, views):
     "Weights after a fit, and the most bytes that it took, with gradients in memory of their own or in that of the messages"
-    import fastdist.all
+    import gc, fastdist.all
     from accelerate.utils import DistributedDataParallelKwargs
     learn = quiet(learner(n=36, bs=6, n_val=6, lr=0.05, dtype=torch.float32, model=wide, cbs=GradientAccumulation(12)))
     class Peak(Callback):
@@ -454,8 +454,10 @@ def with_views(strategy, views):
         def before_batch(self):
             if self.training and self.iter == 3: torch.cuda.reset_peak_memory_stats()
         def after_train(self): self.bytes = torch.cuda.max_memory_allocated()
+    gc.collect()
+    before = torch.cuda.memory_allocated()  # by tests before it in this process
     with learn.distrib_ctx(**ctx_of(strategy), kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=views)]): learn.fit(1, cbs=(peak := Peak()))
-    return weights(learn), peak.bytes, sum(p.nbytes for p in learn.model.parameters())
+    return weights(learn), peak.bytes-before, sum(p.nbytes for p in learn.model.parameters())
 
 
 @pytest.mark.parametrize('strategy', ['ddp', 'zero1'])
