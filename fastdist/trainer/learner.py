@@ -235,13 +235,22 @@ def _with_events(self:Learner, f, event_type, ex, final=noop):
         if resume is None: run()
         else: resume.around_fit(run, final)
 
+# %% ../../nbs/trainer/10_learner.ipynb #e226e7c0
+class _AllOrNone(ContextManagers):
+    "fastcore's; where one cannot be entered, those before it are left: fastai's evaluations wait for the lock of a learner, which is one"
+    def __enter__(self):
+        try: super().__enter__()
+        except BaseException:
+            self.stack.__exit__(*sys.exc_info())
+            raise
+
 @patch
 def validation_context(self:Learner, cbs=None, inner=False):
     "fastai's `validation_context`; the workers do not agree on what callbacks decide in it"
     res,decisions,trainer = _validation_context(self, cbs, inner),_decisions(self),trainer_of(self)
     own = [] if trainer is None else [by_one_thread(trainer)]
     if decisions is not None: own.append(decisions.inside())
-    return ContextManagers([*own, res]) if own else res
+    return _AllOrNone([*own, *res.default])
 
 # %% ../../nbs/trainer/10_learner.ipynb #934b14d7
 _fastai_set_device = Learner._set_device

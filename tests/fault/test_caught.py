@@ -42,7 +42,7 @@ def test_by_all(worlds):
         for res, o in worlds(n)(caught, range(n), ['fit', 'fit']): assert res == want and diff(w, o) < 2e-7
 
 
-@pytest.mark.parametrize('calls', [['fit'], ['fit', 'fit'], ['fit', 'validate'], ['validate', 'fit'], ['get_preds', 'validate']], ids='-'.join)
+@pytest.mark.parametrize('calls', [['fit'], ['fit', 'fit'], ['fit', 'validate'], ['validate', 'fit'], ['get_preds', 'validate'], ['fit', 'validate', 'get_preds', 'fit']], ids='-'.join)
 def test_by_one(world3, calls):
     "The others are stopped, and what this one calls next does not meet what they wait in, which ended the process. At the end of the context all say so"
     for rank, (res, _) in enumerate(world3(caught, [1], calls)):
@@ -57,6 +57,29 @@ def test_by_one_at_the_end(world3):
     for rank, (res, _) in enumerate(world3(caught, [1], ['get_preds', 'fit'], late=True)):
         assert [o[:2] for o in res] == ([('ValueError', None), *[('RuntimeError', None)]*2] if rank == 1 else [('RemoteError', 1)]*3), res
         assert all('no such image' in o[2] for o in res)
+
+
+def evaluated_again():
+    "What comes of evaluations that a callback ends as they begin, and of one after them: of a context, and then outside of it"
+    import fastdist.all
+    learn, res = quiet(learner(n=23, n_val=43)), []
+    class Fails(Callback):
+        def before_fit(self): raise ValueError('no such image')
+    def call(f):
+        with (learn.distrib_ctx(split_batches=True) if f else contextlib.nullcontext()):
+            for cbs in [Fails()], [Fails()], []:
+                for evaluate in learn.validate, learn.get_preds:
+                    try: res.append(len(evaluate(cbs=cbs)))
+                    except Exception as e: res.append(type(e).__name__)
+    call(True)
+    call(False)
+    return res, [type(o).__name__ for o in learn.cbs], learn.lock.locked()
+
+
+def test_an_evaluation_that_fails_as_it_begins(world2):
+    "Leaves the learner as it was: fastai's keeps the learner's lock, and the next evaluation waited for it for ever"
+    for res, cbs, locked in world2(evaluated_again):
+        assert res == [*['ValueError']*4, 1, 2]*2 and 'Fails' not in cbs and not locked
 
 
 class FailsAt(Callback):
