@@ -27,7 +27,7 @@ from .private import clear_left, new_folder, own_sockets
 from .secret import agreed_secret, given_secret, secret_env
 from .loopback import loopback_env
 from .store import KeyValueStore, seconds, wait_until
-from .arrival import MissingRanks, note_end, read_end, write_end
+from .arrival import MissingRanks, arrive, note_end, read_end, write_end
 from .rendezvous import end_alone, infer_init_method, rendezvous, reachable
 from .errors import Failure, write_record
 
@@ -38,16 +38,20 @@ def _failure(end):
     "The `Failure` of a rank whose process has ended, of what `read_end` returns"
     return Failure(end['rank'], end['host'], 'ended', text=f"does not take part any more: {end['how']}", pid=end['pid'])
 
+@contextmanager
+def _missing_recorded():
+    try: yield
+    except MissingRanks as e:
+        if e.end: write_record(e, _failure(e.end))
+        raise
+
 def _join(s, timeout=None):
     "torch's store of the job that `Start` `s` describes; the first call waits for all of its workers"
     env = ('MASTER_ADDR','MASTER_PORT','TORCHELASTIC_RESTART_COUNT') if s.init_method=='env://' else ()
     key = s.init_method,s.rank,s.world_size,*map(os.environ.get, env)
     world = current_world()
     if world.rendezvous is None or world.rendezvous.key!=key:
-        try: store,name,serves = rendezvous(s, _start_timeout if timeout is None else timeout)
-        except MissingRanks as e:
-            if e.end: write_record(e, _failure(e.end))
-            raise
+        with _missing_recorded(): store,name,serves = rendezvous(s, _start_timeout if timeout is None else timeout)
         world.rendezvous = SimpleNamespace(key=key, store=store, name=name, start=s, serves=serves)
         atexit.unregister(_leave)
         atexit.register(_leave) # a process that multiprocessing has forked forgets, from Python 3.13 on, what was registered before
@@ -205,24 +209,39 @@ def _one_prefix():
     hook = sys.excepthook
     if getattr(hook, '__name__', '')=='_distributed_excepthook': sys.excepthook = inspect.getclosurevars(hook).nonlocals['old_hook']
 
+# %% ../../nbs/world/09_process_group.ipynb #85ec1ca9
+_late_timeout = 1800 # seconds to wait for workers that had come, and are late at a process group, unless a time is given: torch's
+
+def _all_here(part, s, store, timeout):
+    "Wait until all workers are at `part` of the `store`: for one that has ended meanwhile, or has found no GPU, gloo would wait in C++"
+    with _missing_recorded(): arrive(part, s, [store], _late_timeout if timeout is None else timeout)
+
+def _begin_group(s, timeout):
+    "torch's store of the job, and the part of it for the next process group, where all workers are"
+    store,world = _join(s, timeout),current_world()
+    world.number += 1
+    # gloo finds the addresses of an earlier group in the store, and hangs: each group has a part of its own
+    part = dist.PrefixStore(f'group/{world.number}', store)
+    _all_here(part, s, store, timeout)
+    return store,part
+
 # %% ../../nbs/world/09_process_group.ipynb #79b3ddd8
 def _make_group(s, cpu, kwargs, gpu=None):
     "Make the process group that `Start` `s` describes, and its `World`"
     args = {k:v for k,v in kwargs.items() if k not in ('init_method','timeout')}
     limit = seconds(kwargs.get('timeout'))
     if limit is not None: args['timeout'] = timedelta(seconds=limit)
-    store,world = _join(s, limit),current_world()
+    (store,part),world = _begin_group(s, limit),current_world()
     on_node = s.local_rank,s.local_world_size,s.node_rank
     if None in on_node: on_node = ranks_on_hosts(store, s.rank, s.world_size, limit or _start_timeout)
     reach = partial(reachable, s) if on_node[1]!=s.world_size else nullcontext
     if on_node[0]==0: clear_left()
     undo = _export(s, on_node, store)
-    world.number += 1
-    # gloo finds the addresses of an earlier group in the store, and hangs: each group has a part of its own
-    part = dist.PrefixStore(f'group/{world.number}', store)
     args.update(store=part, rank=s.rank, world_size=s.world_size)
     try:
-        if not cpu: args = _gpu_args(_own_gpu(part, *on_node) if gpu is None else gpu)|args
+        if not cpu:
+            args = _gpu_args(_own_gpu(part, *on_node) if gpu is None else gpu)|args
+            _all_here(dist.PrefixStore('gpus', part), s, store, limit)
         _one_prefix()
         with reach(): _by_accelerate(cpu, args)
     except BaseException:

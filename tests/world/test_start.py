@@ -106,7 +106,7 @@ def test_file(tmp_path, left):
 def test_env_without_local_rank():
     "What plain torch.distributed needs is enough"
     port = str(free_port())
-    res = each(3, lambda r: me(), envs=[dict(RANK=str(r), WORLD_SIZE='3', MASTER_ADDR='127.0.0.1', MASTER_PORT=port) for r in range(3)])
+    res = each(3, lambda r: me(), envs=[dict(RANK=f'{r}', WORLD_SIZE='3', LOCAL_RANK=f'{r}', LOCAL_WORLD_SIZE='3', MASTER_ADDR='127.0.0.1', MASTER_PORT=port) for r in range(3)])
     for r, (o, reason) in enumerate(res): assert o == [r, 3, r, 3, 0, 'environment', [0, 1, 2]] and 'has set RANK=' in reason
 
 
@@ -167,6 +167,24 @@ def test_one_does_not_come():
     (name, text, _), (name1, text1, _) = each(2, lambda r: by_hand(url, r, 3, timeout=6))
     assert name == 'MissingRanks' and 'rank 0 waited 6 s for 3 workers, and ranks [2] have not come' in text
     assert 'rank 1 waited' in text1 and ('ranks [2] have not come' in text1 if name1 == 'MissingRanks' else 'rank 0' in text1)  # rank 0 may have gone first
+
+
+def goes_before_the_group(rank):
+    "Rank 1 ends between what all have called and the process group that the others make then"
+    import time
+    from fastdist.world import distributed_init, rank0_first
+    rank0_first(int)
+    if rank == 1: return
+    begin = time.monotonic()
+    try: distributed_init(timeout=60)
+    except Exception as e: return type(e).__name__, str(e), time.monotonic()-begin
+
+
+def test_one_goes_before_the_group():
+    "The others learn that, where no launcher ends them; they waited in gloo, for half an hour"
+    port = str(free_port())
+    res = each(3, goes_before_the_group, envs=[dict(RANK=f'{r}', WORLD_SIZE='3', LOCAL_RANK=f'{r}', LOCAL_WORLD_SIZE='3', MASTER_ADDR='127.0.0.1', MASTER_PORT=port) for r in range(3)])
+    for name, text, secs in (res[0], res[2]): assert name == 'MissingRanks' and 'rank 1 (host' in text and 'does not come any more' in text and secs < 20, res
 
 
 def test_nobody_is_there(tmp_path):
