@@ -7,6 +7,8 @@ __all__ = ['rank0_first', 'rank0_read']
 
 # %% ../../nbs/comm/05_rank0.ipynb #633a2613
 import io,pickle
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import asdict
 
 import torch.distributed as dist
@@ -78,11 +80,21 @@ def _follow(store, key, first=0, name='its call'):
 # %% ../../nbs/comm/05_rank0.ipynb #e4e6b5b7
 def _name(func): return getattr(func, '__name__', repr(func))
 
+_outer = ContextVar('_outer', default='') # key of the call in whose function this is, with a slash
+
 def _next_call(name):
     "The store, and the key of this call, which is the same in all workers"
-    store = shared_store('rank0')
-    return store, f"{name}/{store.add(f'calls/{get_rank()}', 1)}"
+    store,outer = shared_store('rank0'),_outer.get()
+    return store, f"{outer}{name}/{store.add(f'{outer}calls/{get_rank()}', 1)}"
 
+@contextmanager
+def _within(key):
+    "Around what is done of the call of that key"
+    token = _outer.set(f'{key}/')
+    try: yield
+    finally: _outer.reset(token)
+
+# %% ../../nbs/comm/05_rank0.ipynb #dc5f88b7
 def rank0_first(func, # Called in rank 0 first, and when it is done in all other ranks at once
                 *args, # Passed to `func`
                 per_node:bool=False, # Once on each node first, by its local rank 0: for caches on local disks
@@ -94,10 +106,11 @@ def rank0_first(func, # Called in rank 0 first, and when it is done in all other
     if get_world_size()==1: return func(*args, **kwargs)
     store,key = _next_call('first')
     first = f'node {get_node_rank()}' if per_node else 0
-    if per_node: key = f'{key}/{first}'
-    if get_local_rank()==0 if per_node else is_master(): return _lead(func, args, kwargs, store, key, send=False)
-    _follow(store, key, first, f'rank0_first({_name(func)})')
-    return func(*args, **kwargs)
+    with _within(key):
+        if per_node: key = f'{key}/{first}'
+        if get_local_rank()==0 if per_node else is_master(): return _lead(func, args, kwargs, store, key, send=False)
+        _follow(store, key, first, f'rank0_first({_name(func)})')
+        return func(*args, **kwargs)
 
 # %% ../../nbs/comm/05_rank0.ipynb #9e334926
 def rank0_read(func, # Called in rank 0 alone
@@ -108,7 +121,8 @@ def rank0_read(func, # Called in rank 0 alone
     If it raises there, all others raise a `RemoteError`"""
     if get_world_size()==1: return func(*args, **kwargs)
     store,key = _next_call('read')
-    res = _lead(func, args, kwargs, store, key, send=True) if is_master() else _follow(store, key, name=f'rank0_read({_name(func)})')
+    with _within(key):
+        res = _lead(func, args, kwargs, store, key, send=True) if is_master() else _follow(store, key, name=f'rank0_read({_name(func)})')
     _forget(store, key, get_world_size())
     return res
 

@@ -68,6 +68,23 @@ def test_rank0_first_fails_everywhere(world3):
     for r in (1, 2): assert res[r][0] == 'RemoteError' and f'rank {r} stopped because rank 0' in res[r][1] and 'no disk' in res[r][1] and res[r][2] == r
 
 
+def within_each_other():
+    "Calls in the function of a call, which rank 0 alone makes where that fails, or is `rank0_read`'s; and calls after them"
+    from fastdist.all import get_rank, rank0_first, rank0_read
+    def fail(): raise ValueError('no disk')
+    res = []
+    for f in (lambda: rank0_first(rank0_first, fail), lambda: rank0_read(rank0_read, lambda: 5), lambda: rank0_first(rank0_first, get_rank), lambda: rank0_read(get_rank)):
+        try: res.append(f())
+        except Exception as e: res.append(type(e).__name__)
+    return res
+
+
+def test_rank0_first_within_itself(world3):
+    "The others waited for a call of rank 0's of another number, without a limit"
+    for r, res in enumerate(world3(within_each_other)): assert res == ['RemoteError' if r else 'ValueError', 5, r, 0], res
+
+
+
 def bad_environment(**env):
     import fastdist.all
     old = dict(os.environ)
