@@ -222,6 +222,7 @@ def _begin_group(s, timeout):
     world.number += 1
     # gloo finds the addresses of an earlier group in the store, and hangs: each group has a part of its own
     part = dist.PrefixStore(f'group/{world.number}', store)
+    import accelerate, torch._dynamo # it takes a second or two, in which a worker may end
     _all_here(part, s, store, timeout)
     return store,part
 
