@@ -760,6 +760,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                      'fastdist.comm.rank0._put_value': ('comm/rank0.html#_put_value', 'fastdist/comm/rank0.py'),
                                      'fastdist.comm.rank0._value': ('comm/rank0.html#_value', 'fastdist/comm/rank0.py'),
                                      'fastdist.comm.rank0._within': ('comm/rank0.html#_within', 'fastdist/comm/rank0.py'),
+                                     'fastdist.comm.rank0.check_outside': ('comm/rank0.html#check_outside', 'fastdist/comm/rank0.py'),
                                      'fastdist.comm.rank0.rank0_first': ('comm/rank0.html#rank0_first', 'fastdist/comm/rank0.py'),
                                      'fastdist.comm.rank0.rank0_read': ('comm/rank0.html#rank0_read', 'fastdist/comm/rank0.py')},
             'fastdist.comm.reduce': { 'fastdist.comm.reduce._as': ('comm/reduce.html#_as', 'fastdist/comm/reduce.py'),

@@ -16,6 +16,7 @@ from ..callbacks.late_loss import late_losses
 from ..callbacks.loggers import HiddenLoggers, is_logger
 from ..callbacks.precision import autocast_kept, synchronize_rng
 from ..comm.call import same_call
+from ..comm.rank0 import check_outside
 from ..data.loaders import data_of, same_data
 from ..data.rng import WorkerRandom, rank0_stream, rejoin_streams
 from ..fault.cancel import Decisions
@@ -174,6 +175,7 @@ def detach(self:DistributedTrainer):
 def join_group(self:DistributedTrainer):
     "Make the process group, as the arguments say; does this worker train on the CPU?"
     cpu,init = use_cpu(self.args.get('cpu', False)),self.settings.init
+    if get_world_size() > 1: check_outside('distrib_ctx (or to_distributed)')
     init_group(cpu=cpu, **({} if init is None else init.to_kwargs()))
     return cpu
 
@@ -200,6 +202,7 @@ def steps(self:DistributedTrainer):
 @contextmanager
 def _fail_together(self:DistributedTrainer):
     "Around what all workers do: a part of the context's scope, or where there is no context a scope of its own"
+    check_outside('a fit, or an evaluation,')
     if self.in_scope:
         with catchable(): yield
         return

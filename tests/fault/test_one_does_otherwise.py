@@ -309,3 +309,28 @@ def test_waits_for_another_call(worlds, tmp_path):
     for (cls, text, secs), there in worlds(2)(at_different_saves, 3):
         assert cls == 'RemoteError' and 'have waited for 3 s' in text, (cls, text)
         assert len(set(re.findall(r'otherwise.py:(\d+) in run', text))) == 2 and secs < 60 and not there
+
+
+def within_rank0_first():
+    "What comes of what all workers do together, in the function of `rank0_first`, and then of a fit outside of it"
+    import fastdist.all
+    from fastdist.world import rank0_first, teardown_distrib
+    learn, res = quiet(learner(n=23, n_val=43)), []
+    def call(f):
+        try: res.append(f())
+        except Exception as e: res.append((type(e).__name__, getattr(e, 'rank', None), str(e)))
+    def context():
+        with learn.distrib_ctx(): learn.fit(1)
+    teardown_distrib()
+    call(lambda: rank0_first(context))
+    with learn.distrib_ctx():
+        for f in learn.fit, learn.validate: call(lambda: rank0_first(*[f, 1][:1+(f == learn.fit)]))
+        learn.fit(1)
+    return res
+
+
+def test_all_are_called_by_rank0_first(world):
+    "Rank 0 would wait in it for the others, which wait for rank 0: until the watchdog, or half an hour"
+    for r, res in enumerate(world(within_rank0_first)):
+        assert [o[:2] for o in res] == [('RemoteError', 0) if r else ('RuntimeError', None)]*3, res
+        assert all('is for all workers together' in o[2] for o in res)
