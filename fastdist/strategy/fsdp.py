@@ -350,10 +350,9 @@ def before_backward(self:FullyShard):
 
 @patch
 def end_backward(self:FullyShard, own):
-    "torch has reduced what it shards"
-    self.ran = True
-    if not self.synced: self.unsynced = True
-    else: average_grads(self.loose)
+    "torch has reduced what it shards, with what has been accumulated"
+    self.ran,self.unsynced = True,not self.synced
+    if self.synced: average_grads(self.loose)
 
 # %% ../../nbs/strategy/08_fsdp.ipynb #a2f5b5e5
 @patch

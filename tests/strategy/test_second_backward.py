@@ -42,11 +42,11 @@ class Penalty(Callback):
 
 
 class OwnBackward(Callback):
-    "In place of fastai's"
+    "In place of fastai's, of the loss as other callbacks have made it"
     run_valid = False
     def before_backward(self):
         from fastai.basics import CancelBackwardException # not the test module's, which travels by value
-        self.learn.loss.backward()
+        self.learn.loss_grad.backward()
         raise CancelBackwardException()
 
 
@@ -116,6 +116,7 @@ CASES = dict(
     aux_accumulated=lambda: dict(cbs=[Aux('before_backward', True), Aux('after_backward'), GradientAccumulation(8)]),
     penalty=lambda: dict(cbs=Penalty()),
     own=lambda: dict(cbs=OwnBackward()),
+    own_accumulated=lambda: dict(cbs=[OwnBackward(), GradientAccumulation(8)]),
     own_step=lambda: dict(cbs=OwnStep()),
     aux_before_batch=lambda: dict(cbs=[Aux('before_batch'), Clip(0.1)]),
     gradient_penalty=lambda: dict(cbs=GradientPenalty()),
