@@ -2879,6 +2879,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                             'fastdist/strategy/sharding.py'),
                                             'fastdist.strategy.sharding._of_whole': ( 'strategy/sharding.html#_of_whole',
                                                                                       'fastdist/strategy/sharding.py'),
+                                            'fastdist.strategy.sharding._random_ops': ( 'strategy/sharding.html#_random_ops',
+                                                                                        'fastdist/strategy/sharding.py'),
                                             'fastdist.strategy.sharding._refuse_pickle': ( 'strategy/sharding.html#_refuse_pickle',
                                                                                            'fastdist/strategy/sharding.py'),
                                             'fastdist.strategy.sharding._rows': ( 'strategy/sharding.html#_rows',

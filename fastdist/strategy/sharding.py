@@ -319,30 +319,36 @@ def _set_data(self, new):
         "nothing: change the numbers in place, by p.copy_(...) under torch.no_grad(), or use strategy='ddp'")
 
 # %% ../../nbs/strategy/04_sharding.ipynb #daab7681
-_drawn = 'normal_','uniform_'
+def _draw_whole(op, args, kwargs):
+    "What one of torch's random operators does with a `DTensor`: each worker draws the whole, and cuts its own rows"
+    from torch.distributed.tensor import distribute_tensor
+    d,chances = args[0],'bernoulli.' in str(op) # that goes by the values
+    whole = d.full_tensor() if chances else torch.empty(d.shape, dtype=d.dtype, device=local(d).device)
+    mine = distribute_tensor(op(whole, *args[1:], **kwargs), d.device_mesh, d.placements, src_data_rank=None)
+    return d.copy_(mine) if op._schema.is_mutable else mine
 
-def _draw_whole(nm):
-    f = getattr(Tensor, nm)
-    def draw(self, *args, **kwargs):
-        from torch.distributed.tensor import distribute_tensor
-        whole = f(torch.empty(self.shape, dtype=self.dtype, device=local(self).device), *args, **kwargs)
-        return self.copy_(distribute_tensor(whole, self.device_mesh, self.placements, src_data_rank=None)) # each worker cuts its own
-    return wraps(f)(draw)
+def _random_ops():
+    a = torch.ops.aten
+    return (a.normal_.default, a.uniform_.default, a.bernoulli_.float, a.bernoulli.default, a.rand_like.default, a.randn_like.default,
+            a.randint_like.default, a.randint_like.low_dtype)
 
 # %% ../../nbs/strategy/04_sharding.ipynb #58434741
 @contextmanager
 def whole_numbers():
     "A context in which `DTensor`s are read as the whole, by all workers together, and not given other `data`, which has no effect"
     from torch.distributed.tensor import DTensor
+    handlers = DTensor._op_dispatcher._custom_op_handlers # as torch itself has some
     if not whole_numbers.users:
-        for nms,f in ((_read,_of_whole),(_drawn,_draw_whole)):
-            for nm in nms: setattr(DTensor, nm, f(nm))
+        for nm in _read: setattr(DTensor, nm, _of_whole(nm))
         DTensor.data = property(Tensor.data.__get__, _set_data)
+        handlers.update(dict.fromkeys(_random_ops(), _draw_whole))
     whole_numbers.users += 1
     try: yield
     finally:
         whole_numbers.users -= 1
-        for nm in (*_read,*_drawn,'data') if not whole_numbers.users else (): delattr(DTensor, nm)
+        if not whole_numbers.users:
+            for nm in (*_read,'data'): delattr(DTensor, nm)
+            for o in _random_ops(): handlers.pop(o)
 
 whole_numbers.users = 0 # contexts that end in any order
 

@@ -203,9 +203,8 @@ def check_draws(self:TrainingStep, strategy # `Strategy` that shards what the op
                ):
     "Raise a `RuntimeError` if random numbers have been drawn since `note_draws`"
     if self.drawn is None or all(a.equal(b) for a,b in zip(self.drawn, _torch_states())): return
-    where = "before_step, or " if 'gradients' in strategy.splits else ''
     raise RuntimeError(
-        f"rank {get_rank()}: torch's random numbers were drawn in {where}the optimizer's step. With strategy={strategy.name!r} each worker "
+        f"rank {get_rank()}: torch's random numbers were drawn in the optimizer's step. With strategy={strategy.name!r} each worker "
         f"has a part of the {' and '.join(strategy.splits)} only, so what it draws is not what one process does: use strategy='ddp', "
         "or draw from a torch.Generator of your own")
 

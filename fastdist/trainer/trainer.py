@@ -349,7 +349,6 @@ def before_step(self:DistributedTrainer):
     "Count the samples of all workers where gradients are accumulated"
     self.strategy.check_used()
     self.step.count_rows()
-    if 'gradients' in self.strategy.splits: self.step.note_draws()
 
 @patch
 def after_step(self:DistributedTrainer):

@@ -57,6 +57,16 @@ class Inits(Callback):
         self.model[1][0].reset_parameters()
 
 
+class Noise(Callback):
+    "Adds noise to gradients and parameters, and leaves out some"
+    order = 5
+    def before_step(self):
+        for p in self.model.parameters(): p.grad.add_(torch.randn_like(p.grad), alpha=.01)
+    def after_step(self):
+        with torch.no_grad():
+            for p in self.model.parameters(): p.add_(torch.rand_like(p), alpha=.01).mul_(torch.bernoulli(torch.full_like(p, .9)))
+
+
 def own_stat(p, n=0, best=None, avg=None, **kwargs):
     norm = p.grad.data.norm().item()
     return dict(n=n+1, best=norm if best is None else min(best, norm), avg=(torch.zeros_like(p.data) if avg is None else avg).lerp_(p.grad.data, .3))
@@ -144,7 +154,7 @@ class GivesObject(nn.Module):
 def of_object(o, y): return F.cross_entropy(o.logits, y).float()
 
 
-CASES = dict(seen=lambda: dict(cbs=Seen()), decides=lambda: dict(cbs=Decides()), signs=lambda: dict(cbs=Signs()), inits=lambda: dict(cbs=Inits()),
+CASES = dict(seen=lambda: dict(cbs=Seen()), decides=lambda: dict(cbs=Decides()), signs=lambda: dict(cbs=Signs()), inits=lambda: dict(cbs=Inits()), noise=lambda: dict(cbs=Noise()),
              own=lambda: dict(opt=own), rows=lambda: dict(opt=rows), own_torch=lambda: dict(opt=partial(OptimWrapper, opt=OwnTorch)),
              replaces=lambda: dict(opt=partial(OptimWrapper, opt=Replaces)), clamps=lambda: dict(cbs=Clamps()), swaps=lambda: dict(cbs=Swaps()),
              copies=lambda: dict(cbs=Copies()), hooked=lambda: dict(before=hooked), hooked_after=lambda: dict(before=hooked_after),
