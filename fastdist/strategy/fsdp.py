@@ -45,7 +45,9 @@ class FullyShard(Strategy):
     def setup(self, learn, device):
         "Shard the parameters of `learn.model`, and the gradients that they have"
         super().setup(learn, device)
-        for part in (self._divide,self._check_hooks,self._shard_model,self._add_hooks): part()
+        self._divide()
+        self._shard_model()
+        self._add_hooks()
 
 # %% ../../nbs/strategy/08_fsdp.ipynb #ea3f2f3c
 @patch
@@ -144,6 +146,7 @@ def _give_back(self:FullyShard, found):
 def _shard_model(self:FullyShard):
     "Shard one part after the other; values that are found elsewhere than on the device stay there until all is well"
     self._check_types()
+    self._check_hooks()
     policy,before,world = self.mp_policy or MixedPrecisionPolicy(),attributes(self.model),current_world()
     world.cache['sharded'] = world.cache.get('sharded', 0)+1 # the same in all workers
     pin = self.device.type!='cpu' and getattr(self.cpu_offload, 'pin_memory', True)

@@ -322,7 +322,7 @@ def _set_data(self, new):
 def _draw_whole(op, args, kwargs):
     "What one of torch's random operators does with a `DTensor`: each worker draws the whole, and cuts its own rows"
     from torch.distributed.tensor import distribute_tensor
-    d,chances = args[0],'bernoulli.' in str(op) # that goes by the values
+    d,chances = args[0],op is torch.ops.aten.bernoulli.default # that goes by the values
     whole = d.full_tensor() if chances else torch.empty(d.shape, dtype=d.dtype, device=local(d).device)
     mine = distribute_tensor(op(whole, *args[1:], **kwargs), d.device_mesh, d.placements, src_data_rank=None)
     return d.copy_(mine) if op._schema.is_mutable else mine

@@ -17,7 +17,7 @@ from ..callbacks.loggers import HiddenLoggers, is_logger
 from ..callbacks.precision import autocast_kept, synchronize_rng
 from ..comm.call import same_call
 from ..comm.rank0 import check_outside
-from ..data.loaders import data_of, same_data
+from ..data.loaders import same_data
 from ..data.rng import WorkerRandom, rank0_stream, rejoin_streams
 from ..fault.cancel import Decisions
 from ..fault.supervisor import catchable, check_watchdog, handler_kept, interrupt_deferred, rejoin, scope, watchdog_time
@@ -29,7 +29,7 @@ from ..strategy.select import close_strategy, drop_strategy, make_strategy
 from ..strategy.sharding import norms_of_shards, whole_numbers
 from .argument_steps import ArgumentSteps
 from .args import accelerator_args, check_args, check_launch, check_own, check_precision, make_accelerator, not_default, same_args
-from .alike import changed_since, have_rank0s, hypers_of, same_hypers, versions
+from .alike import begin_alike, hypers_of, versions
 from .evaluation import Evaluation, same_log
 from .loaders import SharedLoaders, back_on_device, move_learner, plain_dls
 from .hooks import StrategyHooks
@@ -398,19 +398,6 @@ def fit_together(self:DistributedTrainer):
         self.in_fit = outer
         if alone: self.detach()
 
-# %% ../../nbs/trainer/09_trainer.ipynb #6ee44d38
-@patch
-def _begin_alike(self:DistributedTrainer):
-    """All workers are at this fit, with the same callbacks, layers, data and optimizer. A schedule may part them later: see `same_log`.
-    Where only some have changed weights or optimizer state since the last one, all have rank 0's"""
-    n,trained = getattr(self.learn, 'n_epoch', 'some'),[n for n,p in self.learn.model.named_parameters() if p.requires_grad]
-    what,hypers,dls = f"a fit of {n} epoch{'' if n==1 else 's'}",hypers_of(self.learn.opt),plain_dls(self.learn.dls)
-    changed = changed_since(self.seen, self.learn)
-    if self.decisions.begin(what, trained, repr((hypers, data_of(dls), changed))): return
-    same_data(dls)
-    same_hypers(hypers)
-    if self.strategy is not None: have_rank0s(self.learn, self.strategy, changed) # else the model has changed, and is shaped anew
-
 # %% ../../nbs/trainer/09_trainer.ipynb #0571d1bd
 @patch
 @contextmanager
@@ -419,7 +406,7 @@ def _decide(self:DistributedTrainer):
     with ExitStack() as undo:
         if get_rank() > 0: undo.enter_context(self.loggers.hidden()) # those given to `fit`
         undo.callback(self.decisions.end)
-        self._begin_alike()
+        begin_alike(self.learn, plain_dls(self.learn.dls), self.decisions, self.strategy, self.seen)
         undo.push(self._fit_failed)
         if self.device.type!='cpu': undo.enter_context(late_losses(self.learn))
         with self.decisions.interruptible(): yield

@@ -94,7 +94,7 @@ def wait_until_come(s, # `Start` of this process
         if set(range(s.rank)) - set(late): return # a lower rank says it
         notice(f"rank {s.rank} waits for {s.world_size} workers, of which ranks {late} have not come yet{_changing_nodes(s)}")
     try:
-        if wait_until(lambda: here() or ended(), limit, say) is True or not (late := missing()): return
+        if wait_until(lambda: here() or ended(), limit, say, n=s.world_size) is True or not (late := missing()): return
         end = ended()
     except dist.DistError as e: raise ConnectionError(
         f"rank {s.rank} waited for {s.world_size} workers, and rank 0, or the launcher, which held their store, has ended: "

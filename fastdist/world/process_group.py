@@ -170,8 +170,6 @@ if hasattr(os, 'register_at_fork'): os.register_at_fork(before=_before_fork, aft
 # %% ../../nbs/world/09_process_group.ipynb #389af96d
 def _by_accelerate(cpu, args):
     "Make the process group, with `args` of `torch.distributed.init_process_group`"
-    # DistributedDataParallel imports this. Once there is a group, it would keep hold of it, and of threads that can abort the process later
-    import torch._dynamo
     from accelerate import PartialState
     if PartialState._shared_state and PartialState().num_processes==1: # made before the launcher's variables were
         PartialState._reset_state()
@@ -222,7 +220,9 @@ def _begin_group(s, timeout):
     world.number += 1
     # gloo finds the addresses of an earlier group in the store, and hangs: each group has a part of its own
     part = dist.PrefixStore(f'group/{world.number}', store)
-    import accelerate, torch._dynamo # it takes a second or two, in which a worker may end
+    # DistributedDataParallel imports the latter. Once there is a group, that would keep hold of it, and of threads that can abort the
+    # process later. And it takes a second or two, in which a worker may end
+    import accelerate, torch._dynamo
     _all_here(part, s, store, timeout)
     return store,part
 
