@@ -25,7 +25,7 @@ def counted(module, asked, monkeypatch):
     "Count requests within a look of `wait_until`'s apart from others: (outside, most of one look)"
     real, most = module.wait_until, Counter()
 
-    def wait_until(done, *args):
+    def wait_until(done, *args, **kwargs):
         me = threading.get_ident()
         def look():
             before = asked[me].total()
@@ -34,7 +34,7 @@ def counted(module, asked, monkeypatch):
             asked[me]['looks'] -= here
             most[me] = max(most[me], here)
             return res
-        return real(look, *args)
+        return real(look, *args, **kwargs)
 
     with monkeypatch.context() as m:
         m.setattr(module, 'wait_until', wait_until)
