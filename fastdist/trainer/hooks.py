@@ -8,6 +8,7 @@ __all__ = ['draws_of', 'StrategyHooks']
 # %% ../../nbs/trainer/04_hooks.ipynb #7115ec94
 from fastai.basics import *
 from ..callbacks.fastai_patches import QuickCallback
+from ..callbacks.grad_accumulation import looked_at
 from ..metrics.losses import GlobalBatchLoss
 from ..model.batchnorm import GlobalBatchNorm
 from ..model.running_stats import weighed_stats
@@ -37,15 +38,21 @@ class StrategyHooks(QuickCallback):
                  each=False, # Average gradients after each batch, also where the optimizer does not step?
                 ):
         super().__init__()
-        self.trainer,self.strategy,self.each,self.weigh_stats,self.sync = trainer,strategy,each,noop,True
+        self.trainer,self.strategy,self.each,self.looked_at = trainer,strategy,each,False
+        self.weigh_stats,self.sync = noop,True
 
     def _alone(self): return any(callback_results(self.learn, 'steps_alone'))
 
 # %% ../../nbs/trainer/04_hooks.ipynb #2a28ff8f
 @patch
+def before_train(self:StrategyHooks):
+    "What looks at gradients between the steps has those of the global batch"
+    self.looked_at = looked_at(self.learn)
+
+@patch
 def begin_batch(self:StrategyHooks):
     "Before any other callback has the batch, and may train on it itself"
-    self.sync = (self.each or self.trainer.step.ends_step()) and not self._alone()
+    self.sync = (self.each or self.looked_at or self.trainer.step.ends_step()) and not self._alone()
     self.strategy.begin_batch(self.sync)
 
 # %% ../../nbs/trainer/04_hooks.ipynb #adbd7fe5

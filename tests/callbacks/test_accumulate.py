@@ -100,6 +100,31 @@ def test_fastais_callback(world, n, bs, n_acc, fit):
     for w in world(fitted, True, bs, **kw): assert diff(want, w) < 2e-7
 
 
+class Looks(Callback):
+    "At gradients, and clips them by hand, before it is said that there is no step yet"
+    def after_create(self): self.seen = []
+    def after_backward(self): self.seen += [p.grad.norm().item() for p in self.model.parameters()]
+    def before_step(self):
+        for p in self.model.parameters():
+            self.seen.append(n := p.grad.norm().item())
+            p.grad.mul_(min(1., .1/n))
+
+
+def looked_at(distrib, **kwargs):
+    cb = Looks()
+    cbs = [cb, GradientAccumulation(10)] if 'steps' not in kwargs else [cb]
+    return fitted(distrib, 5, cbs=lambda: cbs, **kwargs), cb.seen
+
+
+@pytest.mark.parametrize('strategy', ['ddp', 'zero1', 'zero2', 'fsdp'])
+@pytest.mark.parametrize('steps', [dict(), dict(steps=3)])
+def test_gradients_that_are_looked_at_in_between(world2, strategy, steps):
+    want, seen = looked_at(False if steps else None, **steps)
+    for w, s in world2(looked_at, True, strategy=strategy, **steps):
+        assert diff(want, w) < 2e-7
+        assert s == pytest.approx(seen, rel=1e-6)
+
+
 def test_batch_norm(world):
     kw = dict(bn=True, cbs=partial(GradientAccumulation, 10))
     want = fitted(None, 5, **kw)
