@@ -39,7 +39,8 @@ def looked_at(learn # Any `Learner`
     "Does a callback of the user's have the gradients of batches that the optimizer does not step after?"
     cbs = learn.cbs.sorted('order')
     first = next((i for i,cb in enumerate(cbs) if isinstance(cb, (GradientAccumulation,AccumulateSteps))), None)
-    return first is not None and (any(_is_users(cb, 'after_backward') for cb in cbs) or any(_is_users(cb, 'before_step') for cb in cbs[:first]))
+    if first is None: return False
+    return any(_is_users(cb, 'after_backward') for cb in cbs) or any(_is_users(cb, 'before_step') for cb in cbs[:first])
 
 # %% ../../nbs/callbacks/04_grad_accumulation.ipynb #7c3e0006
 class AccumulateSteps(Callback):

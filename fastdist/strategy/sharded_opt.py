@@ -16,7 +16,8 @@ from fastai.optimizer import average_grad,average_sqr_grad,debias # and what is 
 from ..comm.shards import is_dtensor, local
 from .backward import buckets
 from .base import inner_opt
-from .sharding import gather_rows, gathered_at_once, send_rows, shard_like, whole_numbers
+from .sharding import gather_rows, gathered_at_once, send_rows, shard_like
+from .whole import whole_numbers
 from ..fault.same_call import all_at
 from ..world.errors import RemoteError
 from ..world.ranks import get_rank

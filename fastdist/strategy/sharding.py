@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['gathered_at_once', 'Rows', 'shard_like', 'explain_shards', 'sends_whole', 'RowMessage', 'row_messages', 'send_rows',
-           'gather_rows', 'norms_of_shards', 'whole_numbers', 'gather_group', 'no_shards', 'mesh_of']
+           'gather_rows', 'gather_group', 'no_shards', 'mesh_of']
 
 # %% ../../nbs/strategy/04_sharding.ipynb #bc23fb59
 import re
@@ -271,86 +271,6 @@ def gather_rows(parts, # This worker's rows of each tensor
              "load a checkpoint before you go on with this learner")
         return alone()
     return res
-
-# %% ../../nbs/strategy/04_sharding.ipynb #16c15457
-def _largest(ts):
-    "The largest absolute value in `ts`, some of which are in shards, in all workers; `nan` where there is one"
-    shards,to = [local(t) for t in ts],route(torch.device(ts[0].device.type), None)
-    mine = torch.stack([t.abs().max().double().to(to) for t in shards if t.numel()] or [torch.zeros((), device=to).double()]).max()
-    both = torch.stack([mine.nan_to_num(0., math.inf), mine.isnan().double()]) # backends lose a nan, or not
-    dist.all_reduce(both, dist.ReduceOp.MAX)
-    return torch.where(both[1] > 0, math.nan, both[0]).to(ts[0].device, ts[0].dtype)
-
-# %% ../../nbs/strategy/04_sharding.ipynb #95f159f9
-_total_norm = clip_grad._get_total_norm
-
-@wraps(_total_norm)
-def _norm_of_shards(tensors, norm_type=2., *args, **kwargs):
-    tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-    if float(norm_type)==math.inf and any(map(is_dtensor, tensors)): tensors = [_largest(tensors)]
-    return _total_norm(tensors, norm_type, *args, **kwargs)
-
-_norm_of_shards.users = 0 # contexts that end in any order
-
-@contextmanager
-def norms_of_shards():
-    "A context in which torch clips by the inf-norm of shards too: by itself it fails in a worker that has no rows of a `DTensor`"
-    _norm_of_shards.users += 1
-    clip_grad._get_total_norm = nn.utils.get_total_norm = _norm_of_shards
-    try: yield
-    finally:
-        _norm_of_shards.users -= 1
-        if not _norm_of_shards.users: clip_grad._get_total_norm = nn.utils.get_total_norm = _total_norm
-
-# %% ../../nbs/strategy/04_sharding.ipynb #16546804
-_read = 'item','tolist','numpy','__float__','__int__','__bool__','__format__'
-
-def _of_whole(nm):
-    f = getattr(Tensor, nm)
-    def read(self, *args, **kwargs):
-        shown = nm=='__format__' and self.dim() # one worker alone may print a tensor
-        return f(self if shown else self.full_tensor(), *args, **kwargs)
-    return wraps(f)(read)
-
-def _set_data(self, new):
-    if is_dtensor(new) and local(new).data_ptr()==local(self).data_ptr(): return # as `learn.model.to` does
-    raise RuntimeError(
-        f"rank {get_rank()}: parameters and gradients are in shards, of which each worker has its own, and p.data = ... would change "
-        "nothing: change the numbers in place, by p.copy_(...) under torch.no_grad(), or use strategy='ddp'")
-
-# %% ../../nbs/strategy/04_sharding.ipynb #daab7681
-def _draw_whole(op, args, kwargs):
-    "What one of torch's random operators does with a `DTensor`: each worker draws the whole, and cuts its own rows"
-    from torch.distributed.tensor import distribute_tensor
-    d,chances = args[0],op is torch.ops.aten.bernoulli.default # that goes by the values
-    whole = d.full_tensor() if chances else torch.empty(d.shape, dtype=d.dtype, device=local(d).device)
-    mine = distribute_tensor(op(whole, *args[1:], **kwargs), d.device_mesh, d.placements, src_data_rank=None)
-    return d.copy_(mine) if op._schema.is_mutable else mine
-
-def _random_ops():
-    a = torch.ops.aten
-    return (a.normal_.default, a.uniform_.default, a.bernoulli_.float, a.bernoulli.default, a.rand_like.default, a.randn_like.default,
-            a.randint_like.default, a.randint_like.low_dtype)
-
-# %% ../../nbs/strategy/04_sharding.ipynb #58434741
-@contextmanager
-def whole_numbers():
-    "A context in which `DTensor`s are read as the whole, by all workers together, and not given other `data`, which has no effect"
-    from torch.distributed.tensor import DTensor
-    handlers = DTensor._op_dispatcher._custom_op_handlers # as torch itself has some
-    if not whole_numbers.users:
-        for nm in _read: setattr(DTensor, nm, _of_whole(nm))
-        DTensor.data = property(Tensor.data.__get__, _set_data)
-        handlers.update(dict.fromkeys(_random_ops(), _draw_whole))
-    whole_numbers.users += 1
-    try: yield
-    finally:
-        whole_numbers.users -= 1
-        if not whole_numbers.users:
-            for nm in (*_read,'data'): delattr(DTensor, nm)
-            for o in _random_ops(): handlers.pop(o)
-
-whole_numbers.users = 0 # contexts that end in any order
 
 # %% ../../nbs/strategy/04_sharding.ipynb #6c274410
 def _meeting(name): return dist.PrefixStore(f'fastdist/shards/{name}', current_world().store('shared'))

@@ -38,7 +38,7 @@ class StrategyHooks(QuickCallback):
                  each=False, # Average gradients after each batch, also where the optimizer does not step?
                 ):
         super().__init__()
-        self.trainer,self.strategy,self.each,self.looked_at = trainer,strategy,each,False
+        self.trainer,self.strategy,self.each,self.looked_at = trainer,strategy,each,None
         self.weigh_stats,self.sync = noop,True
 
     def _alone(self): return any(callback_results(self.learn, 'steps_alone'))
@@ -46,12 +46,13 @@ class StrategyHooks(QuickCallback):
 # %% ../../nbs/trainer/04_hooks.ipynb #2a28ff8f
 @patch
 def before_train(self:StrategyHooks):
-    "What looks at gradients between the steps has those of the global batch"
-    self.looked_at = looked_at(self.learn)
+    "The learner may have other callbacks now"
+    self.looked_at = None
 
 @patch
 def begin_batch(self:StrategyHooks):
     "Before any other callback has the batch, and may train on it itself"
+    if self.looked_at is None: self.looked_at = looked_at(self.learn) # what looks has the gradients of the global batch
     self.sync = (self.each or self.looked_at or self.trainer.step.ends_step()) and not self._alone()
     self.strategy.begin_batch(self.sync)
 

@@ -26,7 +26,7 @@ from ..model.batchnorm import GlobalBatchNorm, sync_batch_norm
 from ..model.foreach import Foreach
 from ..strategy.base import Strategy, check_values, inner_opt, same_everywhere, whole_model
 from ..strategy.select import close_strategy, drop_strategy, make_strategy
-from ..strategy.sharding import norms_of_shards, whole_numbers
+from ..strategy.whole import norms_of_shards, whole_numbers
 from .argument_steps import ArgumentSteps
 from .args import accelerator_args, check_args, check_launch, check_own, check_precision, make_accelerator, not_default, same_args
 from .alike import begin_alike, hypers_of, versions

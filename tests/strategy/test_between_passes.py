@@ -67,6 +67,50 @@ class Noise(Callback):
             for p in self.model.parameters(): p.add_(torch.rand_like(p), alpha=.01).mul_(torch.bernoulli(torch.full_like(p, .9)))
 
 
+class Assigns(Callback):
+    "Looks at the largest numbers, at rows and at all in one row, and writes to some of them; a layer has fewer rows than there are workers"
+    order = 5
+    def before_fit(self):
+        self.noted = []
+        self.was = [p.detach().clone() for p in self.model.parameters()]
+    def before_step(self):
+        ps = list(self.model.parameters())
+        for p, w in zip(ps, self.was):
+            g = p.grad
+            self.noted += [g.abs().max().item(), float(p.detach().min()), g.view(-1)[0].item(), int(g.argmax()), g[-1].sum().item(), g[g > 0].sum().item(),
+                           float(F.mse_loss(p.detach(), w)), g.isnan().any().item(), float(g.norm(float('inf'))), float(g.flatten().sort()[0][-1]),
+                           *(float(row.sum()) for row in g)]
+        self.noted += [torch.tensor([p.grad.norm() for p in ps]).norm().item(), torch.cat([p.grad.view(-1) for p in ps]).abs().mean().item(),
+                       torch.stack([p.grad.norm() for p in ps]).max().item()]
+        for p in ps:
+            p.grad[p.grad.abs() < .002] = 0.
+            p.grad[0] = p.grad[0]*.5
+            p.grad.masked_fill_(torch.arange(p.numel()).view(p.shape)%5 == 1, .001)
+    def after_step(self):
+        for p in self.model.parameters(): p.data[-1:] = p.data[-1:]*.9
+
+
+class Penalty(Callback):
+    "Added to the loss"
+    def after_loss(self):
+        if not self.training: return
+        for p in self.model.parameters():
+            added = .3*F.mse_loss(p, torch.ones_like(p))+.01*p.view(-1).abs().max()+.02*p[0].pow(2).sum()
+            self.learn.loss_grad = self.learn.loss_grad+added
+
+
+class Zeroes(Callback):
+    "Rows, as a view of which is written to"
+    order = 5
+    def before_step(self):
+        for p in self.model.parameters(): p.grad[:1].zero_()
+
+
+def few_rows():
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(4, 5), nn.PReLU(), nn.Linear(5, 3)).double()
+
+
 def own_stat(p, n=0, best=None, avg=None, **kwargs):
     norm = p.grad.data.norm().item()
     return dict(n=n+1, best=norm if best is None else min(best, norm), avg=(torch.zeros_like(p.data) if avg is None else avg).lerp_(p.grad.data, .3))
@@ -157,18 +201,20 @@ def of_object(o, y): return F.cross_entropy(o.logits, y).float()
 CASES = dict(seen=lambda: dict(cbs=Seen()), decides=lambda: dict(cbs=Decides()), signs=lambda: dict(cbs=Signs()), inits=lambda: dict(cbs=Inits()), noise=lambda: dict(cbs=Noise()),
              own=lambda: dict(opt=own), rows=lambda: dict(opt=rows), own_torch=lambda: dict(opt=partial(OptimWrapper, opt=OwnTorch)),
              replaces=lambda: dict(opt=partial(OptimWrapper, opt=Replaces)), clamps=lambda: dict(cbs=Clamps()), swaps=lambda: dict(cbs=Swaps()),
+             assigns=lambda: dict(cbs=Assigns(), model=few_rows), penalty=lambda: dict(cbs=Penalty()), zeroes=lambda: dict(cbs=Zeroes()),
              copies=lambda: dict(cbs=Copies()), hooked=lambda: dict(before=hooked), hooked_after=lambda: dict(before=hooked_after),
              hooks_later=lambda: dict(cbs=HooksLater()),
              teacher=lambda: dict(model=lambda: Teacher().double()), gives_object=lambda: dict(model=lambda: GivesObject().double(), loss=of_object))
 IN_SHARDS = r"rank \d: .*parameters.* in shards.*p\.data = .*p\.copy_"
+COPIED = r'rank \d: rows, or a view, of a parameter or gradient in shards are a copy.*p\[rows\] = '
 CANNOT = "cannot step parameters of which each worker has a part: use strategy='ddp'"
 HOOKED = r"has a hook .*strategy='fsdp'.*use strategy='zero2'"
 ERRORS = dict(
-    fsdp=dict(clamps=IN_SHARDS, swaps=IN_SHARDS, replaces=f'Replaces {CANNOT}', copies="strategy='fsdp'.*use strategy='zero1'.*deepcopy",
+    fsdp=dict(zeroes=COPIED, clamps=IN_SHARDS, swaps=IN_SHARDS, replaces=f'Replaces {CANNOT}', copies="strategy='fsdp'.*use strategy='zero1'.*deepcopy",
               hooked=f'1.0.weight.*{HOOKED}', hooked_after=f'2.bias.*{HOOKED}', hooks_later=f'1.0.weight.*{HOOKED}',
               teacher="t.weight is written to in its forward.*strategy='fsdp'.*strategy='zero2'",
               gives_object="GivesObject.*an object.*strategy='zero2'|strategy='fsdp' lets go of .*an object.*strategy='zero2'"),
-    zero1=dict(replaces=f'Replaces {CANNOT}'), zero2=dict(replaces=f'Replaces {CANNOT}'))
+    zero1=dict(replaces=f'Replaces {CANNOT}'), zero2=dict(zeroes=COPIED, replaces=f'Replaces {CANNOT}'))
 ONE = {}
 
 
@@ -181,6 +227,7 @@ def test_exact_or_an_error(worlds, size, strategy):
     ONE.update(ONE or every(None))
     ctx = dict(split_batches=True, strategy='fsdp') if strategy == 'one unit' else ctx_of(strategy)
     errors = ERRORS.get(dict(ctx)['strategy'], {})
+    if strategy == 'fsdp': errors = {**errors, 'penalty': "something in this fit .*the loss.* use strategy='zero1' or 'ddp'"}
     for r, found in enumerate(worlds(size)(every, ctx)):
         for nm, o in found.items():
             if nm in errors: assert isinstance(o, str) and re.search(errors[nm], o, re.S), (nm, r, o)
