@@ -8,6 +8,7 @@ __all__ = ['last_log', 'Settled', 'Copy', 'close_copies', 'RankLogs', 'copied', 
 # %% ../../nbs/launch/02_logs.ipynb #7c18ecf8
 import atexit,os,re,select,sys,threading,time
 from contextlib import contextmanager
+from functools import partial
 from itertools import count
 from pathlib import Path
 
@@ -77,11 +78,17 @@ def _terminal(screen):
     fcntl.ioctl(write, termios.TIOCSWINSZ, fcntl.ioctl(screen, termios.TIOCGWINSZ, bytes(8)))
     return read,write
 
-def _forward(stays, file, data, screen):
-    file.write(stays)
+def _all(write, data):
+    "Write all of it; the `OSError` with which that fails, or `None`"
     try:
-        while data: data = data[os.write(screen, data):]
-    except OSError: pass # nobody reads any more, as in `| head`; the file goes on
+        while data: data = data[write(data):]
+    except OSError as e: return e
+
+def _forward(stays, file, data, screen):
+    "The `OSError` of a file that takes no more, as on a full disk: the screen goes on, for a worker would wait for a pipe that nobody reads"
+    res = _all(file.write, stays)
+    _all(partial(os.write, screen), data) # nobody reads any more, as in `| head`; the file goes on
+    return res
 
 # %% ../../nbs/launch/02_logs.ipynb #f64871e6
 class Copy(threading.Thread):
@@ -90,7 +97,7 @@ class Copy(threading.Thread):
                  file, # Path of the log
                 ):
         super().__init__(name='fastdist output', daemon=True)
-        self.screen,self.file,self.deadline = screen,open(file, 'wb', buffering=0),None
+        self.screen,self.file,self.deadline,self.full = screen,open(file, 'wb', buffering=0),None,False
         self.settled,self.raw = Settled(),os.isatty(screen)
         self.read,self.write = _terminal(screen) if self.raw else os.pipe()
         for o in (self.read,self.write): os.set_inheritable(o, False)
@@ -105,8 +112,14 @@ class Copy(threading.Thread):
             # all has been read; or a process that workers have left behind goes on writing
             ends = self.deadline and (not ready or time.monotonic() > self.deadline)
             if ends: stays += self.settled.end()
-            _forward(stays, self.file, data if self.raw else stays, self.screen)
+            if e := _forward(stays, self.file, data if self.raw else stays, self.screen): self._tell(e)
             if ends: return
+
+    def _tell(self, e):
+        text = f"fastdist: {self.file.name} takes no more ({e.strerror}): what comes now is on the screen only"
+        # in a thread of its own, as stderr may be what this one reads
+        if not self.full: threading.Timer(0, print, [text], dict(file=sys.stderr, flush=True)).start()
+        self.full = True
 
 # %% ../../nbs/launch/02_logs.ipynb #6c710507
 @patch

@@ -58,6 +58,21 @@ def test_logs_of_all_on_the_screen(tmp_path):
     assert all(f'out of {r}' in res.stdout and f'err of {r}' in res.stderr for r in range(3)), res
 
 
+@pytest.mark.parametrize('n', [1, 2])
+def test_full_disk(tmp_path, n):
+    "The screen goes on where a log takes no more, and says so once; rank 0 waited for ever, for a pipe that nobody read"
+    file = script(tmp_path, """
+        import os
+        if os.environ.get('RANK', '0') == '0':
+            for i in range(5000): print(f'{i:0100}')
+        """)
+    limited = ['bash', '-o', 'pipefail', '-c', '(ulimit -f 32; exec "$@") | cat', 'bash']  # files of 32 KB at most, and a screen that is none
+    res = launched([*limited, *LAUNCH, '-n', str(n), '--log-dir', 'logs', file], 60, cwd=tmp_path)
+    assert res.returncode == 0 and res.stdout == ''.join(f'{i:0100}\n' for i in range(5000)), (res.returncode, res.stderr, res.stdout[-300:])
+    told = 'fastdist: logs/rank0.stdout.log takes no more (File too large): what comes now is on the screen only'
+    assert [o for o in res.stderr.splitlines() if 'starting' not in o and 'logs in' not in o] == [told], res.stderr
+
+
 def test_text_comes_as_it_is_written(tmp_path):
     "A line that has not ended"
     file = script(tmp_path, "import sys, time; print('half', end='', flush=True); sys.stdin.readline()")
