@@ -7,7 +7,7 @@ __all__ = ['read_config', 'main']
 
 # %% ../../nbs/launch/05_cli.ipynb #0dd7271b
 import os,shlex,signal,subprocess,sys
-from contextlib import contextmanager,nullcontext
+from contextlib import contextmanager,nullcontext,suppress
 from importlib.machinery import PathFinder
 from importlib.metadata import entry_points
 from threading import Timer
@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import psutil
 from ..env import check_gpus
-from .machine import Parser, n_cores, n_gpus, nearest, plural, quiet_env, startup_seconds, thread_env, why_cpu
+from .machine import Parser, log_folder, n_cores, n_gpus, nearest, plural, quiet_env, startup_seconds, thread_env, why_cpu
 from .nodes import node_range, own_options, rendezvous, slurm_srun
 from .watch import end_noticed, guarded, notices_shown
 from .processes import end_processes, handlers_kept, send_signal, torch_quiet
@@ -83,12 +83,17 @@ def _is_other(a, conf=lambda name: None):
     return mode in ('FSDP','DEEPSPEED','MEGATRON_LM','XLA') or a.use_deepspeed or a.use_fsdp or a.use_megatron_lm or a.tpu
 
 # %% ../../nbs/launch/05_cli.ipynb #9faee408
+def _threads(cores, n):
+    given = os.environ.get('OMP_NUM_THREADS', '1')
+    if given.isdecimal() and int(given): return thread_env(cores, n)
+    raise ValueError(f"OMP_NUM_THREADS={given}: it is the number of threads of each worker: unset it, and the cores are divided among them")
+
 def _worker_env(a, cpu, n, cores, screen):
     "What is added to the environment of the `n` workers here. `screen`: is rank 0 one of them? `None` where nothing is redirected"
     res = dict(ACCELERATE_USE_CPU='true') if cpu else {}
     if 'PYTHONFAULTHANDLER' not in os.environ: res['PYTHONFAULTHANDLER'] = '1' # a crash in C says where in Python it was
     res.update(quiet_env())
-    if a.num_cpu_threads_per_process is None: res.update(thread_env(cores, n))
+    if a.num_cpu_threads_per_process is None: res.update(_threads(cores, n))
     if screen is not None: res['PET_REDIRECTS'] = ','.join(f"{i}:{0 if i==0 and screen else 3}" for i in range(n))
     return res
 
@@ -117,6 +122,17 @@ def _summary(a, n, cpu, env, want):
     return f"starting {plural(n, 'worker')} on {device}{nodes}"
 
 # %% ../../nbs/launch/05_cli.ipynb #4fd6c328
+def _check_watch(a, many):
+    from torch.distributed.elastic.multiprocessing import Std
+    if a.max_restarts < 0: raise ValueError(f"--max-restarts {a.max_restarts}: it is at least 0")
+    if a.max_restarts and not many:
+        raise ValueError(f"--max-restarts {a.max_restarts}: Accelerate's launcher watches over 2 workers or more; "
+                         f"type `torchrun --nproc-per-node 1 --max-restarts {a.max_restarts} ...` for one")
+    try: Std.from_str(a.tee)
+    except ValueError: raise ValueError(f"--tee {a.tee}: it is 1 (what all workers print), 2 (their errors) or 3 (both); "
+                                        "or, of some of this machine, like 1:3,2:3") from None
+
+# %% ../../nbs/launch/05_cli.ipynb #521d8b6e
 def _plan_here(a, rest, conf, n_gpus, n_cores):
     "Start the workers of this node"
     cpu = why_cpu(n_gpus, a.cpu or bool(conf('use_cpu'))) is not None
@@ -126,9 +142,7 @@ def _plan_here(a, rest, conf, n_gpus, n_cores):
     local,other = n//want['num_machines'],_is_other(a, conf)
     if not cpu and not a.use_deepspeed: check_gpus(local, n_gpus, 'add --cpu', f'{name} {n}: ')
     many = n > 1 or other
-    if a.max_restarts and not many:
-        raise ValueError(f"--max-restarts {a.max_restarts}: Accelerate's launcher watches over 2 workers or more; "
-                         f"type `torchrun --nproc-per-node 1 --max-restarts {a.max_restarts} ...` for one")
+    _check_watch(a, many)
     want.update(num_processes=n, mixed_precision=a.mixed_precision or conf('mixed_precision') or 'no',
                 dynamo_backend=a.dynamo_backend or (conf('dynamo_config') or {}).get('dynamo_backend', 'no').lower())
     # `--multi_gpu` is Accelerate's word for many processes, on the CPU too
@@ -349,6 +363,8 @@ def read_config(a):
     from accelerate.commands.config.config_args import default_config_file, load_config_from_file
     if a.module: found = PathFinder.find_spec(a.training_script.partition('.')[0], [os.getcwd(),*sys.path])
     else: found = os.path.exists(a.training_script) or a.no_python and shutil.which(a.training_script)
+    if a.module and a.training_script.endswith('.py') and os.path.isfile(a.training_script): # which Python would run here, to look into it
+        sys.exit(f"fastdist launch: -m {a.training_script}: it is a script, and no module: leave out -m")
     if not found: sys.exit(f"fastdist launch: there is no {'module' if a.module else 'file'} {a.training_script!r}")
     if a.training_script.endswith('.ipynb'): sys.exit(f"fastdist launch: {a.training_script} is a notebook: open it, and start the workers "
         "from one of its cells, by launch_in_notebook(train); or make a script of it, by `jupyter nbconvert --to script`")
@@ -364,7 +380,8 @@ def read_config(a):
 def _log_to(o, a):
     "The folder of the logs, which is added to the command where it needs one and has none"
     from fastdist.world.private import keep, new_folder
-    if 'PET_REDIRECTS' not in o.env or a.log_dir: return a.log_dir
+    if a.log_dir is not None: return log_folder(a.log_dir, '--log-dir')
+    if 'PET_REDIRECTS' not in o.env: return
     o.command[2:2] = '--log_dir',(folder := str(new_folder()))
     keep(folder) # until the workers have ended well: those of a launcher that is killed say why
     return folder
@@ -380,7 +397,9 @@ def _run_in(folder, new, o, startup):
     try:
         with guarded(), patch_environment(**o.env): status = _run(o.command, startup, o.nodes)
     finally:
-        if folder and new and not status: shutil.rmtree(folder, ignore_errors=True)
+        if folder and new:
+            if not status: shutil.rmtree(folder, ignore_errors=True)
+            with suppress(OSError): os.rmdir(folder) # of workers that were not started, as of options that do not go together
         clear_left() # of workers that were killed
     return status
 
@@ -397,7 +416,8 @@ def main(args # Arguments after `fastdist launch`
     o = _plan(args, n_gpus(), n_cores(), config)
     if a.dry_run: print(shlex.join(f'{k}={v}' for k,v in o.env.items()), shlex.join(o.command)); return 0
     srun = o.command[0]=='srun'
-    folder = None if srun else _log_to(o, a)
+    try: folder = None if srun else _log_to(o, a)
+    except ValueError as e: sys.exit(f"fastdist launch: {e}")
     logs = f'\nfastdist: logs in {folder}' if folder else ''
     if ':0' in o.env.get('PET_REDIRECTS', ':0'): print(f'fastdist: {o.summary}{logs}', file=sys.stderr, flush=True)
     if srun:
@@ -405,4 +425,4 @@ def main(args # Arguments after `fastdist launch`
         os.environ.update(secret_env()) # srun gives it to all launchers
         sys.stdout.flush()
         os.execvp('srun', o.command)
-    return _run_in(folder, not a.log_dir, o, startup)
+    return _run_in(folder, a.log_dir is None, o, startup)

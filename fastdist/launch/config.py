@@ -211,12 +211,19 @@ def _check_nodes(s, c):
     if (c.node_rank or 0) >= nodes: s.fault(('node_rank',), f"it goes from 0 to {nodes-1}, as nodes = {nodes}")
 
 # %% ../../nbs/launch/08_config.ipynb #efc50261
+def _no_folder(path):
+    "Why this is no folder to write to, nor can become one; `None` where it is, or can"
+    if path.exists() and not path.is_dir(): return "it is no folder"
+    there = next(o for o in (path.absolute(), *path.absolute().parents) if o.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK): return f"{there} is not a folder that can be written to"
+
 def _check_files(s, c):
     "Note files that cannot be written"
     u = urlparse(c.distributed_init_method)
     if c.distributed_world_size > 1 and u.scheme=='file' and not Path(u.path).parent.is_dir():
         s.fault(('distributed_init_method',), f"there is no folder {Path(u.path).parent}")
-    if c.resume is not None and Path(c.resume).exists() and not Path(c.resume).is_dir(): s.fault(('resume',), "it is no folder")
+    for k,o in (('resume',c.resume), ('log_dir',c.log_dir)):
+        if o is not None and (why := _no_folder(Path(o))): s.fault((k,), why)
     if 'resume_every' in s.values and c.resume is None: s.fault(('resume_every',), "there is no resume, the folder to save to")
     if c.save is None: return
     f = Path(c.save)

@@ -85,7 +85,7 @@ def _all(write, data):
     except OSError as e: return e
 
 def _forward(stays, file, data, screen):
-    "The `OSError` of a file that takes no more, as on a full disk: the screen goes on, for a worker would wait for a pipe that nobody reads"
+    "The `OSError` of a file that takes no more, as on a full disk; the screen goes on: nobody else reads from the worker, which would wait"
     res = _all(file.write, stays)
     _all(partial(os.write, screen), data) # nobody reads any more, as in `| head`; the file goes on
     return res
@@ -115,13 +115,14 @@ class Copy(threading.Thread):
             if e := _forward(stays, self.file, data if self.raw else stays, self.screen): self._tell(e)
             if ends: return
 
-    def _tell(self, e):
-        text = f"fastdist: {self.file.name} takes no more ({e.strerror}): what comes now is on the screen only"
-        # in a thread of its own, as stderr may be what this one reads
-        if not self.full: threading.Timer(0, print, [text], dict(file=sys.stderr, flush=True)).start()
-        self.full = True
-
 # %% ../../nbs/launch/02_logs.ipynb #6c710507
+@patch
+def _tell(self:Copy, e):
+    text = f"fastdist: {self.file.name} takes no more ({e.strerror}): what comes now is on the screen only"
+    # in a thread of its own, as stderr may be what this one reads
+    if not self.full: threading.Timer(0, print, [text], dict(file=sys.stderr, flush=True)).start()
+    self.full = True
+
 @patch
 def close(self:Copy):
     "Return when all is on the screen"

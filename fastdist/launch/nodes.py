@@ -128,6 +128,7 @@ def rendezvous(a, # Parsed arguments
         raise ValueError(f"--node-rank {rank}: {nodes} node(s) are numbered from 0; --nnodes is their number")
     # by default any free port, so that two jobs can run side by side
     if nodes==1: return dict(num_machines=1, main_process_port=0 if slurm else _first(port, 0))
+    if port==0: raise ValueError(f"port 0: {nodes} nodes need one that all of them know, such as --rdzv-endpoint {host or 'host1'}:29500")
     if not host: raise ValueError(
         f"--nnodes {nodes}: where is the rendezvous? Add --rdzv-endpoint HOST:29500 on each, with a name or address of one of them")
     changing = nodes > 1 and node_range(a) is not None

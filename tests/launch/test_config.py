@@ -105,6 +105,8 @@ FAULTS = [  # the config, words of the command line, and the beginnings of what 
     (f'{GOOD}\ndistributed_init_method = "tcp://n1"', [], ['c.toml:2: distributed_init_method = "tcp://n1": env://, tcp://host:port or file:///path']),
     (f'{GOOD}\ndistributed_init_method = "file:///no/such/folder/f"', ['distributed_world_size=2'], [
         'c.toml:2: distributed_init_method = "file:///no/such/folder/f": there is no folder /no/such/folder']),
+    (f'{GOOD}\nlog_dir = "c.toml"', ['resume=c.toml/ckpt'], [
+        'c.toml:2: log_dir = "c.toml": it is no folder', 'argument resume=c.toml/ckpt: /']),
     (f'{GOOD}\nsave = "no/l.pkl"', [], ['c.toml:2: save = "no/l.pkl": no is not a folder']),
     (f'{GOOD}\nstrategy = "dp"\ndistributed_world_size = 2', [], ['c.toml:2: strategy = "dp": it uses all GPUs from one process']),
     (f'{GOOD}\nseed = [\n -1,\n]\nepochs = 0', [], ['c.toml:2: seed = [-1]: an integer of at least 0', 'c.toml:5: epochs = 0']),

@@ -175,12 +175,19 @@ def test_config_file(tmp_path):
     (['no_such.py'], "there is no file 'no_such.py'"), (['-m', 'no_such_module.train'], "there is no module 'no_such_module.train'"),
     (['-n', 'two', 's.py'], "argument -n: invalid int value: 'two'"), (['-n', '0', 's.py'], '-n 0: at least 1 worker'), ([], ''),
     (['--nnodes', '2', 's.py'], 'Add --rdzv-endpoint HOST:29500'), (['--config_file', 'none.yaml', 's.py'], '--config_file none.yaml: there is no such file'),
-    (['-n', '2', '--use_deepspeed', '--use_fsdp', 's.py'], 'You can only use one of')])
+    (['-n', '2', '--use_deepspeed', '--use_fsdp', 's.py'], 'You can only use one of'),
+    (['-n', '2', '--max-restarts', '-1', 's.py'], '--max-restarts -1: it is at least 0'), (['-n', '2', '--tee', '9', 's.py'], '--tee 9: it is 1'),
+    (['-n', '2', '--log-dir', 's.py', 's.py'], '--log-dir s.py: it is a file: name a folder'), (['--log-dir', '', 's.py'], "--log-dir '': it is the name of a folder"),
+    (['-n', '2', '--log-dir', 's.py/logs', 's.py'], '--log-dir s.py/logs: Not a directory: name a folder'),
+    (['--nnodes', '2', '--rdzv-endpoint', 'n1:0', 's.py'], 'port 0: 2 nodes need one'), (['-n', '2', '-m', 's.py'], '-m s.py: it is a script')])
 def test_wrong_arguments(tmp_path, args, says):
-    script(tmp_path, '')
-    res = launched([*LAUNCH, *args], 60, cwd=tmp_path)
+    "At once, in one line, and nothing is run"
+    script(tmp_path, 'print("it runs")')
+    res = launched([*LAUNCH, *args], 60, cwd=tmp_path, env={'TMPDIR': str(tmp_path)})
     if not args: assert res.returncode == 0 and 'usage: fastdist launch' in res.stdout and '--dry-run' in res.stdout
-    else: assert res.returncode not in (0, None) and says in res.stderr.splitlines()[-1] and 'Traceback' not in res.stderr, res.stderr
+    else:
+        assert res.returncode not in (0, None) and says in res.stderr.splitlines()[-1] and 'Traceback' not in res.stderr, res.stderr
+        assert 'it runs' not in res.stdout and not list(tmp_path.glob('fastdist_*')), res
 
 
 def test_unknown_command(tmp_path):

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from fastai.basics import *
 from ...data.rng import rng_state
 from ...env import check_gpus
-from ..machine import n_cores, n_gpus, n_threads, plural, quiet_env, thread_env, why_cpu
+from ..machine import log_folder, n_cores, n_gpus, n_threads, plural, quiet_env, thread_env, why_cpu
 from .serialize import namespace, pack, rich_shell, unpack, why_not
 from .workers import NotebookWorkers
 from ..processes import torch_quiet
@@ -81,8 +81,7 @@ def _pack_call(func, args, kwargs, name):
 # %% ../../../nbs/launch/notebook/04_launcher.ipynb #92732eb9
 def _log_folder(log_dir, undo):
     "A folder for logs; a new one, where none was given, goes with the `ExitStack` undo, unless this process is killed"
-    folder = os.path.abspath(log_dir or new_folder())
-    os.makedirs(folder, 0o700, exist_ok=True)
+    folder = os.path.abspath(log_folder(new_folder() if log_dir is None else log_dir, 'log_dir'))
     if log_dir is None:
         keep(folder)
         undo.callback(shutil.rmtree, folder, ignore_errors=True)
