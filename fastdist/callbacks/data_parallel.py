@@ -17,6 +17,8 @@ def check_device_ids(device_ids # List of GPUs, by number or as `torch.device`, 
                     ):
     "Raise a `ValueError` if there is no such GPU"
     n = torch.cuda.device_count()
+    if device_ids is not None and not isinstance(device_ids, (list,tuple)): raise ValueError(
+        f"device_ids={device_ids!r} is not accepted: it is a list of GPUs, such as [0,1], or None for all of them")
     missing = [o for o in (device_ids or []) if (o if isinstance(o, int) else torch.device(o).index or 0) >= n]
     if missing: raise ValueError(
         f"device_ids={device_ids}: this machine has {n} GPU(s), so there is no {missing}; device_ids=None takes those that are there")

@@ -38,6 +38,7 @@ class Resume(Callback):
         default=False, # Does it give way to another `Resume` that the fit has?
     ):
         super().__init__()
+        if not isinstance(path, (str,os.PathLike)) or not os.fspath(path): refuse('path', path, "it is the folder of the checkpoints")
         if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1: refuse('keep', keep, "it is a number of checkpoints, 1 or more")
         if not isinstance(on_error, bool): refuse('on_error', on_error, "it is True or False")
         self.folder,self.keep,self.on_error,self.default = Path(path).absolute(),keep,on_error,default

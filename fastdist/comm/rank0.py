@@ -94,6 +94,10 @@ def _within(key):
     try: yield
     finally: _outer.reset(token)
 
+def _check_func(func, name):
+    if not callable(func): raise TypeError(f"rank {get_rank()}: {name} was given a {type(func).__name__}, and no function: "
+                                           f"it calls the function itself, as {name}(func, *args), and not {name}(func(*args))")
+
 # %% ../../nbs/comm/05_rank0.ipynb #3424bd07
 def check_outside(what, # All workers do together, in words
                  ):
@@ -111,6 +115,7 @@ def rank0_first(func, # Called in rank 0 first, and when it is done in all other
     """Result of `func(*args, **kwargs)`, which rank 0 has finished before the others start: for downloads.
     If it raises there, all others raise a `RemoteError` and do not call it"""
     if not isinstance(per_node, bool): raise ValueError(f"rank {get_rank()}: per_node={per_node!r} is not accepted: it is True or False")
+    _check_func(func, 'rank0_first')
     if get_world_size()==1: return func(*args, **kwargs)
     store,key = _next_call('first')
     first = f'node {get_node_rank()}' if per_node else 0
@@ -127,6 +132,7 @@ def rank0_read(func, # Called in rank 0 alone
               ):
     """Result of `func(*args, **kwargs)`, which rank 0 computes and all receive: anything that can be pickled.
     If it raises there, all others raise a `RemoteError`"""
+    _check_func(func, 'rank0_read')
     if get_world_size()==1: return func(*args, **kwargs)
     store,key = _next_call('read')
     with _within(key):

@@ -30,7 +30,8 @@ def _world_of(rank, world_size, split_batches, evaluate):
     if (rank is None) != (world_size is None):
         raise ValueError(f"rank={rank} and world_size={world_size}: pass both, or none of them to take those of this process")
     grouped = rank is None
-    rank,world_size = (get_rank(),get_world_size()) if grouped else map(operator.index, (rank,world_size))
+    try: rank,world_size = (get_rank(),get_world_size()) if grouped else map(operator.index, (rank,world_size))
+    except TypeError: raise TypeError(f"rank={rank!r} and world_size={world_size!r}: both are integers") from None
     check_rank(rank, world_size)
     if split_batches not in (None,False,True):
         raise ValueError(f"rank {rank}: split_batches={split_batches!r} must be True, False or None")

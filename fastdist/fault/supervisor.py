@@ -50,7 +50,7 @@ def check_watchdog(t # Seconds, a `timedelta`, or `None`
     try: secs = seconds(t)
     except ValueError: secs = 0
     if secs==0: raise ValueError(f"rank {get_rank()}: watchdog={t!r} is not accepted: "
-                                 "it is a number of seconds, or a timedelta, or None for no watchdog")
+                                 "it is a number of seconds up to 1e9, or a timedelta, or None for no watchdog")
     return secs
 
 # %% ../../nbs/fault/06_supervisor.ipynb #4d04c09d

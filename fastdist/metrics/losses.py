@@ -19,6 +19,7 @@ from ..comm.pack import tensors_in
 from ..data.partition import local_rows
 from ..data.rng import rng_state, set_rng_state
 from ..model.batchnorm import GlobalBatchNorm
+from ..world.errors import refuse
 from ..world.ranks import get_rank
 from ..world.state import current_world
 
@@ -97,6 +98,7 @@ class GlobalBatchLoss(GetAttr):
     all. In evaluation, and in one process, it is `loss_func` itself"""
     _default,loss_divisor = 'loss_func',None
     def __init__(self, loss_func): # Any loss function
+        if not callable(loss_func): refuse('loss_func', loss_func, "it is a loss function")
         self.loss_func = loss_func
 
     def __call__(self, pred, *yb, **kwargs):

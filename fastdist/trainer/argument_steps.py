@@ -34,7 +34,8 @@ def _checkpoint(self:ArgumentSteps):
     modules,fsdp = self.args['activation_checkpointing'],self.settings.fsdp
     if modules is False: modules = fsdp.activation_checkpointing
     if modules is False: return
-    self.undo.callback(checkpoint_activations(self.learn.model, modules, self.args['offload_to_cpu'] or fsdp.activation_offload))
+    self.undo.callback(checkpoint_activations(self.learn.model, modules, self.args['offload_to_cpu'] or fsdp.activation_offload,
+                                              'activation_checkpointing'))
 
 @patch
 def _compile(self:ArgumentSteps):

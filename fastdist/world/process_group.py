@@ -119,7 +119,7 @@ def shared_store(name:str, # Of the part of the store; the same in all ranks
 def world_store(timeout=None, # Seconds that the first call waits for all workers; by default 600
                ):
     "The `KeyValueStore` of all workers; of this process alone, where there is one. It needs no process group"
-    store,secret = shared_store('user', timeout),job_secret() # the job's, also after its process group
+    store,secret = shared_store('user', seconds(timeout)),job_secret() # the job's, also after its process group
     return KeyValueStore(store, get_rank(), lambda: secret)
 
 # %% ../../nbs/world/09_process_group.ipynb #b6152504
@@ -326,7 +326,10 @@ def setup_distrib(gpu=None, # Number of the GPU that this process uses; by defau
                  ):
     "Make the process group that the launcher asked for (gloo on the CPU, nccl on GPUs); returns `gpu`. A second call does nothing"
     if gpu is not None:
-        gpu,n = int(gpu),torch.cuda.device_count()
+        n = torch.cuda.device_count()
+        try: gpu = int(gpu)
+        except (TypeError,ValueError,OverflowError):
+            raise ValueError(f"rank {get_rank()}: gpu={gpu!r} is not accepted: it is the number of a GPU, from 0") from None
         if not 0 <= gpu < n: raise ValueError(f"rank {get_rank()}: gpu={gpu} does not exist, this machine has {n} GPU(s)")
         torch.cuda.set_device(gpu)
     init_group(timeout=timeout, gpu=gpu)
@@ -357,7 +360,9 @@ def call_main(main, # Called in each worker; it can be imported by name (a funct
              ):
     """Call `main` in every worker, which has a process group then; starts the workers of this node, where nobody has.
     Returns what `main` does, where it runs in this process. A process group that is there is used, and stays"""
-    if n is not None: check_rank(0, n)
+    if not callable(main): raise TypeError(f"main={main!r} is not accepted: it is a function, which every worker calls")
+    if n is not None and (isinstance(n, bool) or not isinstance(n, int) or n < 1):
+        raise ValueError(f"n={n!r} is not accepted: it is the number of workers that this machine starts, an integer from 1")
     if dist.is_initialized():
         if n not in (None, local := get_local_world_size()): raise ValueError(
             f"rank {get_rank()}: n={n} workers cannot be started: there is a process group already, "

@@ -103,6 +103,11 @@ def _check_alone():
     if tasks and tasks > 1: raise ValueError(
         f"SLURM_NTASKS={tasks} tasks were asked for, but this process was not started as one of them: type `srun python {script}`, "
         "or set SLURM_NTASKS=1 to train in one process")
+    for o in ('OMPI_COMM_WORLD_SIZE','PMI_SIZE'):
+        if (env_int(o) or 1) > 1: raise ValueError(
+            f"{o}={os.environ[o]}: MPI has started this process, and nobody has told it where the others are: start the script with "
+            "`torchrun` or `fastdist launch -n N`, give each process RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, "
+            f"or unset {o} to train in one process")
     if 'ACCELERATE_MIXED_PRECISION' not in os.environ or 'MASTER_PORT' not in os.environ: return
     try: launchers = psutil.Process().parent().environ()
     except (psutil.Error,AttributeError): launchers = {}
@@ -116,6 +121,7 @@ def _check_alone():
 def _explicit(url, rank, size, e):
     "From a URL that the user gave"
     try:
+        if not isinstance(url, str): raise ValueError('it is a text that begins with env://, tcp:// or file://')
         u = urlparse(url)
         query = {k:int(v[0]) for k,v in parse_qs(u.query).items() if k in ('rank','world_size')}
         port,host = u.port,u.scheme!='tcp' or is_host(u.hostname or '')

@@ -8,6 +8,7 @@ __all__ = ['seconds', 'wait_until', 'base_store', 'unset', 'KeyValueStore']
 # %% ../../nbs/world/05_store.ipynb #684a860a
 import io,pickle,time
 from datetime import timedelta
+from numbers import Integral,Real
 
 from fastcore.basics import patch
 from .ranks import get_rank
@@ -17,12 +18,12 @@ from .secret import Unpickler, agreed_secret, is_signed, sign
 def seconds(t, # A number of seconds, a `timedelta`, or `None`, which stays `None`
             what='timeout', # What it is, for the message
            ):
-    "`t` as a number of seconds; a `ValueError` names one that is no time"
+    "`t` as a number of seconds; a `ValueError` names one that is no time, or one of which torch, which counts nanoseconds, makes none"
     if t is None: return
     if isinstance(t, timedelta): t = t.total_seconds()
-    if isinstance(t, bool) or not isinstance(t, (int,float)) or not t>=0: raise ValueError(
-        f"rank {get_rank()}: {what}={t!r} is not accepted: it is a number of seconds, from 0, or a timedelta")
-    return t
+    if isinstance(t, bool) or not isinstance(t, Real) or not 0<=t<=1e9: raise ValueError(
+        f"rank {get_rank()}: {what}={t!r} is not accepted: it is a number of seconds, from 0 to 1e9, or a timedelta")
+    return int(t) if isinstance(t, Integral) else float(t) # NumPy's too
 
 # %% ../../nbs/world/05_store.ipynb #48c96c3f
 def wait_until(done, # Function without arguments; waiting ends when it returns something true, which is the result

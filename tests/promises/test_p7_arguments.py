@@ -407,3 +407,40 @@ def test_hidden_from_an_accelerator(monkeypatch):
         assert not {'ACCELERATE_USE_FSDP', 'ACCELERATE_DYNAMO_BACKEND'} & set(os.environ)
         raise KeyError
     assert dict(os.environ) == before
+
+
+WRONG = ['fail_together(float("inf")).__enter__()', 'fail_together(1e12).__enter__()', 'world_store(timeout="long")', 'setup_distrib(gpu="x")',
+         'distributed_init(init_method=3)', 'call_main(3)', 'call_main(len, n="2")', 'rank0_first(3)', 'rank0_read(3)',
+         'DistributedDL(dl, rank="0", world_size=2)', 'Resume(None)', 'Resume("")', 'GlobalBatchLoss(None)', 'train(watchdog=float("inf"))',
+         'train(watchdog=1e12)', 'train(activation_checkpointing="x")', 'parallel(0)']
+NAMES = ['watchdog=inf', 'watchdog=1000000000000.0', "timeout='long'", "gpu='x'", 'init_method=3', 'main=3', "n='2'", 'rank0_first was given a int',
+         'rank0_read was given a int', "rank='0' and world_size=2", 'path=None', "path=''", 'loss_func=None', 'watchdog=inf', 'watchdog=1000000000000.0',
+         "activation_checkpointing='x'", 'device_ids=0']
+
+
+def wrong_calls(calls):
+    "What each says; and that numbers of NumPy's are numbers, and a long time is one"
+    import numpy as np
+    from fastai.basics import DataLoader, DataLoaders, Learner, MSELossFlat
+    from fastdist.all import DistributedDL, GlobalBatchLoss, Resume
+    from fastdist.world import call_main, distributed_init, fail_together, rank0_first, rank0_read, setup_distrib, world_store
+    setup_distrib()
+    dl = DataLoader([(torch.ones(1), torch.ones(1))]*7, bs=3)
+
+    def learner(): return Learner(DataLoaders(dl, dl), nn.Sequential(nn.Linear(1, 1)), loss_func=MSELossFlat())
+    def train(**kwargs):
+        with (learn := learner()).distrib_ctx(**kwargs), learn.no_bar(), learn.no_logging(): learn.fit(1)
+    def parallel(ids):
+        with (learn := learner()).parallel_ctx(ids), learn.no_bar(), learn.no_logging(): learn.fit(1)
+    for o in np.int64(60), np.float32(60), 1e9: train(watchdog=o)
+    said = []
+    for o in calls:
+        try: said.append(repr(eval(o, {**globals(), **locals()})))
+        except (TypeError, ValueError) as e: said.append(str(e))
+    return said
+
+
+def test_wrong_calls(world2):
+    "Each names the argument and the value in all workers, none of which waits for another"
+    for said in world2(wrong_calls, WRONG):
+        for text, name in zip(said, NAMES, strict=True): assert name in text and len(text) > len(name) + 15, (name, text)

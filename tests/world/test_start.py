@@ -209,7 +209,9 @@ def test_somebody_else_is_there():
     (dict(RANK='0', WORLD_SIZE='2', MASTER_ADDR='127.0.0.1', MASTER_PORT='70000'), "MASTER_PORT='70000'"),
     (dict(RANK='0', WORLD_SIZE='2', MASTER_ADDR='[::1', MASTER_PORT='29500'), "MASTER_ADDR='[::1'"),
     (dict(SLURM_JOB_ID='x', SLURM_PROCID='0', SLURM_NTASKS='2', SLURM_JOB_NODELIST='localhost'), "SLURM_JOB_ID='x'"),
-    (dict(SLURM_JOB_ID='1', SLURM_PROCID='0', SLURM_NTASKS='2', SLURM_JOB_NODELIST='$('), "SLURM_JOB_NODELIST='$('")])
+    (dict(SLURM_JOB_ID='1', SLURM_PROCID='0', SLURM_NTASKS='2', SLURM_JOB_NODELIST='$('), "SLURM_JOB_NODELIST='$('"),
+    (dict(OMPI_COMM_WORLD_SIZE='2', OMPI_COMM_WORLD_RANK='1'), 'OMPI_COMM_WORLD_SIZE=2: MPI has started this process'),
+    (dict(PMI_SIZE='2', PMI_RANK='1'), 'PMI_SIZE=2: MPI has started this process')])
 def test_wrong_variables(env, says):
     "None of them trains alone, or waits for anybody"
     name, text, _ = started(lambda: me(), [env])[0]
