@@ -6,7 +6,7 @@
 __all__ = ['commands', 'usage', 'main']
 
 # %% ../nbs/launch/10_main.ipynb #2381228f
-import sys
+import os,signal,sys
 from importlib import import_module
 
 from . import __version__
@@ -33,7 +33,12 @@ def main(args=None # Command line, without the name of the program
     if command not in commands:
         from fastdist.launch.machine import nearest
         sys.exit(f"fastdist: there is no command {command!r}: {nearest(command, list(commands))}\n\n{usage}")
-    sys.exit(import_module(f'fastdist.{commands[command][0]}').main(rest))
+    try: status = import_module(f'fastdist.{commands[command][0]}').main(rest)
+    except BrokenPipeError: # nobody reads any more, as in `| head`
+        if command in ('launch','train'): raise # it may be another pipe's: of a loader, of a store
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1) # for what is still to be flushed
+        status = 128+signal.SIGPIPE
+    sys.exit(status)
 
 # %% ../nbs/launch/10_main.ipynb #c1fbab82
 if __name__=='__main__': main()

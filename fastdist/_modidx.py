@@ -2067,6 +2067,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                                   'fastdist/launch/notebook/workers.py'),
                                                   'fastdist.launch.notebook.workers.NotebookWorkers.start': ( 'launch/notebook/workers.html#notebookworkers.start',
                                                                                                               'fastdist/launch/notebook/workers.py'),
+                                                  'fastdist.launch.notebook.workers.NotebookWorkers.where': ( 'launch/notebook/workers.html#notebookworkers.where',
+                                                                                                              'fastdist/launch/notebook/workers.py'),
                                                   'fastdist.launch.notebook.workers._Logs': ( 'launch/notebook/workers.html#_logs',
                                                                                               'fastdist/launch/notebook/workers.py'),
                                                   'fastdist.launch.notebook.workers._Logs.reify': ( 'launch/notebook/workers.html#_logs.reify',

@@ -69,6 +69,12 @@ def test_one_worker(tmp_path):
     assert faults(res) == [] and 'one worker, so there is nothing to measure' in table(res) and list(tmp_path.iterdir()) == []
 
 
+def test_nobody_reads():
+    "As with `| head -1`: without a traceback, and no worker is left"
+    res = launched(['bash', '-c', f'{sys.executable} -m fastdist check -n 2 | head -1'], 100)
+    assert res.stdout.startswith('machine') and 'Traceback' not in res.stderr and not res.left, res
+
+
 def test_wrong_interface():
     res = check('-n', '2', env={'GLOO_SOCKET_IFNAME': 'nope0'})
     found, = faults(res)

@@ -93,7 +93,7 @@ def run(self:NotebookWorkers, setup, # As of `begin`
         finally:
             if not self.is_idle(): self.close()
     if self.failures or self.result is not None and self.result.is_failed(): raise self.error()
-    if self.value is None: raise _error(f"rank 0 of {self.n} ended before the function returned (os._exit?)", 0)
+    if self.value is None: raise _error(f"rank 0 of {self.n} ended before the function returned (os._exit?){self.where()}", 0)
     return self.value
 
 # %% ../../../nbs/launch/notebook/03_workers.ipynb #69fef839
@@ -262,21 +262,24 @@ def recorded(self:NotebookWorkers):
 
 # %% ../../../nbs/launch/notebook/03_workers.ipynb #697d55e7
 @patch
+def where(self:NotebookWorkers): return f"\n(What the workers have printed is in {self.log_dir})"
+
+@patch
 def error(self:NotebookWorkers):
     "What is raised in the notebook"
     own = [f for r,f in self.failures if f.rank==r]
     f = first(own or [f for _,f in self.failures])
     f = self.record_of(f) if f is not None else self.recorded()
-    logs = f"\n(What the workers have printed is in {self.log_dir})"
     if f is None:
         when = lambda o: (self.ended.get(o[0], float('inf')), o[1].exitcode==-signal.SIGTERM, o[0])
         r,p = min(self.result.failures.items(), key=when)
         how = f"was killed by signal {-p.exitcode}" if p.exitcode < 0 else f"ended with exit status {p.exitcode}"
         if p.exitcode==-signal.SIGKILL: how += " (out of memory?)"
         text = _tail(f'{self.log_dir}/rank{r}.err.log')
-        return _error(f"rank {r} of {self.n} {how}, without a traceback{text and '. The last that it has written is:'}{text}{logs}", r)
+        last = text and f'. The last that it has written is:{text}'
+        return _error(f"rank {r} of {self.n} {how}, without a traceback{last}{self.where()}", r)
     who = 'the workers' if f.rank is None else f'rank {f.rank} of {self.n}'
-    res = _error(f"{who} failed:\n{_short_traceback(f.traceback or f.text).rstrip()}{logs}", failure=f)
+    res = _error(f"{who} failed:\n{_short_traceback(f.traceback or f.text).rstrip()}{self.where()}", failure=f)
     res.__cause__ = f.exception()
     return res
 
