@@ -20,7 +20,7 @@ from ..comm.pack import tensors_in
 from .fastai_patches import trainer_of
 from ..comm.call import same_text
 from ..comm.objects import all_gather_list
-from ..world.ranks import get_rank
+from ..world.ranks import get_rank, whole_number
 
 # %% ../../nbs/callbacks/06_compression.ipynb #fb7a0006
 def _joined(cb, cls, strategies, **args):
@@ -108,8 +108,8 @@ class LocalSGD(Callback):
                 ):
         super().__init__()
         for k,v,least in (('every',every,1),('warmup',warmup,0)):
-            if isinstance(v, bool) or not isinstance(v, int) or v < least: refuse(k, v, f"it is a number of steps, {least} or more")
-        self.every,self.warmup,self.trainer = every,warmup,None
+            if whole_number(v, least) is None: refuse(k, v, f"it is a number of steps, {least} or more")
+        self.every,self.warmup,self.trainer = int(every),int(warmup),None
         self.n,self.apart,self.trained = 0,False,[] # steps of this fit; have weights changed since they were averaged?; which of them
 
     def steps_alone(self):

@@ -13,6 +13,7 @@ from fastai.basics import *
 from fastai.callback.fp16 import MixedPrecision
 from torch.nn.modules.batchnorm import _NormBase
 from ..world.errors import refuse
+from ..world.ranks import whole_number
 from ..comm.call import same_text
 from ..comm.objects import all_gather_list
 from ..comm.pack import as_bytes
@@ -119,11 +120,10 @@ class DivergenceCheck(Callback):
                  buffers=True, # Compare buffers?
                 ):
         super().__init__()
-        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-            refuse('every', every, "it is a number of steps, 1 to check each of them")
+        if (n := whole_number(every)) is None: refuse('every', every, "it is a number of steps, 1 to check each of them")
         if not isinstance(buffers, bool):
             refuse('buffers', buffers, "it is True or False; for some of them, call check_same in a callback of your own")
-        self.every,self.buffers,self.n = every,buffers,0
+        self.every,self.buffers,self.n = n,buffers,0
 
 # %% ../../nbs/callbacks/07_divergence.ipynb #ddd63ca1
 @patch

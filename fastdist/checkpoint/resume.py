@@ -23,7 +23,7 @@ from ..fault.connections import of_group
 from ..fault.same_call import gone_on
 from ..fault.stop import StopSignals, stop_together
 from ..world.errors import RemoteError, refuse
-from ..world.ranks import get_rank, get_world_size
+from ..world.ranks import get_rank, get_world_size, whole_number
 
 # %% ../../nbs/checkpoint/09_resume.ipynb #071cbecf
 class Resume(Callback):
@@ -39,9 +39,9 @@ class Resume(Callback):
     ):
         super().__init__()
         if not isinstance(path, (str,os.PathLike)) or not os.fspath(path): refuse('path', path, "it is the folder of the checkpoints")
-        if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1: refuse('keep', keep, "it is a number of checkpoints, 1 or more")
+        if (keep_n := whole_number(keep)) is None: refuse('keep', keep, "it is a number of checkpoints, 1 or more")
         if not isinstance(on_error, bool): refuse('on_error', on_error, "it is True or False")
-        self.folder,self.keep,self.on_error,self.default = Path(path).absolute(),keep,on_error,default
+        self.folder,self.keep,self.on_error,self.default = Path(path).absolute(),keep_n,on_error,default
         self.signals = StopSignals(partial(self.request, stop=True), status)
         self.unit,self.every,self.shared = *every_of(every),None
         self.active,self.asked,self.step,self.found,self.wrapped,self.warned,self.in_batch = False,0,0,None,{},set(),False

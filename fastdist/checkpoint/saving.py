@@ -15,6 +15,7 @@ from .. import __version__
 from .folder import Draft, checkpoints, delete_old
 from ..notices import notice
 from ..world.errors import refuse
+from ..world.ranks import whole_number
 
 # %% ../../nbs/checkpoint/06_saving.ipynb #bfbb6fd7
 _units = dict(s=1, m=60, h=3600)
@@ -23,7 +24,7 @@ def every_of(every # As `Resume` takes it
             ):
     "(Its unit: 'steps', 'seconds' or 'epochs'; how many)"
     if every is None: return 'epochs',1
-    if isinstance(every, int) and not isinstance(every, bool) and every > 0: return 'steps',every
+    if n := whole_number(every): return 'steps',n
     m = re.fullmatch(r'\s*(\d+(?:\.\d+)?)\s*(s|m|h|steps?|epochs?)\s*', every) if isinstance(every, str) else None
     if m is None or not float(m[1]): refuse('every', every, "it is a number of steps (200), a time ('30s', '10m', '2h'), or '1 epoch'")
     if m[2] in _units: return 'seconds',float(m[1])*_units[m[2]]

@@ -21,7 +21,7 @@ from ..world.errors import refuse
 from ..comm.call import first_other, same_text
 from ..comm.objects import all_gather_list
 from ..strategy.select import check_ddp
-from ..world.ranks import get_rank, get_world_size
+from ..world.ranks import get_rank, get_world_size, whole_number
 
 # %% ../../nbs/trainer/01_args.ipynb #433c2953
 _fastai_owns = dict(
@@ -104,9 +104,8 @@ def _check_accumulation(given # The arguments given
         if env in ('','1'): return
         try: steps = int(env)
         except ValueError: no('steps', env, "the launcher (ACCELERATE_GRADIENT_ACCUMULATION_STEPS) has to say a number")
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        no('steps', steps, "it is the number of batches to a step: an integer from 1")
-    return plugin or GradientAccumulationPlugin(num_steps=steps)
+    if (n := whole_number(steps)) is None: no('steps', steps, "it is the number of batches to a step: an integer from 1")
+    return plugin or GradientAccumulationPlugin(num_steps=n)
 
 # %% ../../nbs/trainer/01_args.ipynb #decb076f
 def _check_loading(config, # `DataLoaderConfiguration` or `None`

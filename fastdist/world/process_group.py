@@ -22,7 +22,7 @@ from ..notices import notice
 from .backends import end_groups
 from .state import World, current_world, enter_world
 from .ranks import accelerate_state, check_rank, get_device, get_local_world_size, get_rank, get_world_size, other_accelerator
-from .ranks import ranks_on_hosts, use_cpu
+from .ranks import ranks_on_hosts, use_cpu, whole_number
 from .private import clear_left, new_folder, own_sockets
 from .secret import agreed_secret, given_secret, secret_env
 from .loopback import loopback_env
@@ -361,8 +361,8 @@ def call_main(main, # Called in each worker; it can be imported by name (a funct
     """Call `main` in every worker, which has a process group then; starts the workers of this node, where nobody has.
     Returns what `main` does, where it runs in this process. A process group that is there is used, and stays"""
     if not callable(main): raise TypeError(f"main={main!r} is not accepted: it is a function, which every worker calls")
-    if n is not None and (isinstance(n, bool) or not isinstance(n, int) or n < 1):
-        raise ValueError(f"n={n!r} is not accepted: it is the number of workers that this machine starts, an integer from 1")
+    if n is not None and (n := whole_number(given := n)) is None:
+        raise ValueError(f"n={given!r} is not accepted: it is the number of workers that this machine starts, an integer from 1")
     if dist.is_initialized():
         if n not in (None, local := get_local_world_size()): raise ValueError(
             f"rank {get_rank()}: n={n} workers cannot be started: there is a process group already, "

@@ -418,21 +418,23 @@ NAMES = ['watchdog=inf', 'watchdog=1000000000000.0', "timeout='long'", "gpu='x'"
          "activation_checkpointing='x'", 'device_ids=0']
 
 
-def wrong_calls(calls):
+def wrong_calls(calls, folder):
     "What each says; and that numbers of NumPy's are numbers, and a long time is one"
     import numpy as np
     from fastai.basics import DataLoader, DataLoaders, Learner, MSELossFlat
-    from fastdist.all import DistributedDL, GlobalBatchLoss, Resume
+    from fastdist.all import DistributedDL, DivergenceCheck, GlobalBatchLoss, LocalSGD, Resume
     from fastdist.world import call_main, distributed_init, fail_together, rank0_first, rank0_read, setup_distrib, world_store
     setup_distrib()
     dl = DataLoader([(torch.ones(1), torch.ones(1))]*7, bs=3)
 
     def learner(): return Learner(DataLoaders(dl, dl), nn.Sequential(nn.Linear(1, 1)), loss_func=MSELossFlat())
-    def train(**kwargs):
-        with (learn := learner()).distrib_ctx(**kwargs), learn.no_bar(), learn.no_logging(): learn.fit(1)
+    def train(cbs=None, **kwargs):
+        with (learn := learner()).distrib_ctx(**kwargs), learn.no_bar(), learn.no_logging(): learn.fit(1, cbs=cbs)
     def parallel(ids):
         with (learn := learner()).parallel_ctx(ids), learn.no_bar(), learn.no_logging(): learn.fit(1)
     for o in np.int64(60), np.float32(60), 1e9: train(watchdog=o)
+    train(gradient_accumulation_steps=np.int64(2))
+    for o in DivergenceCheck(np.int64(2)), LocalSGD(np.int64(2), np.int32(1)), Resume(folder, every=np.int64(2), keep=np.int64(1)): train(cbs=o)
     said = []
     for o in calls:
         try: said.append(repr(eval(o, {**globals(), **locals()})))
@@ -440,7 +442,7 @@ def wrong_calls(calls):
     return said
 
 
-def test_wrong_calls(world2):
+def test_wrong_calls(world2, tmp_path):
     "Each names the argument and the value in all workers, none of which waits for another"
-    for said in world2(wrong_calls, WRONG):
+    for said in world2(wrong_calls, WRONG, str(tmp_path/'ckpt')):
         for text, name in zip(said, NAMES, strict=True): assert name in text and len(text) > len(name) + 15, (name, text)

@@ -8,6 +8,7 @@ __all__ = ['end_workers', 'launch_in_notebook']
 # %% ../../../nbs/launch/notebook/04_launcher.ipynb #ba45cc7d
 import atexit,linecache,os,shutil,sys
 from contextlib import ExitStack
+from numbers import Integral
 from types import ModuleType
 
 import torch.distributed as dist
@@ -28,8 +29,8 @@ from ...world.ranks import from_env
 def _n_workers(n, gpus):
     "How many workers are to be started; an error if it cannot be"
     if n is None: return max(1, gpus)
-    if isinstance(n, bool) or not isinstance(n, int): raise TypeError(f"n={n!r}: the number of workers is an integer")
-    if n < 1: raise ValueError(f"n={n}: at least 1 worker is needed")
+    if isinstance(n, bool) or not isinstance(n, Integral): raise TypeError(f"n={n!r}: the number of workers is an integer")
+    if (n := int(n)) < 1: raise ValueError(f"n={n}: at least 1 worker is needed")
     if gpus: check_gpus(n, gpus, "run os.environ['ACCELERATE_USE_CPU'] = 'true' before,", f'n={n}: ')
     return n
 

@@ -255,15 +255,15 @@ def record_of(self:NotebookWorkers, f):
     return res if res is not None and (res.pid,res.type)==(f.pid,f.type) else f
 
 @patch
+def where(self:NotebookWorkers): return f"\n(What the workers have printed is in {self.log_dir})"
+
+@patch
 def recorded(self:NotebookWorkers):
     "The first `Failure` in the error records of the workers, `None` if there is none: of one that was stopped, another has written it"
     found = [read_record(o.error_file_data) for o in (self.result.failures.values() if self.result is not None else ())]
     return min((o for o in found if o is not None), key=lambda o: o.time, default=None)
 
 # %% ../../../nbs/launch/notebook/03_workers.ipynb #697d55e7
-@patch
-def where(self:NotebookWorkers): return f"\n(What the workers have printed is in {self.log_dir})"
-
 @patch
 def error(self:NotebookWorkers):
     "What is raised in the notebook"
