@@ -97,6 +97,11 @@ def shuffled(self:Adapter):
 def set_shuffled(self:Adapter, o):
     "Put `o` back, which `shuffled` returned"
 
+@patch
+def indices(self:Adapter):
+    "Of an epoch that is drawn, as the loader has them"
+    return self.plan.order
+
 # %% ../../nbs/data/02_adapter.ipynb #90405ddc
 @patch
 def in_this_process(self:Adapter):

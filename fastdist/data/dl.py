@@ -227,7 +227,7 @@ def get_idxs(self:DistributedDL):
     if self._drawing is not None: return self._drawing
     if self._adapter.parts is not None: return self._adapter.target.get_idxs()
     self._draw(new=False)
-    return self._adapter.plan.order
+    return self._adapter.indices()
 
 @patch
 def new(self:DistributedDL,

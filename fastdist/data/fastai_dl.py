@@ -115,6 +115,7 @@ def _global_rows(self:FastaiAdapter):
     random.setstate(state)
     if res.n==0: raise ValueError(f"{self.nm}: the text is too short for {res.bs} streams side by side (bs={dl.bs} on each of "
                                   f"{self.world_size} workers): use a smaller bs, or split_batches=True")
+    res.items,res.lens,res.chunks = dl.items,dl.lens,dl.chunks # the same texts, shuffled from the order that they have there
     return res
 
 # %% ../../nbs/data/04_fastai_dl.ipynb #44ed0fe8
@@ -200,6 +201,7 @@ def order(self:FastaiAdapter, new, seeded):
         elif not dl.shuffle: order = range(dl.n)
         else: order = dl.get_idxs() if _own(dl, 'shuffle_fn') else dl.shuffle_fn(range(dl.n))
     finally: dl.bs = bs
+    if dl is not self.dl: self.dl.chunks = dl.chunks # of the texts as they are now
     if new: self.draw_seed()
     return order if isinstance(order, (list,range)) else list(order)
 
@@ -213,6 +215,11 @@ def shuffled(self:FastaiAdapter):
 def set_shuffled(self:FastaiAdapter, o):
     "Put the texts back in order `o`"
     set_text_order(self.source, o)
+
+@patch
+def indices(self:FastaiAdapter):
+    "Of an epoch, as the loader has them: streams of text, of which `source` has more side by side, are in order"
+    return self.plan.order if self.source is self.dl else range(self.dl.n)
 
 @patch
 def partition(self:FastaiAdapter, order, start):

@@ -229,11 +229,11 @@ class OfWords(nn.Module):
     def forward(self, p, y): return nn.functional.cross_entropy(p.flatten(0, 1), y.as_subclass(Tensor).flatten())
 
 
-def reads(folder, cbs=None, ctx=None):
+def reads(folder, cbs=None, ctx=None, bs=6):
     "Three epochs of a language model, whose loader shuffles the texts from the order that they had"
     folder.mkdir(parents=True, exist_ok=True)
     set_seed(7)
-    dls = DataLoaders(LMDataLoader(Corpus(7), bs=6, seq_len=4, shuffle=True), LMDataLoader(Corpus(5, 1), bs=6, seq_len=4))
+    dls = DataLoaders(LMDataLoader(Corpus(7), bs=bs, seq_len=4, shuffle=True), LMDataLoader(Corpus(5, 1), bs=6, seq_len=4))
     learn = quiet(Learner(dls, Words(), loss_func=OfWords(), opt_func=Adam, lr=.05, path=folder, metrics=accuracy, cbs=ModelResetter()))
     with contextlib.nullcontext() if ctx is None else learn.distrib_ctx(**ctx):
         learn.fit(1, cbs=cbs)
@@ -248,14 +248,16 @@ def test_a_language_model(tmp_path):
     for nm, o in zip(['with Resume', *names], others): assert not differ(plain, o), (nm, differ(plain, o).keys())
 
 
-def read_by_all(tmp_path):
+def read_by_all(tmp_path, split):
     import fastdist.all
-    (first, *others), names = each_checkpoint(partial(reads, ctx=ctx_of('ddp')), tmp_path, [1, 3, 4, 7, 9])
+    run = partial(reads, ctx=dict(ctx_of('ddp'), split_batches=split), bs=6 if split else 3)
+    (first, *others), names = each_checkpoint(run, tmp_path, [1, 3, 4, 7, 9])
     return [(nm, list(d)) for nm, o in zip(['with Resume', *names], others) if (d := differ(first, o))], names
 
 
-def test_a_language_model_of_two_workers(world2, tmp_path):
-    for bad, names in world2(read_by_all, tmp_path): assert not bad and len(names) == 5, (bad, names)
+@pytest.mark.parametrize('split', [True, False])
+def test_a_language_model_of_two_workers(world2, tmp_path, split):
+    for bad, names in world2(read_by_all, tmp_path, split): assert not bad and len(names) == 5, (bad, names)
 
 
 def test_an_error_of_the_loader_saves_what_was_whole(tmp_path):

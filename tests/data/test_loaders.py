@@ -29,7 +29,7 @@ def one():
     return f
 
 
-def flat(o): return [t for v in o for t in (flat(v) if isinstance(v, (list, tuple)) else [v])]
+def flat(o): return [t for v in o for t in (flat(v) if isinstance(v, (list, tuple, L)) else [v])]
 
 
 def check(a, m, tol):
@@ -68,6 +68,30 @@ def test_split_batches(worlds, one, name, size):
 def test_batches_of_their_own(worlds, one, name, size):
     "As one process with batches `world_size` times as large"
     check_all(worlds(size)(fitted, name, True, split=False), one(name, size), name)
+
+
+def texts_in_turn(distrib, k=1):
+    "A language model's fits, and an evaluation of its training set, each of which shuffles the texts from the order that they had"
+    set_seed(7)
+    learn, rows = KINDS['language_model'](k), []
+    def predicted(): return flat(learn.get_preds(ds_idx=0, act=noop))
+    if distrib: import fastdist.all
+    for _ in range(2):
+        with learn.distrib_ctx() if distrib else contextlib.nullcontext():
+            learn.fit(1)
+            learn.validate(ds_idx=0)
+            learn.fit(1)
+            rows.append(predicted())
+    rows.append(predicted())
+    return weights(learn), list(learn.dls.train.items.idxs), rows[1:]
+
+
+def test_texts_of_a_language_model_stay_in_order(world2):
+    "Between epochs and contexts, with batches of the workers' own as in one process with the large batch; and all rows are predicted"
+    want, order, _ = texts_in_turn(False, 2)
+    for got, mine, rows in world2(texts_in_turn, True):
+        assert mine == order and diff(want, got) < 1e-6
+        for a, b in zip(*rows, strict=True): assert diff(a, b) < 1e-6
 
 
 def noise(o=None): return torch.tensor([torch.rand(1).item(), np.random.rand(), random.random()])
