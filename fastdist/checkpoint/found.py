@@ -6,9 +6,12 @@
 __all__ = ['FoundFit', 'recorded']
 
 # %% ../../nbs/checkpoint/08_found.ipynb #d27197f1
+from contextlib import contextmanager
+
 from fastai.basics import *
 from .plain import attributes_of, set_attributes
 from .state import hidden_states, joined_metrics, put_rest, put_tensors, signature
+from ..data.rng import OtherLoader
 from ..world.ranks import get_rank, get_world_size
 
 # %% ../../nbs/checkpoint/08_found.ipynb #42360ef1
@@ -87,6 +90,16 @@ def put_recorded(self:FoundFit):
     set_attributes(rec, fits[self.number])
     if rec.values: self.learn.final_record = rec.values[-1]
 
+# %% ../../nbs/checkpoint/08_found.ipynb #790d0f13
+@patch
+@contextmanager
+def _other_loaders_told(self:FoundFit):
+    "What does not fit the loaders of the script is an error with the way out"
+    try: yield
+    except OtherLoader as e: raise ValueError(
+        f"rank {get_rank()}: {self.chosen.path} is of a script with another loader, or with other data: {e}. "
+        "Make the loaders as they were, or give this script a folder of its own") from e
+
 # %% ../../nbs/checkpoint/08_found.ipynb #65a5197a
 @patch
 def put_back(self:FoundFit):
@@ -97,7 +110,7 @@ def put_back(self:FoundFit):
     self.rest = rest = self.read_rest(get_rank() if self.same and many else 0)
     if not self.same and s['batch']: self._share_metrics(rest)
     put_tensors(self.learn, self.chosen, rest['opt'])
-    left = put_rest(self.learn, rest, self.same, self.but)
+    with self._other_loaders_told(): left = put_rest(self.learn, rest, self.same, self.but)
     if left and get_rank()==0: warnings.warn(f"{self.chosen.path} has the state of callbacks that this fit has not: {', '.join(left)}")
     if rest['buffers'] and not self.same: self.warn(
         f"{self.chosen.path}: each of {s['workers']} workers had its own running statistics, of its norm layers; rank 0's are taken")
@@ -112,10 +125,11 @@ def put_loader(self:FoundFit, dl # The training loader of the epoch, a `Distribu
     "All once more, as callbacks that begin an epoch clear it by `unfreeze`. Returns the number of the next batch, or `None` after the last"
     learn,s = self.learn,self.place
     put_tensors(learn, self.chosen, self.rest['opt'])
-    put_rest(learn, self.rest, self.same, self.but)
+    with self._other_loaders_told(): put_rest(learn, self.rest, self.same, self.but)
     loader,n = self.rest['loader'],len(dl)
     if loader is None: return
-    dl.load_state_dict(loader['state'], loader['streams'] if self.same else {**loader['streams'], 'own':[]})
+    streams = loader['streams'] if self.same else {**loader['streams'], 'own':[]}
+    with self._other_loaders_told(): dl.load_state_dict(loader['state'], streams)
     first = n-len(dl)
     if (first,n)!=(s['batch'],s['n_iter']): learn.pct_train = (learn.epoch+first/n)/learn.n_epoch
     return first

@@ -18,7 +18,7 @@ from .fastai_dl import FastaiAdapter
 from .loaders import SeveralAdapter, counts_of, n_batches, set_counts
 from .orders import compare_with_rank0, same_order, same_shuffled
 from .partition import join_shares
-from .rng import WorkerRandom, drawers, plain_state, seed_of, set_stream_states, shared_order, stream_states
+from .rng import OtherLoader, WorkerRandom, drawers, plain_state, seed_of, set_stream_states, shared_order, stream_states
 from .torch_dl import TorchAdapter, TorchDataLoader
 from ..comm.objects import all_gather_list
 from ..world.ranks import check_rank, get_rank, get_world_size
@@ -389,7 +389,7 @@ def load_state_dict(self:DistributedDL,
                    ):
     "Go on there at the next iteration, with the same global batches if a step is as large; a `ValueError` says what does not fit"
     if self._adapter.parts is not None: return self._adapter.load_state_dict(state)
-    for why in self._misfits(state): raise ValueError(f"{self._adapter.nm} cannot go on where the loader of this state was: {why}")
+    for why in self._misfits(state): raise OtherLoader(f"{self._adapter.nm} cannot go on where the loader of this state was: {why}")
     self._pending,self._streams = dict(state),streams
 
 @patch

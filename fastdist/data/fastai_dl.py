@@ -12,7 +12,7 @@ from fastai.data.load import DataLoader as FastaiDataLoader, SkipItemException, 
 from fastai.learner import _ConstantFunc
 from .adapter import Adapter, loader_ends_told
 from .partition import Counts, Partition, local_rows, shared_iter
-from .rng import WorkerRandom, begin_batch, order_generators, seed_of
+from .rng import OtherLoader, WorkerRandom, begin_batch, order_generators, seed_of
 from ..fault.monitor import loader_begins
 
 # %% ../../nbs/data/04_fastai_dl.ipynb #cad8c9d2
@@ -29,9 +29,12 @@ def text_order(dl # Any loader
 def set_text_order(dl, # Any loader
                    order # What `text_order` of one like it has returned
                   ):
-    "Put the texts back in that order"
-    for i,o in enumerate(order or ()): dl.items.idxs[i] = o # in the list that the lengths of the texts have, too
+    "Put the texts back in that order; an `OtherLoader` where it is that of more or fewer, which are shuffled"
+    n,had = len(dl.items.idxs) if reads_rows(dl) else 0,len(order or ())
+    if n!=had and dl.shuffle and had: raise OtherLoader(f"it had {had} texts, this one has {n}")
+    for i,o in enumerate(order if n==had and order else ()): dl.items.idxs[i] = o # in the list that the lengths of the texts have, too
 
+# %% ../../nbs/data/04_fastai_dl.ipynb #3dbbc736
 def _own(dl, *names):
     "Has `dl` one of these methods from elsewhere than fastai's `DataLoader`?"
     return any(o in vars(dl) or getattr(type(dl), o) is not getattr(FastaiDataLoader, o) for o in names)

@@ -19,7 +19,7 @@ from ..comm.call import same_text
 from ..comm.objects import all_gather_list
 from ..comm.pack import as_bytes
 from .adapter import Adapter
-from .rng import seed_of
+from .rng import OtherLoader, seed_of
 from .torch_dl import IterableDataset, TorchDataLoader
 from ..world.ranks import get_rank
 from ..world.state import current_world
@@ -231,6 +231,6 @@ def state_dict(self:SeveralAdapter):
 def load_state_dict(self:SeveralAdapter, state):
     "Its loaders go on there; raises a `ValueError` if `state` is that of another number of them"
     n,states = len(self.parts),state.get('loaders', ())
-    if len(states)!=n: raise ValueError(
+    if len(states)!=n: raise OtherLoader(
         f"{self.nm} has {n} loaders, and the state is that of {len(states)}: load what `state_dict` of the same kind of loader returned")
     for o,s in zip(self.parts, states): o.load_state_dict(s)

@@ -6,6 +6,7 @@ from fastai.callback.rnn import ModelResetter
 from fastai.callback.tracker import EarlyStoppingCallback, ReduceLROnPlateau, SaveModelCallback
 from fastai.losses import BaseLoss
 from fastai.text.data import LMDataLoader
+from torch.utils.data import DataLoader as TorchDL
 from loaders import Corpus
 from strategies import *
 
@@ -258,6 +259,38 @@ def read_by_all(tmp_path, split):
 @pytest.mark.parametrize('split', [True, False])
 def test_a_language_model_of_two_workers(world2, tmp_path, split):
     for bad, names in world2(read_by_all, tmp_path, split): assert not bad and len(names) == 5, (bad, names)
+
+
+def with_other_loaders(tmp_path):
+    "Errors of a run that goes on in the middle of the second epoch, with a loader of other samples, of another kind, or of fewer texts"
+    import fastdist.all
+    from fastdist.checkpoint.resume import Resume
+    class Stops(Callback):
+        def after_batch(self):
+            if self.training and self.epoch == 1 and self.iter == 2: raise OSError('the end')
+    def run(folder, train, *cbs):
+        set_seed(7)
+        words = isinstance(train, LMDataLoader)
+        model, loss = (Words(), OfWords()) if words else (nn.Linear(4, 3).double(), Double())
+        learn = quiet(Learner(DataLoaders(train, texts(5) if words else dl(9)), model, loss_func=loss, opt_func=SGD, path=tmp_path, cbs=list(cbs)))
+        with learn.distrib_ctx(split_batches=True, resume=Resume(tmp_path/folder, every=None if words else 2)): learn.fit(2)
+    def dl(n=22): return TfmdDL(Items(n), bs=4, shuffle=True, num_workers=0)
+    def texts(n): return LMDataLoader(Corpus(n), bs=6, seq_len=4, shuffle=True)
+    told = []
+    for folder, before, *others in (('a', dl(), dl(31), TorchDL(Items(22), batch_size=4, shuffle=True)), ('b', texts(7), texts(5), texts(9))):
+        with pytest.raises(OSError, match='the end'): run(folder, before, Stops())
+        for o in others:
+            with pytest.raises(ValueError) as e: run(folder, o)
+            told.append(str(e.value))
+        run(folder, before)
+    return told
+
+
+def test_other_loaders_are_told(world2, tmp_path):
+    "With what they differ in, and the way out; the run goes on with those that it had"
+    for told in world2(with_other_loaders, tmp_path):
+        assert all('give this script a folder of its own' in o and '/step-0000000' in o for o in told), told
+        for o, why in zip(told, ['it had 22 samples', 'states of random number generators do not fit', 'it had 7 texts, this one has 5', 'it had 7 texts, this one has 9'], strict=True): assert why in o, o
 
 
 def test_an_error_of_the_loader_saves_what_was_whole(tmp_path):
