@@ -11,7 +11,7 @@ import time
 from fastai.basics import *
 from ..callbacks.compression import GradientCompression, LocalSGD
 from ..callbacks.fastai_patches import trainer_of
-from .callbacks import not_put, not_saved, users_callbacks
+from .callbacks import not_made, not_put, not_saved, users_callbacks
 from .found import FoundFit, recorded
 from .plain import attributes_of
 from .saving import Saver, every_of
@@ -211,6 +211,14 @@ def _gradients_wait(self:Resume):
     if strategy is not None: strategy.average()
     return bool(self._agree(int(has_gradients(self.learn.opt))))
 
+# %% ../../nbs/checkpoint/09_resume.ipynb #cfa1f910
+@patch
+def _tell_unmade(self:Resume):
+    "Warn, at the first checkpoint that lacks it"
+    for nm,e in not_made(self.learn, [self]).items(): self._warn_once(
+        f"Resume saves nothing of {nm} yet: its state_dict raises {type(e).__name__} ({e}). If the callback makes that later in the fit, "
+        "it is saved from then on")
+
 # %% ../../nbs/checkpoint/09_resume.ipynb #6f9b30b7
 @patch
 def _save(self:Resume, epoch, batch, validated=False, ended=False, **place):
@@ -221,6 +229,7 @@ def _save(self:Resume, epoch, batch, validated=False, ended=False, **place):
     if dl is None and batch: epoch,batch = epoch,learn.n_iter
     tensors = take_tensors(learn, validated and self._gradients_wait()) # within an epoch it saves after a step
     rest = take_rest(learn, dl, [self], ended=ended, **place)
+    self._tell_unmade()
     if get_rank()==0: rest['fits'] = fits_left(self.folder)
     self.saver.start(self._summary(epoch, batch, validated, ended), tensors, rest)
     self.due,self.next_time = False,time.monotonic()+self.every

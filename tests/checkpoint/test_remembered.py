@@ -75,6 +75,63 @@ def test_what_a_callback_makes_no_more(tmp_path):
     assert got == [] and any('MakesOnce.mean' in o and 'in __init__' in o for o in said), said
 
 
+class OwnState(Averages):
+    "With a state of its own, which reads what an epoch makes"
+    def state_dict(self): return self.mean.state_dict()
+    def load_state_dict(self, d): self.mean.load_state_dict(d)
+
+
+class OwnAtFit(MadeAtFit):
+    "With a state of its own, which reads what the beginning of a fit makes"
+    def state_dict(self): return self.mean.state_dict()
+    def load_state_dict(self, d): self.mean.load_state_dict(d)
+
+
+@pytest.mark.parametrize('cb,ends,every', [(OwnState, [21], None), (OwnState, [15, 17], 1), (OwnAtFit, [9], 2), (OwnAtFit, [9, 15], 1)])
+def test_a_state_of_its_own_that_is_made_late(cb, ends, every, tmp_path):
+    "It is asked for when it is there, and put back when it is there again; what has none yet is told"
+    said = compare(tmp_path, lambda f: simple(f, cb()), means, ends, every)
+    assert not any('OwnAtFit' in o for o in said), said
+
+
+def own_at_fit(folder, at, strategy): return fitted(folder, lambda f: simple(f, OwnAtFit()), means, at, 2, strategy)
+
+
+def test_a_state_of_its_own_in_two_workers(world2, tmp_path):
+    want = world2(own_at_fit, tmp_path/'whole', None, 'ddp')
+    assert world2(own_at_fit, tmp_path/'part', 9, 'ddp') == [None]*2
+    for (_, *a), (said, *b) in zip(want, world2(own_at_fit, tmp_path/'part', None, 'ddp')): assert repr(a) == repr(b) and not said, said
+
+
+def several(folder, at=None):
+    "Two fits, of which the second ends at batch `at`"
+    import fastdist.all
+    from fastdist.checkpoint.resume import Resume
+    from_the_start()
+    learn = simple(folder, OwnAtFit())
+    learn.fit(2, cbs=Resume(folder/'ckpt'))
+    learn.add_cb(Ends(at))
+    try: learn.fit(2, cbs=Resume(folder/'ckpt', every=1, on_error=False))
+    except ZeroDivisionError: return
+    return {k: v.tolist() for k, v in weights(learn).items()}, means(learn)
+
+
+@pytest.mark.parametrize('at', [0, 7])
+def test_a_state_of_its_own_after_a_fit_that_has_ended(at, tmp_path):
+    "Nothing of that fit is made again, and the next one makes it"
+    want = several(tmp_path/'whole')
+    assert several(tmp_path/'part', at) is None
+    assert repr(several(tmp_path/'part')) == repr(want)
+
+
+def test_a_state_that_cannot_be_read(tmp_path):
+    "Is told, as nothing of it is saved"
+    class Wrong(OwnAtFit):
+        def state_dict(self): return self.means.state_dict()
+    said = fitted(tmp_path, lambda f: simple(f, Wrong()), means)[0]
+    assert any('Wrong' in o and 'AttributeError' in o and 'means' in o for o in said), said
+
+
 def test_a_fit_that_has_ended_makes_nothing(tmp_path):
     "It is said, and a later fit has it"
     def make(folder): return simple(folder, MadeAtFit())
