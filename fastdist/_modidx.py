@@ -103,6 +103,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                               'fastdist/callbacks/divergence.py')},
             'fastdist.callbacks.fastai_patches': { 'fastdist.callbacks.fastai_patches.BaseLoss.__call__': ( 'callbacks/fastai_patches.html#baseloss.__call__',
                                                                                                             'fastdist/callbacks/fastai_patches.py'),
+                                                   'fastdist.callbacks.fastai_patches.GradientAccumulation.__call__': ( 'callbacks/fastai_patches.html#gradientaccumulation.__call__',
+                                                                                                                        'fastdist/callbacks/fastai_patches.py'),
                                                    'fastdist.callbacks.fastai_patches.GradientAccumulation.after_loss': ( 'callbacks/fastai_patches.html#gradientaccumulation.after_loss',
                                                                                                                           'fastdist/callbacks/fastai_patches.py'),
                                                    'fastdist.callbacks.fastai_patches.GradientAccumulation.before_step': ( 'callbacks/fastai_patches.html#gradientaccumulation.before_step',

@@ -97,6 +97,15 @@ def trainer_of(learn # Any `Learner`, or `None`
     "The learner's `DistributedTrainer`, or `None`: fastai names callbacks after their class, and so does a subclass of it"
     return getattr(learn, '__dict__', {}).get('distributed_trainer') # by itself `getattr` would look for it in the model, too
 
+# %% ../../nbs/callbacks/00_fastai_patches.ipynb #4a6a0dbe
+_call = GradientAccumulation.__call__
+
+@patch
+def __call__(self:GradientAccumulation, event_name):
+    "fastai's; the samples of all workers count, from here on: a callback before this one may have cancelled the step"
+    if event_name=='before_step' and self.run: self.count += getattr(getattr(trainer_of(self.learn), 'step', None), 'others', 0)
+    return _call(self, event_name)
+
 # %% ../../nbs/callbacks/00_fastai_patches.ipynb #79c538c3
 def has_state(learn # Any `Learner`
              ):

@@ -38,6 +38,7 @@ class TrainingStep:
         self.apart,self.own,self.ratio = False,None,[] # does its mean divide by another number than that of samples? See `_weigh_apart`
         self.uneven = getattr(last, 'uneven', None) # have the shares of some batch before not added up to the samples dealt out?
         self.before,self.late,self.stops = getattr(last, 'late', None),None,False # see `_agreed`; has Ctrl-C ended the fit of all?
+        self.others = 0 # samples of the other workers, which `GradientAccumulation` has to count
         self.wished = 0 # what callbacks that have a method `wish` have asked for, added up over all workers: the same in all of them
         self.check = LossCheck(learn) if last is None else last.check
         GlobalBatchLoss.expect(self)
@@ -335,8 +336,9 @@ def ends_step(self:TrainingStep):
 @patch
 def count_rows(self:TrainingStep):
     "Before the step: let fastai's `GradientAccumulation` count the samples of all workers, and others go by the samples that are left"
-    for cb in (found := callbacks_of(self.learn, GradientAccumulation)): cb.count += self.rows-self.bs
-    if not found and not self.whole and self.sums is None: self._go_by_left()
+    found = callbacks_of(self.learn, GradientAccumulation)
+    if found: self.others = self.rows-self.bs
+    elif not self.whole and self.sums is None: self._go_by_left()
 
 @patch
 def _scale_left(self:TrainingStep, left):

@@ -187,6 +187,23 @@ def test_from_the_launcher(world2):
     assert all("gradient_accumulation_steps='two'" in o for o in world2(from_launcher, 'two'))
 
 
+class Skips(Callback):
+    "Cancels ahead of `GradientAccumulation`, which then counts nothing of the batch"
+    run_valid = False
+    def __init__(self, exc, at): self.exc, self.at = exc, at
+    def before_step(self):
+        if self.iter == self.at: raise self.exc()
+
+
+@pytest.mark.parametrize('exc', [CancelStepException, CancelBatchException])
+@pytest.mark.parametrize('n,bs,n_acc,at', [(17, 4, 9, 1), (23, 5, 8, 2), (11, 1, 3, 0)])
+def test_a_callback_cancels_before_it(world, exc, n, bs, n_acc, at):
+    kw = dict(n=n, cbs=lambda: [Skips(exc, at), GradientAccumulation(n_acc)])
+    want = fitted(None, bs, **kw)
+    assert diff(want, fitted(None, bs, n=n, cbs=partial(GradientAccumulation, n_acc))) > 1e-4
+    for w in world(fitted, True, bs, **kw): assert diff(want, w) < 2e-7
+
+
 def interrupted(how):
     "A fit that ends by an error in the middle of a step, and another in the next context"
     import fastdist.all
