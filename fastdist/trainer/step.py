@@ -38,6 +38,7 @@ class TrainingStep:
         self.apart,self.own,self.ratio = False,None,[] # does its mean divide by another number than that of samples? See `_weigh_apart`
         self.uneven = getattr(last, 'uneven', None) # have the shares of some batch before not added up to the samples dealt out?
         self.before,self.late,self.stops = getattr(last, 'late', None),None,False # see `_agreed`; has Ctrl-C ended the fit of all?
+        self.waiting = getattr(last, 'waiting', False) # do gradients of batches before wait for the step that this one is part of?
         self.others = 0 # samples of the other workers, which `GradientAccumulation` has to count
         self.wished = 0 # what callbacks that have a method `wish` have asked for, added up over all workers: the same in all of them
         self.check = LossCheck(learn) if last is None else last.check
@@ -60,9 +61,7 @@ def _sum_weights(self:TrainingStep):
     self.by_samples = div is None
     self.unread = self._stays_unread(div)
     if self.counts and not self.whole: self.n = self._left(kept, bs) if div is None else self._number(div)
-    # gradients that are accumulated cannot be corrected after the backward
-    late = self.uneven is False or not callbacks_of(self.learn, GradientAccumulation)
-    if div is None and self.total is not None and late: return
+    if div is None and self.total is not None and self._corrects_late(): return
     self.apart = not self.whole and (div is not None or kept is not None)
     self.sums = self._numbers(self.n, self.bs if self.counts else 0)
     self.summing = dist.all_reduce(self.sums, async_op=True)
@@ -74,6 +73,14 @@ def _left(self:TrainingStep, kept, bs):
     if on_gpu and not _has_parameters(self.learn.loss_func): return kept.to(self.device, torch.float64)*(self.samples/bs)
     if kept is None or on_gpu and self.uneven is False: kept = self.bs
     return self.samples*float(kept)/bs
+
+# %% ../../nbs/trainer/03_step.ipynb #0ef5c619
+@patch
+def _corrects_late(self:TrainingStep):
+    "May samples that are left out be seen to after the backward? Not once gradients of batches before are in the sum"
+    known = self.uneven is False
+    if callbacks_of(self.learn, GradientAccumulation): return known # it goes by the samples that it counts
+    return not self.waiting or known and not _is_on_cpu(self.device) or len(callbacks_of(self.learn, AccumulateSteps)) > 0
 
 # %% ../../nbs/trainer/03_step.ipynb #d424ecb9
 @patch
@@ -152,6 +159,7 @@ def note_loss(self:TrainingStep):
         self.has_loss = True
         self.check()
         self._begin_weighing()
+        self.waiting = True # until the optimizer has stepped, or a callback has cancelled that
     # a share may be of one row, and the batch not
     for cb in callbacks_of(self.learn, RNNRegularizer):
         h = cb.rnn.raw_out
@@ -187,7 +195,8 @@ def send_loss(self:TrainingStep, interrupted=False # Was Ctrl-C pressed in this 
     wish = sum(callback_results(self.learn, 'wish'))
     # what metrics read of the loss function; that of a `GlobalBatchLoss` is of all samples
     self.parts = {} if self.whole else loss_parts(self.learn)
-    parts = [x for v in self.parts.values() for x in ((0.,0.) if v is None else (self._sum_of(v),self.n))] if self.parts else ()
+    parts = [x for v in self.parts.values() for x in ((0.,0.) if v is None else (self._sum_of(v),self.n))] if self.parts else []
+    if callbacks_of(self.learn, GradientAccumulation): parts.append(self.bs if self.counts else 0) # for `_rows_there`
     self.loss = self._numbers(self._loss_sum(), self.n, bool(interrupted), wish, self.samples, *parts)
     self.sent = dist.all_reduce(self.loss, async_op=True)
 
@@ -336,9 +345,15 @@ def ends_step(self:TrainingStep):
 @patch
 def count_rows(self:TrainingStep):
     "Before the step: let fastai's `GradientAccumulation` count the samples of all workers, and others go by the samples that are left"
-    found = callbacks_of(self.learn, GradientAccumulation)
-    if found: self.others = self.rows-self.bs
+    if callbacks_of(self.learn, GradientAccumulation): self.others = self._rows_there()-self.bs
     elif not self.whole and self.sums is None: self._go_by_left()
+
+@patch
+def _rows_there(self:TrainingStep):
+    "The rows of the global batch. Which a callback leaves out is in the message of the loss, at which nobody looks on a GPU"
+    if self.sums is not None or self.loss is None or self.loss.device.type!='cpu': return self.rows
+    self._wait()
+    return int(self.received[-1])
 
 @patch
 def _scale_left(self:TrainingStep, left):

@@ -353,7 +353,13 @@ def before_step(self:DistributedTrainer):
 @patch
 def after_step(self:DistributedTrainer):
     "What a worker draws for its part of the parameters is not what one process draws for all of them"
+    self.step.waiting = False
     self.step.check_draws(self.strategy)
+
+@patch
+def after_cancel_step(self:DistributedTrainer):
+    "No gradients wait for the next batch: fastai zeroes them now"
+    self.step.waiting = False
 
 # %% ../../nbs/trainer/09_trainer.ipynb #8415bd89
 @patch

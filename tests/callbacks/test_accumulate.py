@@ -204,6 +204,32 @@ def test_a_callback_cancels_before_it(world, exc, n, bs, n_acc, at):
     for w in world(fitted, True, bs, **kw): assert diff(want, w) < 2e-7
 
 
+class Loses(Callback):
+    "Leaves samples out, from the `first` batch on"
+    run_valid = False
+    def __init__(self, first): self.first = first
+    def before_batch(self):
+        if self.train_iter < self.first: return
+        keep = self.xb[0][:, 0] < .3
+        self.learn.xb, self.learn.yb = (self.xb[0][keep],), (self.yb[0][keep],)
+
+
+class EveryThird(Callback):
+    "Accumulates by itself"
+    run_valid = False
+    def before_step(self):
+        if self.train_iter % 3 != 2: raise CancelBatchException()
+
+
+@pytest.mark.parametrize('strategy', ['ddp', 'zero1', 'zero2', 'fsdp'])
+@pytest.mark.parametrize('first', [0, 2, 4])
+@pytest.mark.parametrize('cb', [EveryThird, partial(GradientAccumulation, 8)], ids=['own', 'fastai'])
+def test_samples_are_left_out(world, strategy, first, cb):
+    kw = dict(epochs=3, cbs=lambda: [Loses(first), cb()])
+    want = fitted(None, 5, **kw)
+    for w in world(fitted, True, 5, strategy=strategy, **kw): assert diff(want, w) < 2e-7
+
+
 def interrupted(how):
     "A fit that ends by an error in the middle of a step, and another in the next context"
     import fastdist.all
