@@ -242,4 +242,6 @@ def _add_hooks(self:ShardedGradients, trained):
     ps,self.empty = partition(ps, lambda p: p.numel() > 0)
     self.buckets,self.trained = buckets(ps),trained
     self.bucket_of = {p:i for i,b in enumerate(self.buckets) for p in b}
+    for p in self.model.parameters(): # frozen since it has got one, which all workers have alike: clipping takes no mixture
+        if not p.requires_grad and _is_new(p.grad): self.sums._done(p, self.rows_of.of(p.grad).clone())
     self.handles = [BeforeAdding([*ps,*self.empty], self._before), *(p.register_post_accumulate_grad_hook(self._after) for p in ps)]

@@ -169,6 +169,30 @@ def test_clip_by_value(world3, strategy):
     for m in world3(by_value, ctx_of(strategy)): assert diff(by_value(None), m) < 1e-7
 
 
+def frozen_before(ctx, clip, waits):
+    "Layers that have gradients of a fit outside of the context, which may wait for a step, and are frozen by then"
+    import fastdist.all
+    from contextlib import nullcontext
+    learn = quiet(learner(n=22, bs=5, opt=Adam, model=lambda: Scaled(False).double(), splitter=splitter, lr=0.05))
+    cbs = [GradientAccumulation(12)] if waits else []
+    learn.fit(1, cbs=cbs)
+    learn.freeze()
+    with nullcontext() if ctx is None else learn.distrib_ctx(**ctx):
+        learn.fit(1, cbs=[*cbs, clip])
+        learn.unfreeze()
+        learn.fit(1, cbs=[*cbs, clip])
+    return SimpleNamespace(weights=weights(learn), opt=state_of(learn.opt))
+
+
+@pytest.mark.parametrize('strategy', STRATEGIES)
+@pytest.mark.parametrize('clip', [GradientClip(0.01), GradientClip(0.01, float('inf'))], ids=['norm', 'largest'])
+def test_clip_where_layers_are_frozen(worlds, strategy, clip):
+    for waits in (False, True):
+        one = frozen_before(None, clip, waits)
+        for m in worlds(size_of((strategy, STRATEGIES), (waits, [False, True])))(frozen_before, ctx_of(strategy), clip, waits):
+            for k in ('weights', 'opt'): assert diff(getattr(one, k), getattr(m, k)) < TOL[k], (waits, k)
+
+
 def after_an_error(ctx, where, everywhere, slow=False):
     """The learner after an error in one worker, or in all: whole, plain, and ready to train in one process.
     `slow`: ending the connections of the old process group takes long"""
