@@ -3203,6 +3203,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                     'fastdist/trainer/learner.py'),
                                           'fastdist.trainer.learner._around': ( 'trainer/learner.html#_around',
                                                                                 'fastdist/trainer/learner.py'),
+                                          'fastdist.trainer.learner._as_if_exported': ( 'trainer/learner.html#_as_if_exported',
+                                                                                        'fastdist/trainer/learner.py'),
                                           'fastdist.trainer.learner._context': ( 'trainer/learner.html#_context',
                                                                                  'fastdist/trainer/learner.py'),
                                           'fastdist.trainer.learner._decisions': ( 'trainer/learner.html#_decisions',

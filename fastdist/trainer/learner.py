@@ -381,16 +381,29 @@ def _unsharded(trainer, what):
         trainer.note_parts()
 
 # %% ../../nbs/trainer/10_learner.ipynb #c95af5a9
-_learner_state,_export = Learner.__getstate__,Learner.export
+_learner_state = Learner.__getstate__
 
 @patch
 def __getstate__(self:Learner):
     state,trainer = _learner_state(self),trainer_of(self)
     return state if trainer is None else _users_state(trainer, state)
 
+# %% ../../nbs/trainer/10_learner.ipynb #43f5d651
+_export = Learner.export
+
+def _as_if_exported(learn):
+    "What fastai's `export` does to a learner, in the ranks that do not write: random numbers are drawn, and its optimizer is made anew"
+    learn._end_cleanup()
+    learn.dls.new_empty()
+    state = None if learn.opt is None else learn.opt.state_dict()
+    learn.create_opt()
+    if state is not None: learn.opt.load_state_dict(state)
+
 @patch
 @delegates(_export)
 def export(self:Learner, *args, **kwargs):
     "fastai's `export`; all workers have to call it in a context that shards"
     trainer = trainer_of(self)
-    with nullcontext() if trainer is None else _unsharded(trainer, 'learn.export'): return _export(self, *args, **kwargs)
+    with nullcontext() if trainer is None else _unsharded(trainer, 'learn.export'):
+        _export(self, *args, **kwargs)
+        if rank_distrib(): _as_if_exported(self)

@@ -118,6 +118,35 @@ def test_lr_find_with_batches_of_its_own(worlds):
             assert diff(found, found1) < 1e-6 and diff(losses, losses1) < 1e-5 and moved == 0 and diff(w, w1) < 1e-6
 
 
+def exported_folds(folder, distrib):
+    "Three folds, drawn as the script goes on; learners are exported before, in and after a context"
+    import fastdist.all
+    def part(idxs):
+        items = Items(24)
+        items.x, items.y = items.x[idxs], items.y[idxs]
+        return items
+    set_seed(3)
+    res = []
+    for _ in range(3):
+        idxs = random.sample(range(24), 24)
+        learn = quiet(learner(n=24, bs=5, opt=Adam, path=folder))
+        learn.dls = DataLoaders(TfmdDL(part(idxs[:17]), bs=5, shuffle=True), TfmdDL(part(idxs[17:]), bs=5))
+        learn.export('a.pkl')
+        for when in ('in', 'after'):
+            with in_ctx(learn, distrib, **SPLIT):
+                learn.fit(1)
+                if when == 'in': learn.export('a.pkl')
+            if when == 'after': learn.export('a.pkl')
+        res.append(weights(learn))
+    return res, [random.random(), float(np.random.rand()), float(torch.rand(1))]
+
+
+def test_exports_and_goes_on(world, tmp_path):
+    "Only rank 0 writes; what the others draw next, and their optimizers, are as rank 0's"
+    one, drawn = exported_folds(tmp_path, False)
+    for many, drawn1 in world(exported_folds, tmp_path, True): assert drawn1 == drawn and all(diff(a, b) < 1e-6 for a, b in zip(one, many))
+
+
 def save_load(folder):
     import fastdist.all
     learn = quiet(learner(n=22, bs=5, opt=Adam, path=folder))
