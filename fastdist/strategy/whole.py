@@ -95,10 +95,10 @@ def _cut(t, like):
 # %% ../../nbs/strategy/04_whole.ipynb #cecf431c
 def _dispatching():
     "`torch.tensor([p.norm()])` reads numbers with Python's part in operators turned off, of which a `DTensor`'s are made"
-    c = torch._C
+    c,key = torch._C,torch._C.DispatchKey
     excluded = c._dispatch_tls_local_exclude_set()
-    if not excluded.has(c.DispatchKey.Python): return nullcontext()
-    return c._ForceDispatchKeyGuard(c._dispatch_tls_local_include_set(), excluded.remove(c.DispatchKey.Python))
+    if not excluded.has(key.Python): return nullcontext()
+    return c._ForceDispatchKeyGuard(c._dispatch_tls_local_include_set(), excluded.remove(key.Python).remove(key.PythonTLSSnapshot))
 
 _read = 'item','tolist','numpy','__float__','__int__','__bool__','__format__'
 
