@@ -130,6 +130,9 @@ def _weigh_apart(self:TrainingStep):
     if self.counts and not isinstance(self.n, Tensor) and not self.n: # the mean over nothing is nan, and with it what is added
         learn.loss_grad = (sum(t.sum() for t in tensors_in(learn.pred) if t.requires_grad)*0.).to(learn.loss.dtype)
         learn.loss = learn.loss_grad.clone()
+    elif isinstance(self.n, Tensor): # at which nobody looks
+        learn.loss_grad = torch.where(self.n!=0, learn.loss_grad, 0.)
+        learn.loss = learn.loss_grad.clone()
     self.own = learn.loss
     def by_own(g): return (g*ratio[0]).to(g.dtype) if ratio else None
     if learn.loss_grad.requires_grad: learn.loss_grad.register_hook(by_own)
@@ -184,7 +187,7 @@ def _loss_sum(self:TrainingStep):
     k = torch.autograd.grad(loss.sum(), own, retain_graph=True, allow_unused=True)[0] if loss.requires_grad and own.requires_grad else None
     if k is not None: own = own*k # a callback has scaled it
     added = (loss-own).detach().double().mean()*(self.share_scale(added=True)/get_world_size()*self.batch_weight())
-    return self._sum_of(own) + (torch.where(self.n!=0, added, 0.) if isinstance(self.n, Tensor) else added)
+    return self._sum_of(own)+added
 
 # %% ../../nbs/trainer/03_step.ipynb #3264c896
 @patch
@@ -283,9 +286,12 @@ def _goes_unread(self:TrainingStep, scale):
 def _weigh_unread(self:TrainingStep, scale):
     "A share of nothing has gradients of zeros, whatever its loss: 0 times the mean over nothing is nan, and on a GPU nobody looks"
     learn,n = self.learn,self.n
+    added = self.apart and self.counts and self.bs # what callbacks add is a mean over its samples all the same
     preds = [t for t in tensors_in(learn.pred) if t.requires_grad]
-    def counted(g): return torch.where(n!=0, g, 0.) if isinstance(n, Tensor) else torch.zeros_like(g)
-    for t in preds if isinstance(n, Tensor) or n==0 else (): t.register_hook(counted)
+    def counted(g):
+        if not isinstance(n, Tensor): return torch.zeros_like(g)
+        return torch.where((n!=0) | ~g.isnan() if added else n!=0, g, 0.)
+    for t in preds if isinstance(n, Tensor) or n==0 and not added else (): t.register_hook(counted)
     # by a number of 64 bits, in the type of the loss
     if learn.loss_grad.requires_grad: learn.loss_grad = (learn.loss_grad*scale).to(learn.loss_grad.dtype)
     else: learn.loss_grad = sum(t.sum() for t in preds)*0.

@@ -91,6 +91,24 @@ CALLS = dict(
     metrics=lambda l: (setattr(l, 'metrics', [F1Score(average='macro'), Perplexity()]), l.fit(1), l.validate()), losses=lambda l: (l.fit(1), l.get_preds(with_loss=True, ds_idx=0)))
 
 
+class Adds(Callback):
+    def after_loss(self):
+        self.learn.loss_grad = self.learn.loss_grad+(added := .2*self.pred.abs().mean().float())
+        self.learn.loss = self.learn.loss+added.detach()
+
+
+def beside_labels(ctx=None, **kwargs):
+    import fastdist.all
+    learn = quiet(learner(n=20, n_val=7, bs=3, loss=Double(ignore_index=1), cbs=Adds(), **kwargs))
+    with contextlib.nullcontext() if ctx is None else learn.distrib_ctx(**ctx): learn.fit(2)
+    return report(learn, None)
+
+
+@pytest.mark.parametrize('strategy', ['ddp', 'fsdp'])
+def test_what_callbacks_add_where_no_label_of_a_share_counts(gpu_worlds, strategy):
+    for o in gpu_worlds(3)(beside_labels, ctx_of(strategy)): same(o, beside_labels())
+
+
 def called(strategy, path):
     "What users call, in a context or not: weights and losses after each, and the numbers that it returns"
     import fastdist.all
