@@ -8,7 +8,7 @@ __all__ = ['norms_of_shards', 'CopiedRows', 'refuse_change', 'whole_numbers']
 # %% ../../nbs/strategy/04_whole.ipynb #0e6b745d
 import hashlib
 from contextlib import contextmanager, nullcontext
-from functools import wraps
+from functools import cache, wraps
 
 import torch.distributed as dist
 from fastai.basics import *
@@ -147,6 +147,7 @@ def _ops(*names):
     found = ((getattr(torch.ops.aten, o),k) for nm in names for o in nm.split() for k in getattr(torch.ops.aten, o).overloads())
     return {getattr(o, k) for o,k in found if not any(a.is_out for a in getattr(o, k)._schema.arguments)}
 
+@cache
 def _random_ops():
     return _ops('normal_ uniform_ bernoulli_ bernoulli exponential_ log_normal_ cauchy_ geometric_ random_',
                 'rand_like randn_like randint_like')
@@ -171,8 +172,8 @@ def _by_whole(op, args, kwargs):
     whole = tree_map(partial(_whole, draw=draws), args[0])
     res = op(whole, *tree_map(_whole, args[1:]), **tree_map(_whole, kwargs))
     if not changes: return tree_map(lambda o: _cut(o, d), res)
-    local(d).copy_(local(_cut(whole, d)))
-    return d
+    if is_dtensor(args[0]): local(d).copy_(local(_cut(whole, d)))
+    return args[0]
 
 # %% ../../nbs/strategy/04_whole.ipynb #74bb7aa9
 def _norm(op, args, kwargs):
@@ -211,6 +212,7 @@ def _assign(self, where, to):
     whole[tree_map(_whole, where)] = _whole(to)
     local(self).copy_(local(_cut(whole, self)))
 
+@cache
 def _replaced():
     "Attributes of `DTensor`, and what its operators do"
     ops = {**dict.fromkeys(_random_ops()|_whole_ops(), _by_whole), **dict.fromkeys(_views(), _view),
