@@ -2770,6 +2770,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                              'fastdist/strategy/fully_shard.py'),
                                                'fastdist.strategy.fully_shard.groups_of': ( 'strategy/fully_shard.html#groups_of',
                                                                                             'fastdist/strategy/fully_shard.py'),
+                                               'fastdist.strategy.fully_shard.keep_in_place': ( 'strategy/fully_shard.html#keep_in_place',
+                                                                                                'fastdist/strategy/fully_shard.py'),
                                                'fastdist.strategy.fully_shard.put_params': ( 'strategy/fully_shard.html#put_params',
                                                                                              'fastdist/strategy/fully_shard.py'),
                                                'fastdist.strategy.fully_shard.put_values': ( 'strategy/fully_shard.html#put_values',

@@ -18,7 +18,7 @@ from ..comm.shards import local
 from ..model.blocks import units
 from .base import Strategy, check_trainable, unused_error
 from .backward import Backwards, BeforeAdding, average_grads, buckets
-from .fully_shard import attributes, groups_of, put_params, put_values, slots_of, take_off
+from .fully_shard import attributes, groups_of, keep_in_place, put_params, put_values, slots_of, take_off
 from .sharding import Rows, explain_shards, gather_group, gather_rows, gathered_at_once, mesh_of, shard_like
 from .sharded_opt import ShardedOptimizer, exchange_params
 from ..world.ranks import get_rank
@@ -158,6 +158,7 @@ def _shard_model(self:FullyShard):
         # the type of what the model returns is not that of what its parts return
         for m,group in zip(self.parts, self.groups): self._shard_unit(m, group, mp_policy=replace(policy, output_dtype=None), **kw)
         self._shard_unit(self.model, self.groups[-1], mp_policy=policy, **kw)
+        keep_in_place(self.model)
     except BaseException:
         take_off(before, attributes(self.model))
         put_params(self.slots)

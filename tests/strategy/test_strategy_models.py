@@ -297,6 +297,24 @@ def lstm(ctx, path):
     return result(learn)
 
 
+def as_cudnn(rnn):
+    "On a GPU all weights move into one buffer"
+    ws = [w for w in rnn._flat_weights if not hasattr(w, 'full_tensor')]
+    for w, o in zip(ws, torch.cat([w.detach().reshape(-1) for w in ws]).split([w.numel() for w in ws]) if ws else ()): w.data = o.view_as(w)
+
+
+@case
+def lstm_in_one_buffer(ctx, path):
+    was, nn.RNNBase.flatten_parameters = nn.RNNBase.flatten_parameters, as_cudnn
+    try:
+        learn = made(Recurrent, data(lambda g: torch.randn(6, 4, generator=g, dtype=torch.float64)))
+        with within(learn, ctx): learn.fit(2)
+        assert learn.model.rnn[0].flatten_parameters.__func__ is as_cudnn
+        learn.fit(1)
+        return result(learn)
+    finally: nn.RNNBase.flatten_parameters = was
+
+
 class Odd(nn.Module):
     "A parameter in three places, one with fewer rows than workers, numbers, a frozen layer, and buffers that the forward changes"
     def __init__(self):
