@@ -36,7 +36,8 @@ def keep_in_place(model # Any module
                  ):
     "Let the weights of recurrent layers stay where they are gathered: cuDNN copies them for each call"
     for m in model.modules():
-        if isinstance(m, nn.RNNBase) and 'flatten_parameters' not in vars(m): m.flatten_parameters = noop # fastai's `WeightDropout` does, too
+        # as fastai's `WeightDropout` does
+        if isinstance(m, nn.RNNBase) and 'flatten_parameters' not in vars(m): m.flatten_parameters = noop
 
 # %% ../../nbs/strategy/07_fully_shard.ipynb #58e73643
 def slots_of(model # Any module
