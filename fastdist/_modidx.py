@@ -2945,6 +2945,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                 'fastdist/strategy/whole.py'),
                                          'fastdist.strategy.whole._by_whole': ( 'strategy/whole.html#_by_whole',
                                                                                 'fastdist/strategy/whole.py'),
+                                         'fastdist.strategy.whole._cannot': ('strategy/whole.html#_cannot', 'fastdist/strategy/whole.py'),
                                          'fastdist.strategy.whole._cut': ('strategy/whole.html#_cut', 'fastdist/strategy/whole.py'),
                                          'fastdist.strategy.whole._dispatching': ( 'strategy/whole.html#_dispatching',
                                                                                    'fastdist/strategy/whole.py'),

@@ -232,3 +232,17 @@ def test_exact_or_an_error(worlds, size, strategy):
         for nm, o in found.items():
             if nm in errors: assert isinstance(o, str) and re.search(errors[nm], o, re.S), (nm, r, o)
             else: assert isinstance(o, tuple) and diff(ONE[nm][0], o[0]) < 1e-7 and diff(ONE[nm][1], o[1]) < 1e-6, (nm, r, o if isinstance(o, str) else diff(ONE[nm][0], o[0]))
+
+
+class OwnNumbers(Callback):
+    "Each worker's own, into rows that all have a part of"
+    order = 5
+    def before_step(self):
+        from fastdist.world import get_rank
+        self.model[2].weight.grad[0] = torch.full((7,), float(get_rank())).double()
+
+
+@pytest.mark.parametrize('strategy', ['zero2', 'fsdp'])
+def test_numbers_that_are_not_the_same_in_all_workers(worlds, strategy):
+    told = worlds(2)(trained_by, ctx_of(strategy), OwnNumbers())
+    assert all(re.search(rf'rank {r}: an assignment changes .* in shards by a tensor that is not the same in all workers: make it', o) for r, o in enumerate(told)), told
