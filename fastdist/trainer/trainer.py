@@ -25,7 +25,7 @@ from ..metrics.metrics import EpochTotals
 from ..model.batchnorm import GlobalBatchNorm, sync_batch_norm
 from ..model.foreach import Foreach
 from ..strategy.base import Strategy, check_values, inner_opt, same_everywhere, whole_model
-from ..strategy.select import check_apart, close_strategy, drop_strategy, make_strategy, open_strategy
+from ..strategy.select import close_strategy, drop_strategy, make_strategy, open_strategy
 from ..strategy.whole import norms_of_shards, whole_numbers
 from .argument_steps import ArgumentSteps
 from .args import accelerator_args, check_args, check_launch, check_own, check_precision, make_accelerator, not_default, same_args
@@ -98,7 +98,6 @@ def _drop_strategy(self:DistributedTrainer):
 def _choose(self:DistributedTrainer):
     "Choose the strategy; the model goes to the device as a whole, unless the strategy brings it there part by part"
     self.strategy = make_strategy(self.settings, self.learn, self.device)
-    check_apart(self.strategy, self.learn.model)
     if not self.strategy.moves: move_learner(self.learn, self.device)
 
 # %% ../../nbs/trainer/09_trainer.ipynb #b9718cfa
