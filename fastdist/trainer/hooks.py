@@ -111,15 +111,17 @@ def before_step(self:StrategyHooks):
 def after_batch(self:StrategyHooks):
     "Give the model back, where the forward was cancelled, and the metrics their state, where this batch does not count"
     self.fit_failed()
-    if not self.training: return
-    self.weigh_stats()
-    self.weigh_stats = noop # the next batch may be cancelled before its forward
-    self.trainer.step.restore_metrics()
+    if self.training: self.trainer.step.restore_metrics()
+
+# a callback that ends the pass in `after_batch` has been before this one
+StrategyHooks.after_cancel_train = StrategyHooks.after_cancel_epoch = StrategyHooks.after_cancel_fit = StrategyHooks.after_batch
 
 @patch
 def fit_failed(self:StrategyHooks, error=None # That ended the fit
               ):
     "No batch is expected any more: in a loop of a callback's own each local batch counts"
     self.strategy.after_batch()
+    self.weigh_stats()
+    self.weigh_stats = noop # the next batch may be cancelled before its forward
     GlobalBatchLoss.expect()
     GlobalBatchNorm.expect()

@@ -1,5 +1,5 @@
 "Models with a state of their own, over plain loaders: hidden states, statistics"
-import pytest
+import fastai.callback.core as core, pytest
 from fastai.callback.rnn import ModelResetter
 from learners import *
 import torch.nn.functional as F
@@ -79,9 +79,18 @@ class Stats(nn.Module):
         return self.out(x.relu())
 
 
-def stats(kind, distrib=True, n=22, bs=6, **ctx):
+class Ends(Callback):
+    "Ends the pass, the epoch or the fit after the third batch of an epoch, when the recorder has had it"
+    order = Recorder.order+1
+    def __init__(self, error): self.error = error
+    def after_batch(self):
+        if self.training and self.iter == 2: raise getattr(core, self.error)
+
+
+def stats(kind, distrib=True, n=22, bs=6, ends=None, **ctx):
     import fastdist.all
-    learn = quiet(learner(n=n, bs=bs, model=lambda: Stats(kind).double()))
+    learn = quiet(learner(n=n, bs=bs, model=lambda: Stats(kind).double(), metrics=accuracy, cbs=ends and Ends(ends)))
+    learn.recorder.train_metrics = True
     with warnings.catch_warnings(record=True) as seen, learn.distrib_ctx(split_batches=True, **ctx) if distrib else contextlib.nullcontext():
         warnings.simplefilter('always')
         for _ in range(2): learn.fit(1)
@@ -92,8 +101,10 @@ def stats_of(kinds, **kwargs): return [stats(k, **kw, **kwargs) for k, kw in kin
 
 
 def test_running_statistics(world):
-    "The last batch has 4 of 22 samples: 2 and 2, or 2, 1 and 1; one of 24 has as many as the others"
-    kinds = [('instance', {}), ('instance', dict(n=20)), ('spectral', {}), ('ema', dict(n=24))]
+    """The last batch has 4 of 22 samples: 2 and 2, or 2, 1 and 1; one of 24 has as many as the others. A callback ends it after one of 5,
+    or after the last one, of 1"""
+    ended = [('instance', dict(n=n, bs=5, ends=o)) for n in (20, 11) for o in ('CancelTrainException', 'CancelEpochException', 'CancelFitException')]
+    kinds = [('instance', {}), ('instance', dict(n=20)), ('spectral', {}), ('ema', dict(n=24)), *ended]
     for r, every in enumerate(world(stats_of, kinds)):
         for (k, _), a, b in zip(kinds, stats_of(kinds, distrib=False), every):
             assert diff(a[0], b[0]) < 2e-7 and diff(a[1], b[1]) < 1e-6, k
