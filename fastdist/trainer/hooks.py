@@ -107,6 +107,7 @@ def before_step(self:StrategyHooks):
         "leave both to it")
     if self.strategy.splits: self.trainer.step.note_draws()
 
+# %% ../../nbs/trainer/04_hooks.ipynb #4ce0bf1b
 @patch
 def after_batch(self:StrategyHooks):
     "Give the model back, where the forward was cancelled, and the metrics their state, where this batch does not count"
