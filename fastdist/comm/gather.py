@@ -76,8 +76,8 @@ class _RowBuffers:
 def _concat(ts, rounds, nbytes):
     "One tensor with the rows of the tensors of all workers, in turn"
     ts,at = [t.detach().as_subclass(Tensor) for t in ts],0
-    longest = max(map(max, rounds))
-    step = max(1, nbytes//max(1, longest*len(rounds[0])*ts[0][:1].nbytes))
+    longest,width = max(map(max, rounds)),ts[0].itemsize*math.prod(ts[0].shape[1:]) # the same in all workers, also where `ts[0]` is empty
+    step = max(1, nbytes//max(1, longest*len(rounds[0])*width))
     buffers = _RowBuffers(ts[0], longest*min(step, len(rounds)))
     res = ts[0].new_empty(sum(map(sum, rounds)), *ts[0].shape[1:])
     for i in range(0, len(rounds), step):
