@@ -12,6 +12,7 @@ from functools import wraps
 
 import torch, torch.distributed as dist, torch.nn.functional as F
 from ..world.state import current_world
+from ..world.backends import keep_timeout
 from ..world.ranks import check_rank, get_node_rank, get_rank, get_world_size, is_master
 from .pack import pack, unpack
 from .call import Call, OutOfStep, group_ranks, route, who_has
@@ -54,8 +55,8 @@ def from_rank0(o # What rank 0 sends; in other workers it does not matter
     "Rank 0's object, in all workers, which are at the same line: one message where it is small, and else two"
     if get_world_size()==1: return o
     to,first = route(torch.device('cpu'), None),is_master()
-    start,flat = pack(o) if first else (0,torch.empty(0, dtype=torch.uint8))
-    sizes = torch.tensor([start,len(flat)]).view(torch.uint8) # 16 bytes
+    start,flat = pack(o) if first else (0,torch.empty(0, dtype=torch.uint8, device='cpu'))
+    sizes = torch.tensor([start,len(flat)], device='cpu').view(torch.uint8) # 16 bytes
     head = F.pad(torch.cat([sizes,flat[:_small].cpu()]), (0,_small-min(_small, len(flat)))).to(to)
     dist.broadcast(head, 0)
     start,n = head[:16].cpu().view(torch.int64).tolist()
@@ -117,7 +118,8 @@ def _new_node_group():
     nodes = Call('node_group', None, lambda c: (get_node_rank(), None)).infos
     group,_ = dist.new_subgroups_by_enumeration([[r for r,o in enumerate(nodes) if o==n] for n in sorted(set(nodes))])
     # one that is through, and ends the group at once, would fail those that still connect
-    dist.all_reduce(torch.zeros(1), group=group)
+    dist.all_reduce(torch.zeros(1, device=route(torch.device('cpu'), group)), group=group)
+    keep_timeout()
     return weakref.ref(group) # one that is held outlives its end
 
 def node_group():

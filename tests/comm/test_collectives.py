@@ -668,6 +668,17 @@ def test_node_group(world3, ranks):
         assert members == every == again == members2 == want and cached and new
 
 
+def limit_of_nodes():
+    "How long the messages of a group that is made in `fail_together(None)` may take, in seconds"
+    talk, rank, n = start()
+    from fastdist.world import fail_together
+    with fail_together(watchdog=None): return talk.node_group()._get_backend(torch.device('cpu')).options._timeout.total_seconds()
+
+
+def test_node_group_waits_as_long_as_the_watchdog(world2):
+    for secs in world2(limit_of_nodes): assert secs > 1e6
+
+
 def test_node_group_of_one_process():
     import fastdist.comm.objects as talk
     assert talk.node_group() is None

@@ -565,6 +565,32 @@ def test_what_one_worker_gathers_makes_no_communicators(fake_gpu_worlds):
     assert all(o[1] == ['all_gather_single', 'gather', 'gather'] for o in got), got
 
 
+def own_nccl():
+    "A group of the script's own, that has nccl alone: of its nodes, and what rank 0 sends"
+    import torch.distributed as dist
+    from fastdist.comm.objects import from_rank0
+    from fastdist.world import get_rank, node_group
+    dist.init_process_group('nccl')
+    try: return dist.get_process_group_ranks(node_group()), from_rank0(get_rank())
+    finally: dist.destroy_process_group()
+
+
+def test_a_group_of_nccl_alone(fake_gpu_worlds): assert fake_gpu_worlds(2)(own_nccl) == [([0, 1], 0)]*2
+
+
+def from_rank0_by_default():
+    "What rank 0 sends, small and large, where tensors are made on the GPU by default"
+    from fastdist.comm.objects import from_rank0
+    from fastdist.world import get_rank, setup_distrib
+    setup_distrib()
+    torch.set_default_device(own_gpu())
+    try: return [from_rank0(o*(get_rank() == 0)) for o in ('x', 'x'*3000)]
+    finally: torch.set_default_device(None)
+
+
+def test_a_default_device(gpu_worlds): assert gpu_worlds(2)(from_rank0_by_default) == [['x', 'x'*3000]]*2
+
+
 def limits(watchdog, given=None):
     "How long nccl and gloo wait in a collective, in a context and after it"
     import fastdist.all, torch.distributed as dist
