@@ -26,9 +26,14 @@ def _put(store, key, kind, data=b'', most=2**22):
     for i,p in enumerate(parts): store.set(f'{key}/{i}', p)
     store.set(key, signed_json((kind,len(parts)), job_secret(), key))
 
-def _put_value(store, key, o):
-    data = pickle.dumps(o)
-    _put(store, key, 'value', sign(data, job_secret(), key)+data)
+def _name(func): return getattr(func, '__name__', repr(func))
+
+def _pickled(o, key, name):
+    "What function `name` has returned, with a signature; a `TypeError` where it cannot be pickled"
+    try: data = pickle.dumps(o)
+    except Exception as e: raise TypeError(
+        f"rank {get_rank()}: what {name} returned cannot be sent to the other workers: {e}") from e
+    return sign(data, job_secret(), key)+data
 
 def _put_failure(store, key, e):
     _put(store, key, 'failure', signed_json(asdict(Failure.of(e)), job_secret(), f'{key}/failure').encode())
@@ -50,17 +55,14 @@ def _ends(e):
 # %% ../../nbs/comm/05_rank0.ipynb #130a3e52
 def _lead(func, args, kwargs, store, key, send):
     "In the worker that is first: call `func`, and write what it has returned, or raised"
-    try: res = func(*args, **kwargs)
+    try:
+        res = func(*args, **kwargs)
+        data = _pickled(res, key, _name(func)) if send else b''
     except BaseException as e:
         _put_failure(store, key, e)
         _ends(e)
         raise
-    try: _put_value(store, key, res) if send else _put(store, key, 'done')
-    except Exception as e: # it cannot be pickled
-        name = getattr(func, '__name__', repr(func))
-        e = TypeError(f"rank {get_rank()}: what {name} returned cannot be sent to the other workers: {e}")
-        _put_failure(store, key, e)
-        raise e
+    _put(store, key, 'value' if send else 'done', data)
     return res
 
 # %% ../../nbs/comm/05_rank0.ipynb #9c8b8753
@@ -78,8 +80,6 @@ def _follow(store, key, first=0, name='its call'):
         f"rank {get_rank()} waited for the worker that is first, and it, or the launcher, has ended") from e
 
 # %% ../../nbs/comm/05_rank0.ipynb #e4e6b5b7
-def _name(func): return getattr(func, '__name__', repr(func))
-
 _outer = ContextVar('_outer', default='') # key of the call in whose function this is, with a slash
 
 def _next_call(name):

@@ -40,6 +40,15 @@ def test_of_an_exception(tmp_path):
     assert {o['rank'] for o in records[1]['fastdist']['others']} <= {0, 2}
 
 
+def test_of_what_cannot_be_sent(tmp_path):
+    "Also before there is a process group: torch's launcher shows what the record has"
+    (tmp_path/'s.py').write_text('from fastdist.world import rank0_read\ndef new(): return lambda: 0\nrank0_read(new)\n')
+    res = launched([sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc-per-node', '2', tmp_path/'s.py'], 120,
+                   env={'ACCELERATE_USE_CPU': 'true'}, cwd=tmp_path)
+    assert res.returncode not in (0, None) and res.left == {}
+    assert 'TypeError: rank 0: what new returned cannot be sent to the other workers' in res.stderr.partition('Root Cause')[2], res.stderr
+
+
 def test_of_a_rank_that_is_stuck(tmp_path):
     res, records = run(tmp_path, 'sleeps')
     for r, (e, *_) in enumerate(res):
