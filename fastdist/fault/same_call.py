@@ -55,7 +55,10 @@ def gone_on(what # A call that all ranks have to make, in words
     def all_here(): return store.add(key, 0) >= n*m.size
     ask = _every(max(1, m.size/100), lambda: next(iter(_further(m, range(m.size))), None)) # as often as there are new heartbeats
     b = wait_until(lambda: all_here() or ask(), n=m.size)
-    return None if b is True or all_here() else b # it may have been here, and be further now
+    if b is True or all_here(): return # it may have been here, and be further now
+    store.add(key, -1) # whoever catches the error may make the call with all others later
+    current_world().cached('same_call', Counter)[what] -= 1
+    return b
 
 def all_at(what # A call that all ranks have to make, in words
           ):

@@ -311,6 +311,27 @@ def test_waits_for_another_call(worlds, tmp_path):
         assert len(set(re.findall(r'otherwise.py:(\d+) in run', text))) == 2 and secs < 60 and not there
 
 
+def saves_alone():
+    "Rank 0 alone saves, goes on after the error that says so, and then all save"
+    import fastdist.all
+    from fastdist.world import get_rank
+    learn, errors = quiet(learner(n=24)), []
+    with learn.distrib_ctx(watchdog=60, strategy='zero1'):
+        learn.fit(1)
+        if get_rank() == 0: errors.append(caught(lambda: learn.save('alone'))[:2])
+        learn.fit(1)
+        errors.append(caught(lambda: learn.save('all'))[:2])
+        learn.load('all')
+        learn.fit(1)
+    return errors, weights(learn)
+
+
+def test_saves_alone_and_then_with_all(worlds, tmp_path, monkeypatch):
+    (first, *others), w = zip(*worlds(2)(saves_alone))
+    assert first[0][0] == 'RuntimeError' and 'rank 1 does not make the call' in first[0][1] and first[1:] == [(None, '')], first
+    assert others == [[(None, '')]] and not diff(*w)
+
+
 def within_rank0_first():
     "What comes of what all workers do together, in the function of `rank0_first`, and then of a fit outside of it"
     import fastdist.all
