@@ -207,6 +207,31 @@ def _addresses():
     found = [a.address for _,addrs in nics for a in addrs if a.family==socket.AF_INET]
     return sorted(found, key=lambda o: o.startswith('127.'))
 
+# %% ../../nbs/world/07_rendezvous.ipynb #d1e2f3a1
+class PortError(ConnectionError):
+    "The rendezvous cannot be at its port: rank 0 cannot listen there, or what listens is no store: `port`"
+    def __init__(self, msg, port):
+        super().__init__(msg, port)
+        self.port = port
+    def __str__(self): return self.args[0]
+
+# %% ../../nbs/world/07_rendezvous.ipynb #70842ea0
+_reply_seconds = 60 # how long a busy store may take to reply
+
+def _client(host, port, rank, limit):
+    "torch's store at `host` and `port`, where somebody listens. A `PortError` if that does not reply, for which torch waits for ever"
+    found,secs = queue.SimpleQueue(),min(limit, _reply_seconds)
+    def connect():
+        try: found.put(dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=limit)))
+        except Exception as e: found.put(e)
+    threading.Thread(target=connect, daemon=True, name='fastdist rendezvous').start()
+    try: store = found.get(timeout=secs)
+    except queue.Empty: raise PortError(
+        f"rank {rank} is connected to {host}:{port}, and what listens there has not replied for {secs:g} s: is it another program, and not "
+        "rank 0 or the launcher, or is that one stopped? See MASTER_ADDR and MASTER_PORT, or init_method", port) from None
+    if isinstance(store, Exception): raise store
+    return store
+
 # %% ../../nbs/world/07_rendezvous.ipynb #9daec2f9
 def _replace(path, text):
     new = path.with_name(f'{path.name}.{secrets.token_hex(8)}')
@@ -252,7 +277,7 @@ def _find_by_file(path, s, limit, late):
     for a in o['addresses'] if 'nonce' in o else ():
         try:
             socket.create_connection((a, o['port']), timeout=1).close()
-            store = dist.TCPStore(a, o['port'], is_master=False, wait_for_workers=False, timeout=timedelta(seconds=limit))
+            store = _client(a, o['port'], s.rank, limit)
             if store.check(['nonce']) and store.get('nonce').decode()==o['nonce']: return store
         except (OSError,dist.DistError): pass
 
@@ -278,16 +303,8 @@ def _by_file(path, s, limit, local):
     if s.rank==0: store.set('address', f"{'127.0.0.1' if local else _addresses()[0]}:{raw.port}")
     return store,name
 
-# %% ../../nbs/world/07_rendezvous.ipynb #d1e2f3a1
-class PortError(ConnectionError):
-    "The rendezvous cannot be at its port: rank 0 cannot listen there, or what listens is no store: `port`"
-    def __init__(self, msg, port):
-        super().__init__(msg, port)
-        self.port = port
-    def __str__(self): return self.args[0]
-
 # %% ../../nbs/world/07_rendezvous.ipynb #348517de
-_name_seconds,_reply_seconds = 10,60 # how long the name of a host may be unknown; how long a busy store may take to reply
+_name_seconds = 10 # how long the name of a host may be unknown
 
 def _wait_for_port(host, port, rank, limit):
     "Wait until somebody listens; a `ConnectionError` if nobody does, or if no machine is known by that name"
@@ -305,21 +322,6 @@ def _wait_for_port(host, port, rank, limit):
     if not wait_until(listens, limit, lambda: notice(f"rank {rank} looks for rank 0 at {host}:{port}, where nobody listens yet")):
         raise ConnectionError(
             f"rank {rank} found nobody at {host}:{port} within {limit} s: is rank 0 running there, and may others reach that port?")
-
-# %% ../../nbs/world/07_rendezvous.ipynb #70842ea0
-def _client(host, port, rank, limit):
-    "torch's store at `host` and `port`, where somebody listens. A `PortError` if that does not reply, for which torch waits for ever"
-    found,secs = queue.SimpleQueue(),min(limit, _reply_seconds)
-    def connect():
-        try: found.put(dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=limit)))
-        except Exception as e: found.put(e)
-    threading.Thread(target=connect, daemon=True, name='fastdist rendezvous').start()
-    try: store = found.get(timeout=secs)
-    except queue.Empty: raise PortError(
-        f"rank {rank} is connected to {host}:{port}, and what listens there has not replied for {secs:g} s: is it another program, and not "
-        "rank 0 or the launcher, or is that one stopped? See MASTER_ADDR and MASTER_PORT, or init_method", port) from None
-    if isinstance(store, Exception): raise store
-    return store
 
 # %% ../../nbs/world/07_rendezvous.ipynb #2112cd0b
 def _store_by_tcp(host, port, rank, limit, agent, local=False):

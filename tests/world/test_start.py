@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 from forked import started
-from harness import free_port, launched
+from harness import free_port, launched, wait_for
 
 PYTHON = sys.executable
 LAUNCHERS = dict(
@@ -201,6 +201,24 @@ def test_somebody_else_is_there():
     assert name == 'PortError' and 'what listens there has not replied for 2 s' in text, text
     name, text, _ = started(lambda: by_hand('tcp://no-such-host.invalid:29500', 1, 2, timeout=1), [{}])[0]
     assert name == 'ConnectionError' and "no machine is known as 'no-such-host.invalid' here" in text, text
+
+
+def after_another(rank, file, port):
+    "Rank 0 comes when rank 1 has found another program at the address in the file"
+    import psutil
+    from fastdist.world import rendezvous
+    rendezvous._reply_seconds = 1
+    def is_there(): return any(c.raddr and c.raddr.port == port for c in psutil.net_connections('tcp'))
+    if rank == 0: wait_for(is_there, 'rank 1 looks where the file says', 60)
+    return me(init_method=f'file://{file}', rank=rank, world_size=2, timeout=60)[0][:2]
+
+
+def test_a_file_of_an_earlier_run(tmp_path):
+    "At whose port another program listens now, which says nothing"
+    with socket.create_server(('127.0.0.1', 0)) as s:
+        port = s.getsockname()[1]
+        (tmp_path/'meet').write_text(json.dumps(dict(addresses=['127.0.0.1'], port=port, nonce='00')))
+        assert each(2, after_another, tmp_path/'meet', port) == [[0, 2], [1, 2]]
 
 
 @pytest.mark.parametrize('env,says', [
