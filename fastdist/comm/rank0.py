@@ -35,6 +35,7 @@ def _pickled(o, key, name):
         f"rank {get_rank()}: what {name} returned cannot be sent to the other workers: {e}") from e
     return sign(data, job_secret(), key)+data
 
+# %% ../../nbs/comm/05_rank0.ipynb #8c091126
 def _put_failure(store, key, e):
     _put(store, key, 'failure', signed_json(asdict(Failure.of(e)), job_secret(), f'{key}/failure').encode())
 
