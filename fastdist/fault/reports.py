@@ -88,11 +88,10 @@ def _publish_failure(self:Reports, s, f):
 
 # %% ../../nbs/fault/04_reports.ipynb #137e06b4
 @patch
-def others(self:Reports, most=64 # Ranks
-          ):
-    "What other ranks were doing a moment ago: the fields of a `RankState` each; nothing if the store does not reply"
+def others(self:Reports):
+    "What other ranks, 64 at most, were doing a moment ago: the fields of a `RankState` each; nothing if the store does not reply"
     if time.monotonic()-self.ok > 2: return []
-    keys = [f'beat/{r}' for r in range(min(self.size, most)) if r!=self.rank]
+    keys = [f'beat/{r}' for r in range(min(self.size, 64)) if r!=self.rank]
     return [vars(b.state()) for b in self._try(lambda: self.records.get_all(keys, Beat)) or () if b is not None]
 
 # %% ../../nbs/fault/04_reports.ipynb #b534a7a4

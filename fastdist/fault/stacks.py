@@ -103,10 +103,9 @@ def ask_stack(pid, # Process of this user's on this machine
 
 def ask_children(pid, # Process of this user's on this machine
                  fd, # Number of the file of its `Stacks`
-                 most=16, # Processes that are asked
                 ):
-    "The same of the processes that it has forked, its loader processes: {pid: frames}"
-    try: pids = [o.pid for o in psutil.Process(pid).children(recursive=True)][:most]
+    "The same of the processes that it has forked, its loader processes, of 16 at most: {pid: frames}"
+    try: pids = [o.pid for o in psutil.Process(pid).children(recursive=True)][:16]
     except psutil.Error: return {}
     return {o:fs for o in pids if (fs := ask_stack(o, fd))}
 
@@ -118,10 +117,9 @@ def _of_loader(frames):
 
 def ask_late(beats, # `Beat` of each rank that keeps others waiting, or `None`; what it replies is added to it
              silent, # Have they no heartbeat either?
-             most=8, # Ranks that are asked
             ):
-    "Ask ranks of this machine where they are now, and their loader processes"
-    for b in [b for b in beats if b is not None and b.host==host_name() and not b.left][:most]:
+    "Ask ranks of this machine, 8 at most, where they are now, and their loader processes"
+    for b in [b for b in beats if b is not None and b.host==host_name() and not b.left][:8]:
         if silent: b.stack = ask_stack(b.pid, b.stacks) or b.stack
         b.loaders = {pid:fs for pid,o in ask_children(b.pid, b.stacks).items() if (fs := _of_loader(o))}
 

@@ -75,7 +75,9 @@ def scope(watchdog # Seconds, or `None`
         _fail(m, s, e)
         raise
     finally:
-        if m.pid==os.getpid(): _close(m, s)
+        if m.pid==os.getpid():
+            if not s.broken and s.failure is None: m.note_ended(s)
+            _close(m, s)
     if m.interrupts.pending is not None: raise m.interrupts.pop() # since it was looked at above
 
 # %% ../../nbs/fault/06_supervisor.ipynb #77323d55
@@ -95,10 +97,6 @@ def _fail(m, s, e):
     if other is not None: raise other
 
 # %% ../../nbs/fault/06_supervisor.ipynb #dcd530b8
-def _undo_modes(s):
-    "What a signal has raised may have come as a `torch.no_grad` was about to end"
-    if s.raised: torch.set_grad_enabled(s.grad)
-
 def _open(m, watchdog):
     m.interrupts.take()
     m.count += 1
@@ -107,9 +105,8 @@ def _open(m, watchdog):
 
 def _close(m, s):
     s.left = True
-    _undo_modes(s)
-    if not s.broken and s.failure is None: m.note_ended(s)
-    if s in m.scopes: m.scopes.remove(s)
+    if s.raised: torch.set_grad_enabled(s.grad) # it may have come as a `torch.no_grad` was about to end
+    m.scopes.remove(s)
 
 # %% ../../nbs/fault/06_supervisor.ipynb #9332afdb
 @contextmanager
@@ -122,9 +119,7 @@ def interrupt_deferred():
 
 # %% ../../nbs/fault/06_supervisor.ipynb #643b90c1
 def _end_part(m, s):
-    s.left = True
-    _undo_modes(s)
-    if s in m.scopes: m.scopes.remove(s)
+    _close(m, s)
     if s.failure is None: return
     s.within.broken = m.broken = True # the process group has been broken off
     s.within.caught = s,s.failure

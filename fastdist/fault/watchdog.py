@@ -7,7 +7,7 @@ __all__ = ['stack_of', 'frame_text', 'user_frames', 'collectives_begun', 'record
            'Neighbour', 'Watch', 'Stall', 'failure_at', 'ended', 'find_ended']
 
 # %% ../../nbs/fault/00_watchdog.ipynb #cefb54a3
-import gc,json,os,re,sys,threading,time
+import gc,json,os,re,sys,time
 from collections import Counter
 from dataclasses import dataclass,field
 
@@ -312,12 +312,11 @@ def failure_at(beat, # Last `Beat` of the rank; `None` if there was none
 @patch
 def failure(self:Watch, stall, # A `Stall`
             text, # The report
-            most=64, # Other ranks whose state the failure has, at most
            ):
-    "The `Failure` that a stall is"
+    "The `Failure` that a stall is, with the state of 64 other ranks at most"
     r = stall.missing[0] if stall.waiting or len(stall.missing)==1 else None # `None`: nobody knows who is right
     others = [self.beats[o] for o in (*stall.missing,*stall.waiting) if o in self.beats and o!=r]
-    return failure_at(self.beats.get(r), r, 'stalled', text, others[:most])
+    return failure_at(self.beats.get(r), r, 'stalled', text, others[:64])
 
 # %% ../../nbs/fault/00_watchdog.ipynb #dc466b98
 def ended(beat, # Last `Beat` of the rank; `None` if there was none
