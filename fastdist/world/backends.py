@@ -48,14 +48,10 @@ def collective_timeout(watchdog # Seconds after which the watchdog ends the work
         if world.is_live: keep_timeout()
 
 # %% ../../nbs/world/08_backends.ipynb #c98fe6c7
-def _gpu_backends():
-    "[(process group, `torch.device`, its backend)] for all that is not gloo's, the newest group first"
-    return [o for o in backends() if o[2].name()!='gloo']
-
 def abort_gpu_collectives():
     """End the collectives of GPUs that this process waits in, of all groups; what they were to write is garbage. The groups stay,
     broken, until `end_groups`. Returns whether there are groups on GPUs"""
-    torchs,found = dist.distributed_c10d,_gpu_backends()
+    torchs,found = dist.distributed_c10d,[o for o in backends() if o[2].name()!='gloo']
     if not found: return False
     current_world().cache['aborted'] = True
     device = found[0][1] if getattr(found[0][2], 'supports_coalescing', False) else None # as torch's `_abort_process_group`,

@@ -13,11 +13,10 @@ from .loopback import loopback_socket, loopback_store
 # %% ../../nbs/world/06_elastic.ipynb #346c0ee0
 class LoopbackRendezvous(StaticTCPRendezvous):
     "torch's `static`, of one node, whose store only this machine reaches"
-    def __init__(self, port, # Of `loopback_socket`, or 0 for any that is free
-                 run_id, # Of the job
+    def __init__(self, params # torch's `RendezvousParameters`; port 0 is any that is free
                 ):
-        store = loopback_store(loopback_socket(port))
-        super().__init__('127.0.0.1', store.port, 0, 1, run_id, 600)
+        store = loopback_store(loopback_socket(int(params.endpoint.rpartition(':')[2])))
+        super().__init__('127.0.0.1', store.port, 0, 1, params.run_id, 600)
         self._store = store
 
     def get_backend(self):
@@ -25,9 +24,7 @@ class LoopbackRendezvous(StaticTCPRendezvous):
         return 'fastdist'
 
 # %% ../../nbs/world/06_elastic.ipynb #486b35a7
-def _new_rendezvous(params): return LoopbackRendezvous(int(params.endpoint.rpartition(':')[2]), params.run_id)
-
 def loopback_rendezvous():
     "Let torch's launcher know the backend; returns its name"
-    rendezvous_handler_registry.register('fastdist', _new_rendezvous)
+    rendezvous_handler_registry.register('fastdist', LoopbackRendezvous)
     return 'fastdist'

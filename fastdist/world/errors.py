@@ -11,7 +11,7 @@ import json,os,re,sys,time,traceback,weakref
 from dataclasses import asdict,dataclass,field,replace
 from functools import lru_cache,reduce
 
-import fastdist, psutil
+import psutil
 from fastcore.basics import patch
 from .ranks import get_rank, get_world_size, host_name
 from .store import wait_until
@@ -38,17 +38,6 @@ class Failure:
     time:float=field(default_factory=time.time) # When, in seconds since the epoch
 
 # %% ../../nbs/world/08_errors.ipynb #5eb489f2
-@patch
-def to_json(self:Failure):
-    "As text"
-    return json.dumps(asdict(self))
-
-@patch(cls_method=True)
-def from_json(cls:Failure, s # Text, or bytes
-             ):
-    "The `Failure` that `to_json` has written"
-    return cls(**json.loads(s))
-
 @patch(as_prop=True)
 def who(self:Failure):
     "The rank in words"
@@ -182,14 +171,13 @@ def exception(self:Failure):
     except Exception: return # many exceptions cannot be made from their arguments
 
 # %% ../../nbs/world/08_errors.ipynb #e85b60be
-def _of_another(e, f):
-    e._failure = f # whose it is, for the error record
-    return e
-
 @patch
 def as_error(self:Failure):
     "The exception that this rank raises because of it"
-    if self.kind=='interrupt': return _of_another(KeyboardInterrupt(f"Ctrl-C in rank {self.rank}"), self)
+    if self.kind=='interrupt':
+        res = KeyboardInterrupt(f"Ctrl-C in rank {self.rank}")
+        res._failure = self # whose it is, for the error record
+        return res
     if self.kind=='stopped': return Stopped(*self.args)
     me = f"rank {get_rank()} stopped because"
     if self.kind in ('stalled','store'): msg = self.text
@@ -254,19 +242,17 @@ def has_ended(f # `Failure` of a rank
 # %% ../../nbs/world/08_errors.ipynb #6675302c
 def end_after_first(e, # The exception that ends this process
                     store, # torch's store of all ranks
-                    patience=10, # Seconds for the rank that failed first
-                    tidy=3, # Seconds for rank 0, which people read, to end what it does and print why
                    ):
-    """Called when what ends this process has been printed. A rank that follows waits for the one that failed first, and that for rank 0:
-    launchers end all others as soon as one has ended"""
+    """Called when what ends this process has been printed. A rank that follows waits for the one that failed first, 10 s at most, and that
+    for rank 0, which people read, 3 s: launchers end all others as soon as one has ended"""
     f,me,n = Failure.of(e),get_rank(),get_world_size()
     try:
         if me==0: store.set('printed/0', '')
         elif f.rank==me:
-            if f.kind=='error': wait_until(lambda: store.check(['printed/0']), tidy, n=n)
+            if f.kind=='error': wait_until(lambda: store.check(['printed/0']), 3, n=n)
             store.set(f'printed/{me}', '')
         if f.rank in (None,me) or f.kind not in ('error','interrupt'): return
-        wait_until(lambda: store.check([f'printed/{f.rank}']) or has_ended(f), patience, n=n)
+        wait_until(lambda: store.check([f'printed/{f.rank}']) or has_ended(f), 10, n=n)
     except Exception: pass # the store has gone, with the process that held it
 
 # %% ../../nbs/world/08_errors.ipynb #c98c46f3

@@ -21,7 +21,7 @@ from ..env import check_gpus, cpu_switch
 from ..notices import notice
 from .backends import end_groups
 from .state import World, current_world, enter_world
-from .ranks import accelerate_state, check_rank, get_device, get_local_world_size, get_rank, get_world_size, other_accelerator
+from .ranks import accelerate_state, get_device, get_local_world_size, get_rank, get_world_size, other_accelerator
 from .ranks import ranks_on_hosts, use_cpu, whole_number
 from .private import clear_left, new_folder, own_sockets
 from .secret import agreed_secret, given_secret, secret_env

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import torch, torch.distributed as dist
 from ..env import cpu_switch
-from .state import current_world, get_default_group
+from .state import current_world
 
 # %% ../../nbs/world/02_ranks.ipynb #97ed9ccf
 def env_int(nm:str, # Name of an environment variable

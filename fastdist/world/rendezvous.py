@@ -19,7 +19,8 @@ from ..env import is_host
 from ..notices import notice
 from .ranks import check_rank, env_int, from_env, use_cpu
 from .arrival import counted_part, has_agent, wait_for_all, wait_until_come, write_end
-from .loopback import is_loopback, loopback_id, loopback_socket, loopback_store
+from .private import machine_id
+from .loopback import is_loopback, loopback_socket, loopback_store
 from .store import wait_until
 
 # %% ../../nbs/world/07_rendezvous.ipynb #f23461d6
@@ -248,7 +249,7 @@ def _all_here(path, s, limit):
     ask = secrets.token_hex(8)
     _replace(path, json.dumps(dict(ask=ask)))
     wait_until_come(s, lambda: _unanswered(path, ask, s.world_size), [], limit)
-    return all(_reply(path, ask, r).read_text()==loopback_id() for r in range(1, s.world_size))
+    return all(_reply(path, ask, r).read_text()==machine_id('net') for r in range(1, s.world_size))
 
 def _clear(path):
     "Take the file away, and the replies to whoever has asked by it, those of a run that was killed too"
@@ -272,7 +273,7 @@ def _find_by_file(path, s, limit, late):
     except (OSError,ValueError): return # not yet there, or not ours
     if not isinstance(o, dict): return
     if re.fullmatch('[0-9a-f]{16}', ask := str(o.get('ask'))):
-        if not (mine := _reply(path, ask, s.rank)).exists(): _replace(mine, loopback_id())
+        if not (mine := _reply(path, ask, s.rank)).exists(): _replace(mine, machine_id('net'))
         late[:] = _unanswered(path, ask, s.world_size)
     for a in o['addresses'] if 'nonce' in o else ():
         try:

@@ -15,14 +15,13 @@ from .ranks import get_rank
 from .secret import Unpickler, agreed_secret, is_signed, sign
 
 # %% ../../nbs/world/05_store.ipynb #66ea7b14
-def seconds(t, # A number of seconds, a `timedelta`, or `None`, which stays `None`
-            what='timeout', # What it is, for the message
+def seconds(t # A number of seconds, a `timedelta`, or `None`, which stays `None`
            ):
     "`t` as a number of seconds; a `ValueError` names one that is no time, or one of which torch, which counts nanoseconds, makes none"
     if t is None: return
     if isinstance(t, timedelta): t = t.total_seconds()
     if isinstance(t, bool) or not isinstance(t, Real) or not 0<=t<=1e9: raise ValueError(
-        f"rank {get_rank()}: {what}={t!r} is not accepted: it is a number of seconds, from 0 to 1e9, or a timedelta")
+        f"rank {get_rank()}: timeout={t!r} is not accepted: it is a number of seconds, from 0 to 1e9, or a timedelta")
     return int(t) if isinstance(t, Integral) else float(t) # NumPy's too
 
 # %% ../../nbs/world/05_store.ipynb #48c96c3f

@@ -1,5 +1,6 @@
 "Who reaches a port of a job runs nothing in it; on one machine nobody else reaches one; and nothing that was made for a job stays"
 import json, os, pickle, signal, stat, sys, textwrap
+from dataclasses import asdict
 from pathlib import Path
 
 import psutil, pytest
@@ -137,7 +138,7 @@ def under_attack(folder, no_secret):
     if r:
         res += [caught(lambda: rank0_first(len, 'ab')), caught(lambda: rank0_read(len, 'ab'))]
         if not no_secret:  # that rank 0 is done, or has asked all to end well, in the form of a rank that has no secret
-            none, end = b'0'*64, Failure(0, 'n1', 'stopped', args=[0]).to_json().encode()
+            none, end = b'0'*64, json.dumps(asdict(Failure(0, 'n1', 'stopped', args=[0]))).encode()
             write(**{'rank0/first/3': none+b'["done", 0]', 'rank0/first/4': none+b'["failure", 1]', 'rank0/first/4/0': none+end})
             res += [caught(lambda: rank0_first(len, 'ab')), caught(lambda: rank0_first(len, 'ab'))]
     here()
@@ -147,7 +148,7 @@ def under_attack(folder, no_secret):
     from fastdist.fault.monitor import Scope
     m = monitor()
     def looked(n): wait_for(lambda: m.n > n+2 or not m.threads[0].is_alive(), 'the monitors have looked at it')
-    forged, places = Failure(1, 'n1', text='forged', by=7).to_json().encode(), ('fail/job', 'beat/0', 'link/a:1>b:1', 'ack/job/0')
+    forged, places = json.dumps(asdict(Failure(1, 'n1', text='forged', by=7))).encode(), ('fail/job', 'beat/0', 'link/a:1>b:1', 'ack/job/0')
     links = []
     # with the same secret, but of another start of the workers
     replayed = signed_json(json.loads(forged), next(iter(current_world().secrets.values())), 'fail/job').encode()
