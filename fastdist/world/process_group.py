@@ -229,8 +229,7 @@ def _begin_group(s, timeout):
 # %% ../../nbs/world/09_process_group.ipynb #79b3ddd8
 def _make_group(s, cpu, kwargs, gpu=None):
     "Make the process group that `Start` `s` describes, and its `World`"
-    args = {k:v for k,v in kwargs.items() if k not in ('init_method','timeout')}
-    limit = seconds(kwargs.get('timeout'))
+    args,limit = {k:v for k,v in kwargs.items() if k not in ('init_method','timeout')},kwargs.get('timeout')
     if limit is not None: args['timeout'] = timedelta(seconds=limit)
     (store,part),world = _begin_group(s, limit),current_world()
     on_node = s.local_rank,s.local_world_size,s.node_rank
@@ -285,7 +284,7 @@ def init_group(cpu=False, # Train on the CPU although there are GPUs
               ):
     "Make the process group that the launcher asked for, through Accelerate; with one process, or with a group that is there, do nothing"
     kwargs = {k:v for k,v in kwargs.items() if v is not None}
-    seconds(kwargs.get('timeout'))
+    if 'timeout' in kwargs: kwargs['timeout'] = seconds(kwargs['timeout'])
     current_world() # ends that of a group which somebody else has destroyed
     if dist.is_initialized():
         own_sockets()

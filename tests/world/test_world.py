@@ -106,12 +106,13 @@ def late_timeout():
     from datetime import timedelta
     from accelerate.utils import InitProcessGroupKwargs
     import fastdist.all
-    from fastdist.all import teardown_distrib
+    from fastdist.all import setup_distrib, teardown_distrib
     teardown_distrib()  # another test's
     learn = quiet(learner())
     args = dict(kwargs_handlers=[InitProcessGroupKwargs(backend='gloo', timeout=timedelta(seconds=77))])
     with learn.distrib_ctx(**args): pass
     with learn.distrib_ctx(**args): pass    # the group has it
+    setup_distrib(timeout=77)               # the same, in seconds
     try:
         with learn.distrib_ctx(kwargs_handlers=[InitProcessGroupKwargs(backend='gloo', timeout=timedelta(seconds=78))]): pass
     except ValueError as e: return str(e)
