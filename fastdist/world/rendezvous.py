@@ -136,6 +136,8 @@ def _explicit(url, rank, size, e):
             f"init_method={url!r} does not say which of the workers this is: give rank and world_size, or set RANK and WORLD_SIZE")
         rank,size = (b if a is None else a for a,b in ((rank,e.rank),(size,e.world_size)))
     if u.scheme=='tcp' and not port: raise ValueError(f"init_method={url!r} has no port: it is like tcp://host:29500")
+    if u.scheme=='file' and not (Path(u.path).name and u.netloc in ('','localhost')): raise ValueError(
+        f"init_method={url!r} is not the path of a file, from the root on: it is like file:///shared/path")
     return url.partition('?')[0],rank,size
 
 # %% ../../nbs/world/07_rendezvous.ipynb #64c29203
