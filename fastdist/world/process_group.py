@@ -387,7 +387,7 @@ def _launch_config(s, folder):
     where = dict(rdzv_backend=loopback_rendezvous(), rdzv_endpoint='127.0.0.1:0')
     if many: where = dict(rdzv_backend='static', rdzv_endpoint=f'{u.hostname}:{u.port}', rdzv_configs=dict(rank=s.node_rank))
     nodes = s.world_size//s.spawn if many else 1
-    return LaunchConfig(min_nodes=nodes, max_nodes=nodes, nproc_per_node=s.spawn,
+    return LaunchConfig(min_nodes=nodes, max_nodes=nodes, nproc_per_node=s.spawn, max_restarts=0, # torch's default is 3
                         run_id='fastdist', start_method='spawn', monitor_interval=0.1, logs_specs=DefaultLogsSpecs(folder), **where)
 
 # %% ../../nbs/world/09_process_group.ipynb #7a956e9a

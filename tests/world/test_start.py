@@ -293,6 +293,20 @@ def test_call_main(tmp_path, n):
     assert said(res.stdout) == [[r, n, r, 3, n*(n+1)//2, multiprocessing.get_start_method()] for r in range(n)]
 
 
+def test_call_main_calls_once(tmp_path):
+    "Workers that have failed are not started again, which would do again what they have done"
+    (tmp_path/'s.py').write_text(textwrap.dedent("""
+        from fastdist.world import call_main
+        def main():
+            print('begun', flush=True)
+            raise OSError('no disk')
+        if __name__ == '__main__': call_main(main, n=2)
+        """))
+    res = launched([PYTHON, tmp_path/'s.py'], 120, cwd=tmp_path)
+    assert res.returncode not in (0, None) and res.left == {} and 'OSError: no disk' in res.stderr, res.stderr
+    assert 1 <= res.stdout.count('begun') <= 2, res.stdout
+
+
 def downloads(rank, folder, per_node):
     import time
     from pathlib import Path
