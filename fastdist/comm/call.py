@@ -152,13 +152,12 @@ def same_text(text, # What this worker has
     return same_and_most(text, group=group)[0]
 
 # %% ../../nbs/comm/01_call.ipynb #8d22f46c
-def least(*ns, # Integers of this worker
-          group=None, # A process group; by default that of all workers
+def least(*ns # Integers of this worker
          ):
     "Of each of `ns` the least of all workers, which are at the same line: one message"
     if not dist.is_initialized(): return list(ns)
-    t = torch.tensor(ns, dtype=torch.int64).to(route(torch.device('cpu'), group))
-    dist.all_reduce(t, dist.ReduceOp.MIN, group=group)
+    t = torch.tensor(ns, dtype=torch.int64).to(route(torch.device('cpu'), None))
+    dist.all_reduce(t, dist.ReduceOp.MIN)
     return t.tolist()
 
 # %% ../../nbs/comm/01_call.ipynb #79cfdc9b
@@ -181,11 +180,10 @@ class Call:
 # %% ../../nbs/comm/01_call.ipynb #7c2c3969
 def same_call(name, # Of the call that all workers make
               also='', # What else may be the same in all
-              group=None, # A process group; by default that of all workers
              ):
     "Is `also` the same in all workers? An `OutOfStep` in all where they are at different calls: who is at which is asked only then"
-    if same_text(f'{name}\n{also}', group): return True
-    Call(name, group, lambda c: (None,None))
+    if same_text(f'{name}\n{also}'): return True
+    Call(name, None, lambda c: (None,None))
     return False
 
 # %% ../../nbs/comm/01_call.ipynb #0720d2b6
