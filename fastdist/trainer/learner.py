@@ -371,8 +371,8 @@ def _unsharded(trainer, what):
         yield
         return
     all_at(what)
-    trainer.strategy = None
     strategy.close()
+    trainer.strategy = None
     try: yield
     finally:
         trainer.strategy = strategy

@@ -328,7 +328,8 @@ def before_batch(self:DistributedTrainer):
     "Work out what this worker's share of the batch weighs, or the number of the batch in the data set"
     if not self.training: return self.evaluation.number_batch()
     self.own = None # a loop that has begun before waits for its next batch
-    s = self.step = TrainingStep(self.learn, self.learn.dl.counts, self.device, self.step)
+    self.learn.dl = self.trains # a callback may have validated since the batch before
+    s = self.step = TrainingStep(self.learn, self.trains.counts, self.device, self.step)
     GlobalBatchNorm.expect(s.counts, s.empty)
     self.dirty = True
     self.hooks.begin_batch()

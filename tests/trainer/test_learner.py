@@ -1,5 +1,6 @@
 "fit, lr_find, predict, save, ...: what a Learner does, on many workers as on one"
 import pytest
+from harness import WorkerError
 from learners import *
 from fastai.learner import load_learner
 
@@ -180,6 +181,25 @@ def test_save_load_export(world, tmp_path):
     with zipfile.ZipFile(tmp_path/'a.pkl') as z: data = z.read([o for o in z.namelist() if o.endswith('data.pkl')][0])
     names = [arg.split(' ')[0].split('.')[0] for _, arg, _ in pickletools.genops(data) if isinstance(arg, str)]
     assert 'fastai' in names and 'fastdist' not in names and 'accelerate' not in names
+
+
+def export_fails(strategy):
+    import fastdist.all
+    from fastdist.world import get_rank
+    def close(*args): raise ValueError('no memory')
+    learn = quiet(learner(n=22, bs=5, opt=Adam))
+    with learn.distrib_ctx(strategy=strategy, **SPLIT):
+        learn.fit(1)
+        if get_rank(): learn.distributed_trainer.strategy.close = close
+        learn.export('never.pkl')
+
+
+@pytest.mark.parametrize('strategy', ['zero1', 'fsdp'])
+def test_one_fails_in_an_export(world2, strategy):
+    "While shards are put together: that is what both are told"
+    with pytest.raises(WorkerError) as e: world2(export_fails, strategy)
+    told = [e.value.problems[r].strip() for r in range(2)]
+    assert 'RemoteError: ' in told[0] and all(o.endswith('ValueError: no memory') for o in told), told
 
 
 class Unwritable:

@@ -112,6 +112,22 @@ def test_a_callback_validates_on_another_loader(world2):
     for o in world2(validates_other): assert 'learn.dl in before_validate' in o and 'learn.dls.loaders[1]' in o, o
 
 
+class ValidatesBetween(Callback):
+    "In the middle of an epoch, after which `learn.dl` stays the loader of the validation, as fastai leaves it"
+    order = 60 # the recorder has the loss of the batch
+    def after_batch(self):
+        if not self.training or self.learn.iter != 1: return
+        learn, number = self.learn, (self.learn.iter, self.learn.n_iter)
+        learn._do_epoch_validate()
+        learn.training, (learn.iter, learn.n_iter) = True, number
+        learn.model.train()
+
+def validates_between(learn, *_): learn.fit(2, cbs=ValidatesBetween())
+
+@both
+def test_a_callback_validates_in_the_middle_of_an_epoch(worlds, world): as_one(worlds(world), validates_between, usual)
+
+
 # batches with parts that no sample has rows of
 
 class NoneBetween(Items):
