@@ -46,11 +46,6 @@ def _compile(self:ArgumentSteps):
 
 # %% ../../nbs/trainer/08_argument_steps.ipynb #2afe6e6a
 @patch
-def _fit_bars(self:ArgumentSteps):
-    "No progress bar, frame by frame, where nobody sees it move"
-    self.undo.enter_context(console_bars())
-
-@patch
 def _accumulate(self:ArgumentSteps):
     "Step once for several batches"
     plugin = self.settings.accumulation
@@ -60,18 +55,12 @@ def _accumulate(self:ArgumentSteps):
 
 # %% ../../nbs/trainer/08_argument_steps.ipynb #8112234b
 @patch
-def _set_path(self:ArgumentSteps):
-    "Write to the folder of the arguments"
-    if self.settings.project_dir is None: return
-    self.undo.callback(setattr, self.learn, 'path', self.learn.path)
-    self.learn.path = self.settings.project_dir
-
-@patch
-def _seed_loaders(self:ArgumentSteps):
-    "Let loaders draw by the seed of the arguments"
-    if self.settings.data_seed is not None: self.undo.enter_context(seeded_loaders(self.learn.dls, self.settings.data_seed))
-
-@patch
-def _set_precision(self:ArgumentSteps):
-    "Train in the precision that the launcher was told, with the settings of the arguments"
-    for cb in precision_callbacks(self.settings, self.precision, self.device or getattr(self.learn.dls, 'device', None)): self.add(cb)
+def _follow_settings(self:ArgumentSteps):
+    "Write to the folder of the arguments, draw orders by their seed, and train in the precision that the launcher was told"
+    learn,settings = self.learn,self.settings
+    self.undo.enter_context(console_bars()) # no progress bar, frame by frame, where nobody sees it move
+    if settings.project_dir is not None:
+        self.undo.callback(setattr, learn, 'path', learn.path)
+        learn.path = settings.project_dir
+    if settings.data_seed is not None: self.undo.enter_context(seeded_loaders(learn.dls, settings.data_seed))
+    for cb in precision_callbacks(settings, self.precision, self.device or getattr(learn.dls, 'device', None)): self.add(cb)

@@ -9,6 +9,7 @@ __all__ = ['DistributedTrainer']
 import inspect
 from contextlib import contextmanager, nullcontext
 from functools import wraps
+from threading import get_ident
 
 import torch.distributed as dist
 from fastai.basics import *
@@ -26,7 +27,6 @@ from ..strategy.forward_proxy import ForwardProxy
 from .args import explained
 from .loaders import plain_dls
 from .hooks import draws_of
-from .one_thread import by_one_thread
 from .trainer import DistributedTrainer
 from ..world.errors import RemoteError, refuse
 from ..world.process_group import teardown_distrib
@@ -35,20 +35,35 @@ from ..world.state import current_world
 
 _all_ = ['DistributedTrainer']
 
-# %% ../../nbs/trainer/10_learner.ipynb #d123e317
-def _gather_for(cls, nm):
-    "Let method `nm` of `cls`, which writes weights, find whole ones: all workers have to call it in a context that shards"
-    f = getattr(cls, nm)
-    @wraps(f)
-    def write(self, *args, **kwargs):
-        trainer = trainer_of(self)
-        with nullcontext() if trainer is None else _unsharded(trainer, f'learn.{nm}'): return f(self, *args, **kwargs)
-    setattr(cls, nm, write)
+# %% ../../nbs/trainer/10_learner.ipynb #920709a4
+@contextmanager
+def _unsharded(learn, what):
+    "Each worker has the whole model and the whole state of the optimizer meanwhile, for `what`, a call"
+    trainer = trainer_of(learn)
+    strategy = getattr(trainer, 'strategy', None)
+    if strategy is None or not strategy.gathers:
+        yield
+        return
+    all_at(what)
+    strategy.close()
+    trainer.strategy = None
+    try: yield
+    finally:
+        trainer.strategy = strategy
+        strategy.setup(learn, trainer.device)
+        strategy.set_opt(learn.opt)
+        trainer.note_parts()
 
+# %% ../../nbs/trainer/10_learner.ipynb #d123e317
 def _gather_encoder(learn):
-    "Do so for `save_encoder` of a text learner: its module is not imported before there is one"
+    """Let `save_encoder` of a text learner, whose module is not imported before there is one, find whole weights: all workers have to call
+    it in a context that shards"""
     cls = next((c for c in type(learn).__mro__ if 'save_encoder' in vars(c)), None)
-    if cls is not None and not hasattr(cls.save_encoder, '__wrapped__'): _gather_for(cls, 'save_encoder')
+    if cls is None or hasattr(cls.save_encoder, '__wrapped__'): return
+    @wraps(f := cls.save_encoder)
+    def save_encoder(self, *args, **kwargs):
+        with _unsharded(self, 'learn.save_encoder'): return f(self, *args, **kwargs)
+    cls.save_encoder = save_encoder
 
 # %% ../../nbs/trainer/10_learner.ipynb #f9842f70
 def _add_trainer(learn, cb):
@@ -184,6 +199,30 @@ def parallel_ctx(self:Learner,
     try: yield self
     finally: self.detach_parallel()
 
+# %% ../../nbs/trainer/10_learner.ipynb #e6323e1d
+@contextmanager
+def _by_one_thread(trainer # A `DistributedTrainer`
+                 ):
+    """Around what trains or evaluates: a `RuntimeError` where another thread does that with the learner at the moment.
+    They would take each other's loader, batch and callbacks"""
+    me,own = get_ident(),vars(trainer)
+    nested = own.get('thread')==me
+    owner = own.setdefault('thread', me) # in one go, where two threads are here
+    if owner!=me and trainer.accelerator is not None: raise RuntimeError(
+        f"rank {get_rank()}: another thread trains or evaluates this learner at the moment, which does one thing at a time: "
+        "call predict, get_preds, validate or fit of a copy (copy.deepcopy(learn)) made before, or wait until it is done")
+    try: yield
+    finally:
+        if owner==me and not nested: del own['thread']
+
+class _AllOrNone(ContextManagers):
+    "fastcore's; where one cannot be entered, those before it are left: fastai's evaluations wait for the lock of a learner, which is one"
+    def __enter__(self):
+        try: super().__enter__()
+        except BaseException:
+            self.stack.__exit__(*sys.exc_info())
+            raise
+
 # %% ../../nbs/trainer/10_learner.ipynb #f203a9f9
 def _warn_apart():
     "Warn, once, of a fit by which each worker trains a model of its own: that may be meant, and most often is not"
@@ -197,11 +236,12 @@ _with_events,_call_one,_call_all = Learner._with_events,Learner._call_one,Learne
 _validation_context = Learner.validation_context
 
 def _around(learn, event_type):
-    trainer = trainer_of(learn)
-    if trainer is None and event_type=='fit' and not hasattr(learn, 'lr_finder'): _warn_apart() # it restores what it trains
-    if trainer is not None and event_type=='fit': return trainer.fit_together()
-    shared = event_type=='validate' and trainer is not None and trainer.accelerator is not None
-    return trainer.validate_together() if shared else nullcontext()
+    trainer,own = trainer_of(learn),None
+    if trainer is None:
+        if event_type=='fit' and not hasattr(learn, 'lr_finder'): _warn_apart() # it restores what it trains
+    elif event_type=='fit': own = trainer.fit_together()
+    elif event_type=='validate' and trainer.accelerator is not None: own = trainer.validate_together()
+    return nullcontext() if own is None else _AllOrNone([_by_one_thread(trainer), own])
 
 def _decisions(learn):
     "Those of a fit or an evaluation of all workers, or `None`"
@@ -236,19 +276,11 @@ def _with_events(self:Learner, f, event_type, ex, final=noop):
         else: resume.around_fit(run, final)
 
 # %% ../../nbs/trainer/10_learner.ipynb #e226e7c0
-class _AllOrNone(ContextManagers):
-    "fastcore's; where one cannot be entered, those before it are left: fastai's evaluations wait for the lock of a learner, which is one"
-    def __enter__(self):
-        try: super().__enter__()
-        except BaseException:
-            self.stack.__exit__(*sys.exc_info())
-            raise
-
 @patch
 def validation_context(self:Learner, cbs=None, inner=False):
     "fastai's `validation_context`; the workers do not agree on what callbacks decide in it"
     res,decisions,trainer = _validation_context(self, cbs, inner),_decisions(self),trainer_of(self)
-    own = [] if trainer is None else [by_one_thread(trainer)]
+    own = [] if trainer is None else [_by_one_thread(trainer)]
     if decisions is not None: own.append(decisions.inside())
     return _AllOrNone([*own, *res.default])
 
@@ -312,11 +344,11 @@ _get_preds = Learner.get_preds
 def _get_shared(trainer, args, kwargs):
     "`get_preds` for all workers, each of which makes the loss function's activation of its own predictions"
     given = inspect.signature(_get_preds).bind(trainer.learn, *args, **kwargs)
-    if given.arguments.get('act') is None:
-        trainer.activation = SharedActivation.of(trainer.learn.loss_func)
-        if trainer.activation is not None: given.arguments['act'] = trainer.activation
-    try: return _get_preds(*given.args, **given.kwargs)
-    finally: trainer.activation = None
+    act = SharedActivation.of(trainer.learn.loss_func) if given.arguments.get('act') is None else None
+    if act is not None:
+        given.arguments['act'] = act
+        trainer.asked = dict(activation=act)
+    return _get_preds(*given.args, **given.kwargs)
 
 def _for_others(learn, args, kwargs):
     "Arguments of `get_preds` for a rank that helps and gets nothing, which decodes nothing, and the number of results that rank 0 gets"
@@ -337,14 +369,14 @@ def get_preds(self:Learner, *args,
     trainer = trainer_of(self)
     if not isinstance(rank0_only, bool): refuse('rank0_only', rank0_only, "it is True or False")
     if trainer is None or trainer.accelerator is None: return _get_preds(self, *args, **kwargs)
-    with by_one_thread(trainer):
-        if not rank0_only: return _get_shared(trainer, args, kwargs)
-        n = None
-        if get_rank()!=0: args,kwargs,n = (),*_for_others(self, args, kwargs)
-        trainer.preds_to = 0
-        try: res = _get_preds(self, *args, **kwargs)
-        finally: trainer.preds_to = None
-        return res if n is None else (None,)*n
+    with _by_one_thread(trainer):
+        try:
+            if not rank0_only: return _get_shared(trainer, args, kwargs)
+            trainer.asked,n = dict(dst=0),None
+            if get_rank()!=0: args,kwargs,n = (),*_for_others(self, args, kwargs)
+            res = _get_preds(self, *args, **kwargs)
+            return res if n is None else (None,)*n
+        finally: trainer.asked = {}
 
 # %% ../../nbs/trainer/10_learner.ipynb #a91db756
 def _users_state(trainer, state):
@@ -361,24 +393,6 @@ def _users_state(trainer, state):
     res.update(cbs=L(cbs), model=model.model if isinstance(model, ForwardProxy) else model, dls=plain_dls(trainer.learn.dls))
     if isinstance(dl, DistributedDL): res['dl'] = dl.dl
     return res
-
-# %% ../../nbs/trainer/10_learner.ipynb #920709a4
-@contextmanager
-def _unsharded(trainer, what):
-    "Each worker has the whole model and the whole state of the optimizer meanwhile, for `what`, a call"
-    strategy = trainer.strategy
-    if strategy is None or not strategy.gathers:
-        yield
-        return
-    all_at(what)
-    strategy.close()
-    trainer.strategy = None
-    try: yield
-    finally:
-        trainer.strategy = strategy
-        strategy.setup(trainer.learn, trainer.device)
-        strategy.set_opt(trainer.learn.opt)
-        trainer.note_parts()
 
 # %% ../../nbs/trainer/10_learner.ipynb #c95af5a9
 _learner_state = Learner.__getstate__
@@ -403,7 +417,6 @@ def _as_if_exported(learn):
 @delegates(_export)
 def export(self:Learner, *args, **kwargs):
     "fastai's `export`; all workers have to call it in a context that shards"
-    trainer = trainer_of(self)
-    with nullcontext() if trainer is None else _unsharded(trainer, 'learn.export'):
+    with _unsharded(self, 'learn.export'):
         _export(self, *args, **kwargs)
         if rank_distrib(): _as_if_exported(self)

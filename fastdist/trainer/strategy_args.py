@@ -276,7 +276,10 @@ def check_dynamo(given # The arguments that were given
                 ):
     "The `TorchDynamoPlugin` of the arguments and the launcher, or `None`; a `ValueError` for what this torch does not have"
     plugin,backend = given.get('dynamo_plugin'),_dynamo_backend(given)
-    if backend=='no': return None if plugin is None else _check_no_compile(plugin)
+    if backend=='no':
+        for k,v in ({} if plugin is None else plugin.to_kwargs()).items():
+            refuse(f'dynamo_plugin.{k}', v, "dynamo_plugin has backend='no', which compiles nothing: give a backend, such as 'inductor'")
+        return
     plugin,has = plugin or TorchDynamoPlugin(backend=backend),torch.compiler.list_backends(())
     if backend not in has:
         some = ', '.join(o for o in ('inductor','cudagraphs','aot_eager','eager') if o in has)
@@ -288,10 +291,6 @@ def check_dynamo(given # The arguments that were given
     if plugin.options is not None and plugin.mode!='default':
         refuse('dynamo_plugin.options', plugin.options, f"torch takes them or mode={plugin.mode!r}: give one of them")
     return plugin
-
-def _check_no_compile(plugin):
-    for k,v in plugin.to_kwargs().items():
-        refuse(f'dynamo_plugin.{k}', v, "dynamo_plugin has backend='no', which compiles nothing: give a backend, such as 'inductor'")
 
 # %% ../../nbs/trainer/00_strategy_args.ipynb #bf7471d3
 @contextmanager

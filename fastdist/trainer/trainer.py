@@ -33,7 +33,6 @@ from .alike import begin_alike, hypers_of, versions
 from .evaluation import Evaluation, same_log
 from .loaders import SharedLoaders, back_on_device, move_learner, plain_dls
 from .hooks import StrategyHooks
-from .one_thread import claimed
 from .step import TrainingStep
 from .undone import UndoneCallback
 from ..world.process_group import init_group, teardown_distrib
@@ -64,7 +63,7 @@ class DistributedTrainer(ArgumentSteps):
         self.by_fit = self.in_fit = self.in_scope = self.evaluated = False
         self.hypers = self.seen = self.own = None
         self.trains = None # the loader of the epoch that is trained
-        self.preds_to = self.activation = None # the one rank that gets predictions, or all do; `SharedActivation` of the next evaluation
+        self.asked = {} # of the next evaluation, by `get_preds`: see `Evaluation`
 
 # %% ../../nbs/trainer/09_trainer.ipynb #6c8451da
 @patch
@@ -75,13 +74,9 @@ def __call__(self:DistributedTrainer, event_name # Of a fit
 
 # %% ../../nbs/trainer/09_trainer.ipynb #72b96972
 @patch
-def _same_args(self:DistributedTrainer):
-    "All workers were given the same"
-    same_args(self.args, self.settings, self.precision)
-
-@patch
 def _same_model(self:DistributedTrainer):
-    "All workers have the same data, and begin with rank 0's weights"
+    "All workers were given the same arguments, have the same data, and begin with rank 0's weights"
+    same_args(self.args, self.settings, self.precision)
     same_data(self.learn.dls) # first: vocabularies, and so models, may differ by it
     check_values(whole := whole_model(self.learn))
     self.undo.enter_context(back_on_device(self.learn, self.device)) # undone last, when the strategy has given back what it has
@@ -188,14 +183,9 @@ def model_steps(self:DistributedTrainer):
 @patch
 def steps(self:DistributedTrainer):
     "What `attach` does, in this order; `detach` undoes it in reverse"
-    both = [self._fit_bars, self._accumulate, self._set_path, self._seed_loaders, self._set_precision]
+    both = [self._accumulate, self._follow_settings]
     if self.accelerator is None: return [self._copy_to_gpus, self._checkpoint, self._compile, *both]
-    return [self._same_args,
-            self._same_model,
-            self._prepare,
-            self.shape_model,
-            self._share_loaders,
-            self._show_in_rank0, *both]
+    return [self._same_model, self._prepare, self.shape_model, self._share_loaders, self._show_in_rank0, *both]
 
 # %% ../../nbs/trainer/09_trainer.ipynb #a9449f17
 @patch
@@ -384,14 +374,13 @@ def after_validate(self:DistributedTrainer):
 
 # %% ../../nbs/trainer/09_trainer.ipynb #4a9c0006
 @patch
-@claimed
+@contextmanager
 def fit_together(self:DistributedTrainer):
     "Around a fit: set up, if no context has; agree on what callbacks decide; and undo it"
     alone,outer = self.undo is None,self.in_fit
     try:
         if alone:
             with handler_kept(): self.attach()
-        self.by_fit |= alone
         self.in_fit = True
         with ExitStack() as undo:
             undo.enter_context(autocast_kept())
@@ -431,14 +420,14 @@ def _fit_failed(self:DistributedTrainer, cls, error, *_):
 
 # %% ../../nbs/trainer/09_trainer.ipynb #b4adec65
 @patch
-@claimed
+@contextmanager
 def validate_together(self:DistributedTrainer):
     "Around a validation, which may be inside of another (`FetchPredsCallback`): share it, and agree on what callbacks decide"
     learn,random,outer = self.learn,self.random,self.evaluation
     if not (self.in_fit or self.is_inner): self.follow_model()
     learn.dl = self.loaders.evaluate(learn.dl, self.decisions.alone)
-    activation,self.activation = self.activation,None
-    self.evaluation = Evaluation(learn, self.decisions, self.strategy.shards_params, self.preds_to, activation)
+    asked,self.asked = self.asked,{}
+    self.evaluation = Evaluation(learn, self.decisions, self.strategy.shards_params, **asked)
     try:
         alone = self.in_fit or self.is_inner or not self.evaluation.shared
         with nullcontext() if alone else self._fail_together(), self.evaluation.together():
