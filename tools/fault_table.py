@@ -13,6 +13,7 @@ sys.path.insert(0, str(ROOT/'tests'/'support'))
 os.environ.setdefault('OMP_NUM_THREADS', '1')
 import warm
 from harness import WorkerError, launched, processes, wait_for
+from launches import ARGS
 
 PRELUDE = '''
     import os, signal, sys, time
@@ -62,7 +63,6 @@ LOOP = '''
             {code}
         for i in range(10**6): dist.all_reduce(torch.ones(4))
 '''
-ARGS = ['--num_machines', '1', '--main_process_port', '0', '--mixed_precision', 'no', '--dynamo_backend', 'no']
 WAYS = {'fastdist launch': lambda n: [sys.executable, '-m', 'fastdist', 'launch', '-n', n, '--log-dir', 'logs'],
         'torchrun': lambda n: [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc-per-node', n],
         'accelerate launch': lambda n: [sys.executable, '-m', 'accelerate.commands.launch', '--multi_gpu', '--num_processes', n, *ARGS],

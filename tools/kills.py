@@ -38,7 +38,6 @@ def main():
 
 
 if __name__ == '__main__':
-    sys.path.insert(0, str(ROOT/'tests'/'support'))
     import warm
     warm.install(all_kinds=True)
     sys.exit(main())

@@ -9,6 +9,9 @@ from collections import namedtuple
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT/'tests'/'support'))
+from harness import _kill_all
+
 KEEP_OUT = '.git', '.venv*', 'venv*', '__pycache__', '.pytest_cache', '.hypothesis', '*.egg-info', 'build', 'dist', '_proc', '_docs'
 MARK = 'FASTDIST_PLANTED'  # every process of a trial carries it, and so do its children, whatever session they move to
 
@@ -286,29 +289,6 @@ def plant(fault, root):
     compile(file.read_text(encoding='utf-8'), str(file), 'exec')  # a fault that no Python can be is found by everything
 
 
-def marked(mark):
-    "The living processes of a trial"
-    found = []
-    for p in Path('/proc').iterdir():
-        if not p.name.isdigit(): continue
-        try:
-            if (p/'stat').read_text().rpartition(')')[2].split()[0] in 'ZX': continue
-            if f'{MARK}={mark}'.encode() in (p/'environ').read_bytes().split(b'\0'): found.append(int(p.name))
-        except OSError: pass  # it ended while we looked, or is not ours to read
-    return found
-
-
-def end(mark, session):
-    "Kill what a trial has left"
-    for _ in range(50):  # again, until nothing is found: a process may have been starting another
-        found = marked(mark)
-        for kill, pid in [(os.killpg, session), *((os.kill, o) for o in found)]:
-            try: kill(pid, signal.SIGKILL)
-            except ProcessLookupError: pass
-        if not found: return
-        time.sleep(0.1)
-
-
 def run(args, root, limit):
     "Run Python in the tree at `root`, within `limit` seconds: (exit status or `None`, what it printed)"
     mark = secrets.token_hex(8)
@@ -320,7 +300,7 @@ def run(args, root, limit):
         try: status = proc.wait(limit)
         except subprocess.TimeoutExpired: status = None
         finally:
-            end(mark, proc.pid)
+            _kill_all(mark, proc.pid, MARK)
             proc.wait()
         out.seek(0)
         return status, out.read()

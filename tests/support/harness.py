@@ -39,8 +39,8 @@ def warnings_in(text):
     return [o for o in text.splitlines() if re.search(r'Warning|OMP_NUM_THREADS|^\[[WE]\d{4} ', o) and not any(s in o for s in ('torch.jit.script', 'IProgress'))]
 
 
-def processes(mark, sid=None):
-    "The living processes, as `{pid: command line}`, that carry `mark` in their environment or belong to session `sid`"
+def processes(mark, sid=None, variable=MARK):
+    "The living processes, as `{pid: command line}`, that carry `mark` in this `variable` of their environment or belong to session `sid`"
     found = {}
     for p in Path('/proc').iterdir():
         if not p.name.isdigit() or int(p.name) == os.getpid(): continue
@@ -48,7 +48,7 @@ def processes(mark, sid=None):
             name, _, fields = (p/'stat').read_text().partition('(')[2].rpartition(')')
             state, _, _, session = fields.split()[:4]
             if state in 'ZX' or name == warm.NAME: continue  # a seed ends with the process that it serves
-            if int(session) == sid or f'{MARK}={mark}'.encode() in (p/'environ').read_bytes().split(b'\0'):
+            if int(session) == sid or f'{variable}={mark}'.encode() in (p/'environ').read_bytes().split(b'\0'):
                 found[int(p.name)] = (p/'cmdline').read_bytes().replace(b'\0', b' ').decode(errors='replace').strip()
         except OSError: pass  # it ended while we looked, or is not ours to read
     return dict(sorted(found.items()))
@@ -80,9 +80,9 @@ def _signal(pid, sig):
     except ProcessLookupError: pass
 
 
-def _kill_all(mark, sid=None):
+def _kill_all(mark, sid=None, variable=MARK):
     for _ in range(50):  # again, until nothing is found: a process may have been starting another
-        if not (found := processes(mark, sid)): return
+        if not (found := processes(mark, sid, variable)): return
         for pid in found: _signal(pid, signal.SIGKILL)
         time.sleep(0.1)
     raise RuntimeError(f'could not kill {found}')

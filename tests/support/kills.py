@@ -5,7 +5,7 @@ import os, pickle, random, signal, sys, time
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness import TESTS, launched
+from harness import TESTS, _signal, launched
 
 WHO, WHEN = ('worker', 'workers', 'launcher', 'all'), ('any', 'save')
 SCRIPT = f'''
@@ -48,10 +48,8 @@ def _watch(cond, proc, seconds=180):
     return True
 
 
-def _signal(pids, sig):
-    for p in pids:
-        try: os.kill(p, sig)
-        except ProcessLookupError: pass
+def _signal_all(pids, sig):
+    for p in pids: _signal(p, sig)
 
 
 def _strike(proc, folder, n, rng, who, when):
@@ -64,11 +62,11 @@ def _strike(proc, folder, n, rng, who, when):
     while when == 'save':
         if not _watch(lambda: drafts(folder), proc): return False
         time.sleep(rng.random()/500)
-        _signal(pids, signal.SIGSTOP)  # is it still being written?
+        _signal_all(pids, signal.SIGSTOP)  # is it still being written?
         if drafts(folder): break
-        _signal(pids, signal.SIGCONT)
-    _signal(victims, signal.SIGKILL)
-    _signal(pids, signal.SIGCONT)
+        _signal_all(pids, signal.SIGCONT)
+    _signal_all(victims, signal.SIGKILL)
+    _signal_all(pids, signal.SIGCONT)
     return True
 
 
