@@ -62,7 +62,7 @@ class DistributedTrainer(ArgumentSteps):
         self.step = self.evaluation = self.loggers = self.random = self.hooks = None
         self.by_fit = self.in_fit = self.in_scope = self.evaluated = False
         self.hypers = self.seen = self.own = None
-        self.trains = None # the loader of the epoch that is trained
+        self.trains = None # the loader of the epoch, while that is trained
         self.asked = {} # of the next evaluation, by `get_preds`: see `Evaluation`
 
 # %% ../../nbs/trainer/09_trainer.ipynb #6c8451da
@@ -277,7 +277,7 @@ def _end_fit(self:DistributedTrainer):
 @patch
 def before_epoch(self:DistributedTrainer):
     "The workers have shared no evaluation since the epoch began, and stepped by no numbers"
-    self.evaluated,self.hypers = False,None
+    self.evaluated,self.hypers,self.trains = False,None,None
 
 @patch
 def after_epoch(self:DistributedTrainer):
@@ -311,6 +311,7 @@ def after_train(self:DistributedTrainer):
     self.hypers = hypers_of(self.learn.opt) # not later: in the validation each has batches of its own
     self.agree_buffers()
     self.totals.combine(rows=True)
+    self.trains = None
 
 # %% ../../nbs/trainer/09_trainer.ipynb #874314cc
 @patch
@@ -318,8 +319,7 @@ def before_batch(self:DistributedTrainer):
     "Work out what this worker's share of the batch weighs, or the number of the batch in the data set"
     if not self.training: return self.evaluation.number_batch()
     self.own = None # a loop that has begun before waits for its next batch
-    self.learn.dl = self.trains # a callback may have validated since the batch before
-    s = self.step = TrainingStep(self.learn, self.trains.counts, self.device, self.step)
+    s = self.step = TrainingStep(self.learn, self.learn.dl.counts, self.device, self.step)
     GlobalBatchNorm.expect(s.counts, s.empty)
     self.dirty = True
     self.hooks.begin_batch()
@@ -435,4 +435,5 @@ def validate_together(self:DistributedTrainer):
             self.evaluated |= self.evaluation.shared
     finally:
         self.evaluation = outer
+        if self.in_fit and self.trains is not None: learn.dl = self.trains # a callback's, in the middle of an epoch that is trained
         random.exit()

@@ -127,6 +127,29 @@ def validates_between(learn, *_): learn.fit(2, cbs=ValidatesBetween())
 @both
 def test_a_callback_validates_in_the_middle_of_an_epoch(worlds, world): as_one(worlds(world), validates_between, usual)
 
+class EndsIt(Callback):
+    order = 3000
+    def after_batch(self):
+        if self.training and self.train_iter == 3: raise ValueError('stopped')
+
+def stopped_and_gone_on(folder):
+    "The checkpoint is of the batch after which the callback validates"
+    import fastdist.all
+    from fastdist.checkpoint import shared_folder
+    from fastdist.checkpoint.resume import Resume
+    for ends in ([EndsIt()], []):
+        set_seed(3)
+        learn = learn_of(*usual())
+        shared_folder._fits.clear() # as in a process of its own
+        with learn.distrib_ctx(split_batches=True):
+            try: learn.fit(2, cbs=[ValidatesBetween(), Resume(folder, every=2), *ends])
+            except ValueError: assert ends
+    return weights(learn)
+
+def test_a_restart_after_such_a_batch(world2, tmp_path):
+    one = fitted(validates_between, usual, False)[0]
+    for w in world2(stopped_and_gone_on, tmp_path/'ckpt'): assert diff(one, w) < 2e-7
+
 
 # batches with parts that no sample has rows of
 
