@@ -4,14 +4,12 @@
 
 torchvision's ResNet-18 in DistributedDataParallel, 2 workers over gloo, forward and backward of the same batch, in turn with and without. Medians of both, the
 ratio of the medians, and the quartiles of the ratios of neighbours; CPU seconds of rank 0 as well. Ends with 1 if the ratio is above the limit."""
-import argparse, statistics, sys, tempfile, time
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import statistics, sys, tempfile, time
 
 import torch, torch.distributed as dist, torch.multiprocessing as mp
 from torch.nn.parallel import DistributedDataParallel
 from torchvision.models import resnet18
+from shared import parser
 
 
 def work(rank, size, file, a, res):
@@ -36,7 +34,7 @@ def work(rank, size, file, a, res):
 
 
 def main():
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = parser(__doc__)
     p.add_argument('--steps', type=int, default=30)
     p.add_argument('--size', type=int, default=64)
     p.add_argument('--batch', type=int, default=8)

@@ -7,9 +7,9 @@ of 2.2, with accuracy. `wide` is `get_preds` of 1e5 predictions of 1,000 floats,
 first or the second half of the samples, adds up what it finds, and gathers predictions with one `all_gather_single`, so that no order is to be put back. As in training.py: processes
 stay, ways take turns. Medians of milliseconds a batch, of the ratio to one process in the same round, with quartiles, and the peak of rank 0's extra memory."""
 import argparse, statistics
-from pathlib import Path
 
 import training
+from shared import parser, with_memory
 from training import WORKERS, in_context
 
 SIZES = {'cheap': (256, 10, 25600, 64), 'small': (512, 10, 25600, 64), 'medium': (768, 10, 25600, 64), 'large': (1024, 10, 25600, 64), 'wide': (64, 1000, 100_000, 256)}  # width, outputs, samples, batch size
@@ -26,13 +26,10 @@ def parts(size):
 
 
 def learner(size):
-    from fastai.basics import CrossEntropyLossFlat, DataLoaders, Learner, TfmdDL, accuracy, noop
-    from fastai.callback.progress import ProgressCallback
+    from fastai.basics import CrossEntropyLossFlat, DataLoaders, Learner, TfmdDL, accuracy
+    from learners import quiet
     model, items, bs = parts(size)
-    learn = Learner(DataLoaders(*[TfmdDL(items, bs=bs, num_workers=0) for _ in range(2)]), model, loss_func=CrossEntropyLossFlat(), metrics=accuracy)
-    learn.remove_cbs(learn._grab_cbs(ProgressCallback))
-    learn.logger = noop
-    return learn
+    return quiet(Learner(DataLoaders(*[TfmdDL(items, bs=bs, num_workers=0) for _ in range(2)]), model, loss_func=CrossEntropyLossFlat(), metrics=accuracy))
 
 
 def evaluate(learn, size): return (lambda: learn.get_preds()) if size == 'wide' else (lambda: learn.validate())
@@ -79,26 +76,17 @@ def by_hand(size, alone=False):
 WAYS = {'one process': one_process, 'by hand': by_hand, 'by hand, no loss, no accuracy': lambda size: by_hand(size, True), 'fastdist': fastdist}
 
 
-def memory(key): return int(next(l for l in open('/proc/self/status') if l.startswith(key)).split()[1])*1024
-
-
-def with_memory(run):
-    def measured():
-        Path('/proc/self/clear_refs').write_text('5')  # VmHWM begins again
-        before = memory('VmRSS')
-        res = run()
-        return memory('VmHWM')-before
-    return measured
-
-
 if __name__ == '__main__':
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = parser(__doc__)
     p.add_argument('--rounds', type=int, default=5)
     p.add_argument('--sizes', nargs='+', default=list(SIZES), choices=list(SIZES))
     p.add_argument('--ways', nargs='+', default=list(WAYS), choices=list(WAYS))
     p.add_argument('--child', help=argparse.SUPPRESS)
     a = p.parse_args()
-    if a.child: training.child(lambda: with_memory(WAYS[a.child](a.sizes[0])))
+    def measured():
+        run = WAYS[a.child](a.sizes[0])
+        return lambda: with_memory(run)[2]
+    if a.child: training.child(measured)
     for size in a.sizes:
         _, _, n, bs = SIZES[size]
         res = training.measure(size, a.rounds, [o for o in a.ways if size == 'wide' or 'no loss' not in o], __file__)

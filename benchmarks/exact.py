@@ -4,11 +4,7 @@
 
 Weights are float64, so that rounding hides nothing; their loss is a float32, as fastai's recorder needs, and so are losses and metrics.
 Predictions are compared in order and length too. Takes about a minute."""
-import sys
-from pathlib import Path
-
-sys.path[:0] = [str(Path(__file__).resolve().parent.parent/'tests'/o) for o in ('support', 'promises')]
-
+import shared
 import test_p1_exact as t
 from harness import World
 from learners import *

@@ -4,19 +4,16 @@
 
 Where there are fewer GPUs than processes these share them, over nccl's sockets: then only ratios say something. All ways take turns in the same processes, in another order each round. With one process there is no DistributedDataParallel, and `distrib_ctx` has nothing to do.
 Medians of the milliseconds of a step, by the clock (the GPU's work ends within) and of this process's CPU, with quartiles of the ratio to by hand."""
-import argparse, os, random, statistics, sys, time
+import os, random, statistics, time
 from contextlib import nullcontext
-from pathlib import Path
 
 import torch, torch.distributed as dist
-from fastai.basics import Adam, Callback, CrossEntropyLossFlat, DataLoaders, Learner, TfmdDL, nn, noop
+from fastai.basics import Adam, Callback, CrossEntropyLossFlat, DataLoaders, Learner, TfmdDL, nn
 from fastai.callback.fp16 import MixedPrecision
-from fastai.callback.progress import ProgressCallback
+from shared import parser, spread, steps_only
 import fastdist.all
 from fastdist.world import setup_distrib, get_world_size, get_rank
 from torch.nn.parallel import DistributedDataParallel
-
-sys.path.append(str(Path(__file__).parents[1]/'tests'/'support'))
 from real_gpus import share
 
 STEPS = 30
@@ -67,10 +64,8 @@ def fastai(name, **ctx):
     model, items, bs, half = parts(name)
     dls = DataLoaders(*[TfmdDL(items, bs=bs*(1 if ctx else get_world_size()), num_workers=0, device=torch.device('cuda', torch.cuda.current_device()), pin_memory=True)
                         for _ in range(2)])
-    learn = Learner(dls, model, loss_func=CrossEntropyLossFlat(), opt_func=Adam, lr=1e-3, cbs=[Times()])
+    learn = steps_only(Learner(dls, model, loss_func=CrossEntropyLossFlat(), opt_func=Adam, lr=1e-3, cbs=[Times()]))
     if half: learn.add_cb(MixedPrecision(amp_mode='bf16'))
-    learn.remove_cbs(learn._grab_cbs(ProgressCallback))
-    learn._do_epoch_validate, learn.logger = noop, noop
     def epoch():
         with learn.distrib_ctx(**ctx) if ctx else nullcontext(): learn.fit(1)
         return learn.times.took
@@ -81,7 +76,7 @@ WAYS = {'by hand': by_hand, 'fastai alone': fastai, **{f'fastdist, {o}': lambda 
 
 
 def main():
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = parser(__doc__)
     p.add_argument('--rounds', type=int, default=7)
     p.add_argument('--models', nargs='+', default=['tiny', 'resnet18'])
     a = p.parse_args()
@@ -99,9 +94,8 @@ def main():
         if get_rank(): continue
         print(f'\n{model}, {n} worker(s), {torch.cuda.get_device_name()}, {a.rounds} rounds of {STEPS} steps\n\n| | ms a step | CPU ms a step | by hand / this | quartiles |\n|---|---|---|---|---|')
         for name, rs in res.items():
-            ratios = sorted(h[0]/r[0] for h, r in zip(res['by hand'], rs))
             ms = [statistics.median(o)/STEPS*1e3 for o in zip(*rs)]
-            print(f'| {name} | {ms[0]:.2f} | {ms[1]:.2f} | {statistics.median(ratios):.2f} | {ratios[len(ratios)//4]:.2f} to {ratios[3*len(ratios)//4]:.2f} |', flush=True)
+            print(f"| {name} | {ms[0]:.2f} | {ms[1]:.2f} | {spread([h[0]/r[0] for h, r in zip(res['by hand'], rs)])} |", flush=True)
 
 
 if __name__ == '__main__': main()

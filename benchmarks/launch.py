@@ -4,9 +4,8 @@
 
 Medians of 3 rounds, in which the ways take turns. A script and a module import torch and fastai first, which is most of it; a notebook has them."""
 import statistics, sys, tempfile
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]/'tests'/'support'))
+import shared
 from launches import CASES, run
 
 if __name__ == '__main__':

@@ -5,16 +5,13 @@ evenly texts that are sorted by length fall to the workers.
 
 Beside a fastai loader in one process and `fastai.distributed` (whose broadcast, which needs a GPU, is done on the CPU). Two real processes over
 gloo, runs interleaved, medians; one process is rank 0 while the other waits. The items are numbers and cost nothing. Some 12 minutes at 1e7."""
-import argparse, ctypes, gc, os, statistics, sys, tempfile, time, warnings
-from pathlib import Path
+import statistics, tempfile, time, warnings
 
 warnings.filterwarnings('ignore')
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 import torch, torch.distributed as dist, torch.multiprocessing as mp
-import fastai.distributed as fd
 from fastai.basics import *
 from fastai.text.data import SortedDL
+from shared import fastai_distributed, parser, tidy, with_memory
 from fastdist.data.dl import DistributedDL
 from fastdist.data.rng import WorkerRandom
 
@@ -25,35 +22,21 @@ class Numbers:
     def __getitem__(self, i): return i
 
 
-class OnCPU(fd.DistributedDL):
-    "fastai's, without `.cuda()`"
-    def _broadcast(self, t, rank):
-        t = torch.as_tensor(t)
-        dist.broadcast(t, rank)
-        return t.tolist()
-
-
 LOADERS = {  # in rank 0 alone?, and the loader
     'one process': (True, lambda dl: dl),
     'fastdist, 2 processes': (False, lambda dl: DistributedDL(dl, split_batches=False)),
     'fastdist, worker 511 of 1024': (True, lambda dl: DistributedDL(dl, 511, 1024, split_batches=False)),
-    'fastai.distributed, 2 processes': (False, lambda dl: OnCPU(dl, dist.get_rank(), dist.get_world_size()))}
-
-
-def memory(key):
-    "In bytes, from /proc: VmRSS now, VmHWM at its highest"
-    return int(next(l for l in open('/proc/self/status') if l.startswith(key)).split()[1])*1024
+    'fastai.distributed, 2 processes': (False, lambda dl: fastai_distributed().DistributedDL(dl, dist.get_rank(), dist.get_world_size()))}
 
 
 def start_of_epoch(dl):
     "Seconds until the first batch, and bytes at the highest point above those before"
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    Path('/proc/self/clear_refs').write_text('5')  # VmHWM begins again
-    before, t = memory('VmRSS'), time.perf_counter()
-    it = iter(dl)
-    next(it)
-    return time.perf_counter()-t, memory('VmHWM')-before
+    def begin():
+        it = iter(dl)
+        next(it)
+        return it  # it would end, and with it its memory
+    tidy()
+    return with_memory(begin)[1:]
 
 
 def per_batch(dl, n=1500):
@@ -125,7 +108,7 @@ def worker(rank, file, sizes, repeats):
 
 
 if __name__ == '__main__':
-    p = argparse.ArgumentParser(description=__doc__.split('\n')[0])
+    p = parser(__doc__)
     p.add_argument('--repeats', type=int, default=5)
     p.add_argument('--sizes', type=float, nargs='+', default=[1e5, 1e6, 1e7])
     a = p.parse_args()

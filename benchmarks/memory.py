@@ -9,16 +9,13 @@ global batch is the same for any number of workers; the worker that has most cou
 Apart from that, in MB: the parameters that FSDP has gathered at most at a time in the forward; what DDP keeps in C++ to send gradients; all other tensors that
 Python knows of at these moments; and the most that is alive where the backward of a block begins, besides parameters and state at rest: activations, gradients,
 gathered parameters. Some 6 minutes on 2 cores, and 12 GB."""
-import argparse, gc, sys, tempfile, warnings
-from pathlib import Path
+import gc, tempfile, warnings
 
 warnings.filterwarnings('ignore')
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 import torch, torch.distributed as dist, torch.multiprocessing as mp
 from fastai.basics import *
-from fastai.callback.progress import ProgressCallback
 from torch.distributed.tensor import DTensor
+from shared import parser, steps_only
 import fastdist.all
 from fastdist.comm.pack import tensors_in
 from fastdist.callbacks.fastai_patches import trainer_of
@@ -116,10 +113,8 @@ def worker(rank, world, file, strategies, millions, res):
     for nm in strategies:
         dls = DataLoaders(*[TfmdDL(list(zip(xs, ys)), bs=BATCH, num_workers=0) for _ in range(2)])
         cb = Measures()
-        learn = Learner(dls, model(millions), nn.CrossEntropyLoss(), opt_func=Adam, cbs=cb)
-        learn.remove_cbs(learn._grab_cbs(ProgressCallback))
-        learn._do_epoch_validate = noop  # steps only
-        with learn.distrib_ctx(cpu=True, split_batches=True, strategy=nm), learn.no_logging(): learn.fit(1)
+        learn = steps_only(Learner(dls, model(millions), nn.CrossEntropyLoss(), opt_func=Adam, cbs=cb))
+        with learn.distrib_ctx(cpu=True, split_batches=True, strategy=nm): learn.fit(1)
         every = [None]*world
         dist.all_gather_object(every, dict(cb.bytes))
         if rank == 0: res.put((nm, {k: max(o.get(k, 0) for o in every) for k in (*KINDS, *APART)}))
@@ -140,7 +135,7 @@ def measured(n, strategies, millions):
 
 
 def main():
-    p = argparse.ArgumentParser(description=__doc__.split('\n')[0])
+    p = parser(__doc__)
     p.add_argument('--workers', type=int, nargs='+', default=[1, 2, 4])
     p.add_argument('--only', nargs='+', default=['ddp', 'zero1', 'zero2', 'fsdp', 'hsdp'])
     p.add_argument('--million', type=float, default=100)

@@ -4,12 +4,12 @@ and the time of a step with a `Resume` that never saves, beside none.
     python benchmarks/resume.py [--gb 1] [--rounds 5] [--folder DIR]
 
 One process on the CPU, a model of which weights and Adam's state are so many GB together. The ways take turns in each round; medians. Lightning is measured where it is installed."""
-import argparse, gc, importlib.util, os, shutil, statistics, sys, tempfile, time
+import gc, importlib.util, os, shutil, statistics, tempfile, time
 from pathlib import Path
 
 os.environ.update(ACCELERATE_USE_CPU='true', CUDA_VISIBLE_DEVICES='')
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
+from shared import parser
 from fastai.basics import *
 from fastdist.all import *
 from fastdist.checkpoint.resume import Resume
@@ -129,7 +129,7 @@ def tax(d, n=400):
 
 
 def main():
-    p = argparse.ArgumentParser()
+    p = parser(__doc__)
     p.add_argument('--gb', type=float, default=1.)
     p.add_argument('--rounds', type=int, default=5)
     p.add_argument('--folder', help="where to write; by default a temporary one")

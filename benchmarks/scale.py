@@ -5,17 +5,17 @@
 No other worker is there: all are taken to be like this one, rank 0, of whom most is asked (tests/support/echo.py). A small model with batch norm, of 6 parameters,
 and Adam; a batch has a sample for each worker. A step is the third of the second epoch. The first context looks at the data as well. KB is what this worker hands
 to collectives; where rows are padded, to as many for each worker, the parameters are so few here that it is all padding. Some 30 seconds."""
-import argparse, os, sys, warnings
-from pathlib import Path
+import warnings
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[1]/o) for o in ('.', 'tests/support', 'tests/promises')]
+from shared import parser
+
 warnings.filterwarnings('ignore')
 
 
 def main():
     from test_thousand_workers import STRATEGIES, costs
     from forked import started
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = parser(__doc__)
     p.add_argument('--workers', type=int, nargs='+', default=[2, 8, 1024, 16384])
     p.add_argument('--only', nargs='+', default=list(STRATEGIES), choices=list(STRATEGIES))
     a = p.parse_args()

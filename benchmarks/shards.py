@@ -7,14 +7,12 @@ one thread. ms are CPU time, the least of the steps: `reduce` is what zero2 does
 optimizer's (fastai's Adam) with what is sent after it. `enter` and `leave` are the strategy's own part of a context. Messages and MB are of one step: MB is
 what this worker hands to collectives (with zero1, gradients go by DistributedDataParallel, and are not counted). `shard` is what it holds of gradients and
 optimizer state that are sharded, beside a worker's even share of them."""
-import argparse, collections, multiprocessing, sys, time, warnings
-from pathlib import Path
+import multiprocessing, time, warnings
 
 warnings.filterwarnings('ignore')
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 import torch, torch.distributed as dist, torchvision
 from fastai.basics import *
+from shared import parser
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from fastdist.strategy.zero import ShardedGradients, ShardedSteps
@@ -78,7 +76,7 @@ def one(word, arch, size, rank, steps):
 
 
 def main():
-    p = argparse.ArgumentParser(description=__doc__.split('\n')[0])
+    p = parser(__doc__)
     p.add_argument('--workers', type=int, nargs='+', default=[2, 64, 1024])
     p.add_argument('--only', nargs='+', default=['zero1', 'zero2'], choices=['zero1', 'zero2'])
     p.add_argument('--arch', default='resnet50')

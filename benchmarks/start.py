@@ -4,11 +4,12 @@
 
 Medians of 3 rounds, in which the ways take turns. Real Slurm, and two hosts (network namespaces), are tried where they can be had (root, and Debian's
 packages slurm-wlm, munge, iproute2)."""
-import os, re, socket, statistics, subprocess, sys, tempfile, time
+import os, re, statistics, subprocess, sys, tempfile, time
+from contextlib import ExitStack
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT/'tests'/'support')]
+from shared import ROOT, environment
+from harness import free_port
 from hosts import ADDRESSES, Hosts, Slurm, why_no_hosts, why_no_slurm
 
 SCRIPT = '''
@@ -27,17 +28,11 @@ if __name__ == '__main__':
 '''
 
 
-def port():
-    with socket.socket() as s:
-        s.bind(('', 0))
-        return s.getsockname()[1]
-
-
 def ways(script, folder):
     "Commands, by way: each is a list of (command, environment)"
     py, torchrun = [sys.executable, script], [sys.executable, '-m', 'torch.distributed.run', '--nproc-per-node']
     slurm = lambda r: dict(SLURM_JOB_ID=str(os.getpid()), SLURM_PROCID=str(r), SLURM_LOCALID=str(r), SLURM_NTASKS='2', SLURM_NTASKS_PER_NODE='2', SLURM_JOB_NODELIST='localhost')
-    p = str(port())
+    p = str(free_port())
     env = lambda r: dict(RANK=str(r), WORLD_SIZE='2', MASTER_ADDR='127.0.0.1', MASTER_PORT=p)
     return {
         'python (one process)': [(py, {})],
@@ -59,15 +54,15 @@ def said(texts):
 
 
 def timed(cmds):
-    env = {**os.environ, 'PYTHONPATH': str(ROOT), 'OMP_NUM_THREADS': '1', 'RES_OPTIONS': 'timeout:1 attempts:1'}
+    env = environment(RES_OPTIONS='timeout:1 attempts:1')
     begin = time.time()
     procs = [subprocess.Popen(list(map(str, c)), env={**env, **e}, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) for c, e in cmds]
     found = said([p.communicate(timeout=120)[0] for p in procs])
     return max(o[0] for o in found)-begin, max(o[1] for o in found)
 
 
-def elsewhere(script, folder):
-    "Functions for real Slurm and two hosts, which are up already"
+def elsewhere(script, folder, stack):
+    "Functions for real Slurm and two hosts, which are up already, until `stack` ends"
     cpu = {'PYTHONPATH': str(ROOT), 'CUDA_VISIBLE_DEVICES': '', 'OMP_NUM_THREADS': '1'}
     def timed_on(run):
         def f():
@@ -76,34 +71,28 @@ def elsewhere(script, folder):
             found = said([o.stdout for o in res])
             return max(o[0] for o in found)-begin, max(o[1] for o in found)
         return f
-    res, close = {}, []
+    res = {}
     if why := why_no_slurm(): print('no real Slurm:', why)
     else:
-        s = Slurm()
-        s.__enter__(); close.append(s)
+        s = stack.enter_context(Slurm())
         res['srun -N2 -n2 (real Slurm, two nodes)'] = timed_on(lambda: [s.run(['srun', '-N2', '-n2', sys.executable, script], cpu, 120)])
     if why := why_no_hosts(): print('no two hosts:', why)
     else:
-        h = Hosts()
-        h.__enter__(); close.append(h)
+        h = stack.enter_context(Hosts())
         run = [sys.executable, '-m', 'torch.distributed.run', '--nnodes=2', '--nproc-per-node=1', f'--master-addr={ADDRESSES[0]}', '--master-port=29511']
         res['torchrun on two hosts'] = timed_on(lambda: h.run_all([(i, [*run, f'--node-rank={i}', script]) for i in range(2)], cpu, 120))
         res['tcp:// on two hosts'] = timed_on(lambda: h.run_all([(i, [sys.executable, script, f'tcp://{ADDRESSES[0]}:29512', str(i)]) for i in range(2)], cpu, 120))
         res['file:// on two hosts'] = timed_on(lambda: h.run_all([(i, [sys.executable, script, f'file://{folder}/meet2', str(i)]) for i in range(2)], cpu, 120))
-    return res, close
+    return res
 
 
 if __name__ == '__main__':
-    with tempfile.TemporaryDirectory() as folder:
-        script = f'{folder}/script.py'
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        script, times = f'{folder}/script.py', {}
         Path(script).write_text(SCRIPT)
-        more, close = elsewhere(script, folder)
-        try:
-            times = {}
-            for _ in range(3):
-                for nm, cmds in ways(script, folder).items(): times.setdefault(nm, []).append(timed(cmds))
-                for nm, f in more.items(): times.setdefault(nm, []).append(f())
-        finally:
-            for o in close: o.__exit__(None, None, None)
+        more = elsewhere(script, folder, stack)
+        for _ in range(3):
+            for nm, cmds in ways(script, folder).items(): times.setdefault(nm, []).append(timed(cmds))
+            for nm, f in more.items(): times.setdefault(nm, []).append(f())
     print('| way of starting | seconds to the first collective | of them after the imports |\n|---|---|---|')
     for nm, o in times.items(): print(f'| {nm} | {statistics.median(a for a, _ in o):.1f} | {statistics.median(b for _, b in o):.2f} |')

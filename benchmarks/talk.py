@@ -4,9 +4,9 @@
 
 Calls are interleaved, in rounds that are timed between barriers; medians of the rounds. Some 30 seconds."""
 import argparse, os, statistics, subprocess, sys, time
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from shared import environment, parser
+
 VARIANTS = ['all_gather_list', 'dist.all_gather_object', 'all_reduce_dict', 'all_reduce', 'dist.all_reduce']
 
 
@@ -35,13 +35,12 @@ def child(sizes, repeats):
 
 
 if __name__ == '__main__':
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = parser(__doc__)
     p.add_argument('--repeats', type=int, default=15)
     p.add_argument('--sizes', type=int, nargs='+', default=[100, 10_000, 1_000_000])
     p.add_argument('--child', action='store_true', help=argparse.SUPPRESS)
     args = p.parse_args()
     if args.child: sys.exit(child(args.sizes, args.repeats))
-    env = {**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONPATH': os.pathsep.join([str(ROOT), os.environ.get('PYTHONPATH', '')])}
     res = subprocess.run([sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc-per-node', '2', __file__, '--child',
-                          '--repeats', str(args.repeats), '--sizes', *map(str, args.sizes)], env=env, capture_output=True, text=True)
+                          '--repeats', str(args.repeats), '--sizes', *map(str, args.sizes)], env=environment(), capture_output=True, text=True)
     sys.exit(res.stderr if res.returncode else print(res.stdout, end=''))

@@ -6,10 +6,12 @@ A network of linear layers over gloo, one thread each, in two sizes: a step of s
 a round they train an epoch each, one way after the other, in another order each time. An epoch is all of it: loader, forward, backward, step, recording of the
 loss. By hand it is DistributedDataParallel with fastai's optimizer and loader. Medians over rounds of the milliseconds of a step, by the clock and of rank 0's
 CPU, and of the ratio to the epoch by hand of the same round, with quartiles."""
-import argparse, importlib.util, os, random, socket, statistics, subprocess, sys, tempfile, time, warnings
+import argparse, importlib.util, os, random, statistics, subprocess, sys, tempfile, time, warnings
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+import shared
+from harness import free_port
+
 SIZES = {'tiny': (192, 6, 64, 100), 'small': (512, 8, 128, 40)}  # width, layers, samples of a worker's batch, steps
 WORKERS = 2
 
@@ -27,14 +29,10 @@ def parts(size):
 
 
 def learner(size, factor=1):
-    from fastai.basics import CrossEntropyLossFlat, DataLoaders, Learner, SGD, TfmdDL, noop, partial
-    from fastai.callback.progress import ProgressCallback
+    from fastai.basics import CrossEntropyLossFlat, DataLoaders, Learner, SGD, TfmdDL, partial
     model, xs, ys, bs = parts(size)
     dls = DataLoaders(*[TfmdDL(list(zip(xs, ys)), bs=bs*factor, num_workers=0) for _ in range(2)])
-    learn = Learner(dls, model, loss_func=CrossEntropyLossFlat(), opt_func=partial(SGD, mom=0.9), lr=1e-3)
-    learn.remove_cbs(learn._grab_cbs(ProgressCallback))
-    learn._do_epoch_validate, learn.logger = noop, noop  # steps only
-    return learn
+    return shared.steps_only(Learner(dls, model, loss_func=CrossEntropyLossFlat(), opt_func=partial(SGD, mom=0.9), lr=1e-3))
 
 
 def in_context(learn, **kwargs):
@@ -57,12 +55,7 @@ def fastdist(size):
 
 
 def fastai_distributed(size):
-    import fastai.distributed as fd, torch, torch.distributed as dist
-    def on_cpu(self, t, rank):
-        t = torch.as_tensor(t)
-        dist.broadcast(t, rank)
-        return t.tolist()
-    fd.DistributedDL._broadcast = on_cpu  # its own needs a GPU
+    shared.fastai_distributed()
     return in_context(learner(size), sync_bn=False)
 
 
@@ -152,11 +145,7 @@ class Way:
     "The processes of a way of training"
     def __init__(self, name, size, folder, script):
         n = 1 if name == 'one process' else WORKERS
-        with socket.socket() as s:
-            s.bind(('127.0.0.1', 0))
-            port = s.getsockname()[1]
-        env = {**os.environ, 'ACCELERATE_USE_CPU': 'true', 'OMP_NUM_THREADS': '1', 'PYTHONPATH': os.pathsep.join([str(ROOT), os.environ.get('PYTHONPATH', '')]),
-               'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': str(port), 'WORLD_SIZE': str(n), 'LOCAL_WORLD_SIZE': str(n)}
+        env = shared.environment(ACCELERATE_USE_CPU='true', MASTER_ADDR='127.0.0.1', MASTER_PORT=str(free_port()), WORLD_SIZE=str(n), LOCAL_WORLD_SIZE=str(n))
         self.log = open(Path(folder)/f'{name}-{size}.log', 'w+')
         self.ps = [subprocess.Popen([sys.executable, script, '--child', name, '--sizes', size], env={**env, 'RANK': str(r), 'LOCAL_RANK': str(r)}, text=True,
                                     stdin=subprocess.PIPE, stdout=self.log if r else subprocess.PIPE, stderr=self.log) for r in range(n)]
@@ -190,12 +179,11 @@ def measure(size, rounds, names, script=__file__):
 
 def beside(base, times):
     "Of the ratio to `times` in each round, as cells of a table: the median, and quartiles"
-    ratios = sorted(b[0]/t[0] for b, t in zip(base, times))
-    return f'{statistics.median(ratios):.2f} | {ratios[len(ratios)//4]:.2f} to {ratios[3*len(ratios)//4]:.2f}'
+    return shared.spread([b[0]/t[0] for b, t in zip(base, times)])
 
 
 if __name__ == '__main__':
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = shared.parser(__doc__)
     p.add_argument('--rounds', type=int, default=7)
     p.add_argument('--sizes', nargs='+', default=list(SIZES), choices=list(SIZES))
     p.add_argument('--child', help=argparse.SUPPRESS)

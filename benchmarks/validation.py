@@ -4,10 +4,11 @@
 
 Beside one process and beside `fastai.distributed` (whose broadcast, which needs a GPU, is done on the CPU). Metrics: accuracy, which is a sum, and
 F1, which needs all predictions. Real processes over gloo, one thread each, runs interleaved, medians. Some 5 minutes."""
-import argparse, contextlib, ctypes, gc, json, os, statistics, subprocess, sys, tempfile, time, warnings
+import argparse, contextlib, json, os, statistics, subprocess, sys, tempfile, warnings
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from shared import environment, fastai_distributed, parser, tidy, with_memory
+
 VARIANTS = {'one process': 1, 'fastdist, 2 processes': 2, 'fastai.distributed, 2 processes': 2}
 
 
@@ -16,7 +17,7 @@ def child(variant, n, bs, out):
     import torch
     from fastai.basics import DataLoaders, Learner, TfmdDL, CrossEntropyLossFlat, nn
     from fastai.metrics import F1Score, accuracy
-    from fastai.callback.progress import ProgressCallback
+    from learners import quiet
     torch.set_num_threads(1)
     rank = int(os.environ.get('RANK', 0))
     g = torch.Generator().manual_seed(0)
@@ -27,29 +28,19 @@ def child(variant, n, bs, out):
         def __getitem__(self, i): return x[i], y[i]
     dls = DataLoaders(*[TfmdDL(Cheap(o), bs=bs, num_workers=0) for o in (bs, n)])
     torch.manual_seed(0)
-    learn = Learner(dls, nn.Linear(8, 4), loss_func=CrossEntropyLossFlat(), metrics=[accuracy, F1Score(average='macro')])
-    learn.remove_cbs(learn._grab_cbs(ProgressCallback))
+    learn = quiet(Learner(dls, nn.Linear(8, 4), loss_func=CrossEntropyLossFlat(), metrics=[accuracy, F1Score(average='macro')]))
     if variant.startswith('fastdist'):
         import fastdist.all
         ctx = learn.distrib_ctx()
     elif variant.startswith('fastai'):
-        import fastai.distributed as fd, torch.distributed as dist
-        def on_cpu(self, t, rank):
-            t = torch.as_tensor(t)
-            dist.broadcast(t, rank)
-            return t.tolist()
-        fd.DistributedDL._broadcast = on_cpu
+        fastai_distributed()
         ctx = learn.distrib_ctx(sync_bn=False, cpu=True)
     else: ctx = contextlib.nullcontext()
-    memory = lambda key: int(next(l for l in open('/proc/self/status') if l.startswith(key)).split()[1])*1024
     with ctx:
         learn.validate(dl=TfmdDL(Cheap(bs*4), bs=bs, num_workers=0))
-        gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)
-        Path('/proc/self/clear_refs').write_text('5')  # VmHWM begins again
-        before, t = memory('VmRSS'), time.perf_counter()
-        res = list(learn.validate())
-        res = dict(seconds=time.perf_counter()-t, memory=memory('VmHWM')-before, values=[float(o) for o in res])
+        tidy()
+        values, seconds, memory = with_memory(learn.validate)
+        res = dict(seconds=seconds, memory=memory, values=[float(o) for o in values])
     Path(f'{out}.{rank}').write_text(json.dumps(res))
 
 
@@ -57,16 +48,15 @@ def run(variant, n, bs):
     with tempfile.TemporaryDirectory() as d:
         size = VARIANTS[variant]
         launch = [] if size == 1 else ['-m', 'torch.distributed.run', '--standalone', '--nproc-per-node', str(size)]
-        env = {**os.environ, 'ACCELERATE_USE_CPU': 'true', 'OMP_NUM_THREADS': '1', 'PYTHONPATH': os.pathsep.join([str(ROOT), os.environ.get('PYTHONPATH', '')])}
         cmd = [sys.executable, *launch, __file__, '--child', variant, '--samples', str(n), '--bs', str(bs), '--out', f'{d}/out']
-        res = subprocess.run(cmd, env=env, cwd=d, capture_output=True, text=True)
+        res = subprocess.run(cmd, env=environment(ACCELERATE_USE_CPU='true'), cwd=d, capture_output=True, text=True)
         if res.returncode: sys.exit(res.stderr)
         ranks = [json.loads(Path(f'{d}/out.{r}').read_text()) for r in range(size)]
     return max(o['seconds'] for o in ranks), max(o['memory'] for o in ranks), ranks[0]['values']
 
 
 if __name__ == '__main__':
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = parser(__doc__)
     p.add_argument('--repeats', type=int, default=3)
     p.add_argument('--samples', type=float, default=1e6)
     p.add_argument('--bs', type=int, default=256)
