@@ -58,12 +58,6 @@ def check_loader(self:Evaluation):
 
 # %% ../../nbs/trainer/06_evaluation.ipynb #82a7b4b8
 @patch
-def begin(self:Evaluation):
-    "Be ready to gather predictions"
-    cbs = self.learn._grab_cbs(GatherPredsCallback) if self.shared else []
-    self.preds,self.forwards = [GatheredPreds(cb, self.by_rows, self.dst, activation=self.activation) for cb in cbs],0
-
-@patch
 def number_batch(self:Evaluation):
     "Let callbacks see the number of the batch, and of batches, in the data set, as in one process; send predictions, if it is time"
     if not self.shared: return
@@ -151,7 +145,9 @@ def _what(self:Evaluation):
 @patch
 @contextmanager
 def together(self:Evaluation):
-    "Around the evaluation: the workers agree on what callbacks decide"
+    "Around the evaluation: the workers agree on what callbacks decide, and are ready to gather predictions"
+    cbs = self.learn._grab_cbs(GatherPredsCallback) if self.shared else []
+    self.preds = [GatheredPreds(cb, self.by_rows, self.dst, activation=self.activation) for cb in cbs]
     begins = self.shared and not self.decisions.active
     if begins: self.decisions.begin(self._what())
     elif self.shared and self.decisions.inner: self.decisions.agree(-1, self._what()) # `if rank == 0:` in a callback leaves others behind

@@ -106,14 +106,9 @@ def _prepare(self:DistributedTrainer):
                                  lambda counts: self.hooks.begin_own(counts) if self.hooks else noop)
     self.evaluation = Evaluation(learn, self.decisions)
     self.dirty = False
-    self.undo.callback(self._leave_stream)
+    self.undo.callback(self.random.exit)
     self.foreach = Foreach()
     self.undo.callback(self.foreach.close)
-
-@patch
-def _leave_stream(self:DistributedTrainer):
-    random,self.random = self.random,None
-    random.exit()
 
 # %% ../../nbs/trainer/09_trainer.ipynb #ca027edf
 @patch
@@ -163,7 +158,7 @@ def _show_in_rank0(self:DistributedTrainer):
 def detach(self:DistributedTrainer):
     "Give the learner back as it was"
     if self.undo is None: return
-    self.by_fit,self.accelerator,self.device,self.decisions = False,None,None,None
+    self.by_fit,self.accelerator,self.device,self.decisions,self.random = False,None,None,None,None
     UndoneCallback.detach(self)
 
 @patch
@@ -360,11 +355,6 @@ def after_batch(self:DistributedTrainer):
     self.step.send_loss(self.decisions.interrupted) # not yet, where a callback has cancelled the batch after the loss
     self.step.receive_loss()
     self.step.keep_metrics(self.totals)
-
-@patch
-def before_validate(self:DistributedTrainer):
-    "Be ready to gather predictions"
-    self.evaluation.begin()
 
 @patch
 def after_validate(self:DistributedTrainer):

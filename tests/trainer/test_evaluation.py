@@ -26,7 +26,7 @@ def by_hand(n, rows, dst, stop=None):
             return d.call(event_name) if d.active else super()._call_one(event_name)
     class Shares(Callback):
         order = -20
-        def before_validate(self): self.e.begin(); self.numbers = []
+        def before_validate(self): self.numbers = []
         def before_batch(self): self.e.number_batch(); self.numbers.append(self.learn.iter)
         def after_pred(self): self.e.forwards += 1
         def after_batch(self): self.e.add_batch()
