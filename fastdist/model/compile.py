@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map_only
 from fastai.basics import *
 from .blocks import is_wrapped, units, wrap_forward
 from ..world.ranks import get_rank
+from ..world.state import current_world
 
 # %% ../../nbs/model/02_compile.ipynb #074482f2
 def _kind(m):
@@ -85,6 +86,8 @@ def _compiled(code):
     def wrap(forward):
         fns = {} # by forward: a module's class may change, and another class has another
         def run(*args, **kwargs):
+            # of what one worker does alone nothing is sent; compiled code sends, as for batch norm
+            if current_world().alone: return forward(*args, **kwargs)
             f = forward.plain()
             key = getattr(f, '__func__', f)
             with _in_order():

@@ -172,6 +172,27 @@ def test_fit(world3):
         assert all(diff(a, b) < 1e-6 for a, b in zip(values, v))
 
 
+def looked_into(looks):
+    "A fit of a compiled model, which a callback of rank 0's alone calls in training"
+    import fastdist.all
+    from accelerate.utils import TorchDynamoPlugin
+    from fastdist.world import get_rank
+    class Look(Callback):
+        def after_batch(self):
+            if self.training: self.learn.model(self.x)
+    torch._dynamo.reset()
+    learn = quiet(learner(n=18, bs=6, bn=True))
+    with learn.distrib_ctx(split_batches=True, watchdog=60, dynamo_plugin=TorchDynamoPlugin(backend='aot_eager')):
+        learn.fit(1, cbs=[Look()] if looks and get_rank() == 0 else [])
+    return weights(learn)
+
+
+def test_what_one_worker_calls_alone(world2):
+    "Batch norm has the statistics of that batch then, and nothing is sent: the others would not hear of it"
+    (a, b), (c, d) = world2(looked_into, False), world2(looked_into, True)
+    assert diff(a, b) == diff(a, c) == diff(a, d) == 0
+
+
 class Wide(Module):
     "Four layers, none in a block, so that the model is compiled as one"
     def __init__(self): self.a, self.b, self.c, self.d = nn.Linear(4, 600), nn.Linear(600, 600), nn.Linear(600, 600), nn.Linear(600, 3)
