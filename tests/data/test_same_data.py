@@ -84,7 +84,34 @@ def test_a_data_set_that_keeps_what_it_has_read(world2):
     assert max(world2(twice)) < 20
 
 
-KINDS = dict(tabular=tabular, collab=collab, block=block, random_split=random_split, numbered=numbered,
+def halves(n=40):
+    from torch.utils.data import TensorDataset, random_split
+    return random_split(TensorDataset(*torchs(n)), [32, 8])
+
+
+class Twice:
+    "An object that has two loaders"
+    def __init__(self, ds): self.a, self.b = [TfmdDL(ds, bs=8, num_workers=0) for _ in range(2)]
+    def __len__(self): return len(self.a)
+    def __iter__(self): return (a for a, _ in zip(self.a, self.b))
+
+
+def side_by_side(): return learner(DataLoaders(*map(Twice, halves())))
+
+
+class Windows:
+    "Items in windows of `seq_len`; it is no language model's"
+    def __init__(self, items): self.items, self.seq_len = items, 1
+    def __len__(self): return len(self.items)
+    def __getitem__(self, i): return tensor([float(self.items[i])]), tensor(self.items[i] % 2)
+
+
+def windows():
+    p = np.random.permutation(40).tolist()
+    return learner(DataLoaders.from_dsets(Windows(p[:32]), Windows(p[32:]), bs=8))
+
+
+KINDS = dict(tabular=tabular, collab=collab, block=block, random_split=random_split, numbered=numbered, side_by_side=side_by_side, windows=windows,
              **{f'permuted_{o}': partial(permuted, o) for o in ('tensors', 'own', 'arrays', 'lists')})
 
 
