@@ -142,11 +142,12 @@ def close(self:DistributedDL):
 def __reduce__(self:DistributedDL): return object.__new__, (type(self),), {**vars(self), '_live':False}
 
 @patch
-def _like(self:DistributedDL, dl, rank=None, **state):
-    "`dl`, split as this loader is; the part of `rank`, by default of this worker"
+def _like(self:DistributedDL, dl, rank=None, world_size=None, **state):
+    "`dl`, split as this loader is; the part of `rank` of `world_size`, by default of this worker"
     res = object.__new__(type(self))
     vars(res).update({k:v for k,v in vars(self).items() if k not in _NEW_EPOCH})
     if rank is not None: vars(res)['rank'] = rank
+    if world_size is not None: vars(res)['world_size'] = world_size
     res._wrap(dl, **state)
     vars(res)['_device'] = self._device
     return res
@@ -249,18 +250,12 @@ def _batches(self:DistributedDL):
         counts = counts_of(*found)
         pending,at = self._draw()
         self._random.restart(self._adapter.seed)
-        self._restore_streams()
         if not self._alone:
+            if self._streams is not None: set_stream_states(self._streams, self._random)
             self._epoch,self._at = pending['epoch'] if pending else self._epoch+1,(*at,counts)
-            self._steps,self._ended = 0,False
+            self._steps,self._ended,self._streams = 0,False,None
     self._live = True
     yield from self._adapter.batches()
-
-@patch
-def _restore_streams(self:DistributedDL):
-    "Go on with the random numbers of the epoch that another process has begun"
-    streams,self._streams = self._streams,None
-    if streams is not None: set_stream_states(streams, self._random)
 
 # %% ../../nbs/data/07_dl.ipynb #92fe2a18
 @patch
@@ -274,7 +269,7 @@ def _sent(self:DistributedDL, b):
 @patch
 def __iter__(self:DistributedDL):
     if self.world_size > 1 and not self._alone and current_world().alone: # of that the others hear nothing
-        yield from DistributedDL(self.dl, 0, 1, self._device, self.split_batches, self.evaluate)
+        yield from self._like(self.dl, 0, 1)
         return
     # where other processes do all the work nothing is drawn in this one
     it,live = self._batches(),self._live
@@ -346,10 +341,10 @@ def one_batch(self:DistributedDL):
     if not a.unsized and len(self)==0:
         if self.evaluate and self.rank > 0: return self._like(self.dl, 0).one_batch()
         raise ValueError(f"{a.nm} has no batches for rank {self.rank} of {self.world_size}")
-    kept,self._alone = (self._pending,a.plan,a.drawn_n),True
+    kept,self._alone = (self._pending,self.counts,a.plan,a.drawn_n),True
     try:
         with a.in_this_process(): return first(self)
-    finally: self._alone,(self._pending,a.plan,a.drawn_n) = False,kept
+    finally: self._alone,(self._pending,self.counts,a.plan,a.drawn_n) = False,kept
 
 @patch
 def show_batch(self:DistributedDL,

@@ -367,3 +367,39 @@ def test_side_by_side(num_workers):
         assert len(two) == 3
     assert joined([[(a, c) for a, _, c in p] for p in parts]) == batches(Both().a)
     assert all([x+20 for x in a] == b for p in parts for a, b, _ in p)
+
+
+@pytest.mark.parametrize('num_workers', [0, 1])
+def test_side_by_side_shuffled(num_workers):
+    "In the orders of one process, epoch after epoch; a state goes on in the middle of one"
+    class Both:
+        def __init__(self): self.dls = [TfmdDL(list(range(i, i+11)), bs=4, shuffle=True, num_workers=num_workers) for i in (0, 100)]
+        def __len__(self): return len(self.dls[0])
+        def __iter__(self): return zip(*self.dls)
+    def both(rank=None):
+        set_seed(3)
+        return Both() if rank is None else DistributedDL(Both(), rank, 2, split_batches=True)
+    def epochs(dl): return [[(a.tolist(), b.tolist(), getattr(dl, 'counts', None)) for a, b in dl] for _ in range(2)]
+    one, parts = epochs(both()), [epochs(both(r)) for r in range(2)]
+    for e in range(2):
+        for j in range(2): assert joined([[(b[j], b[2]) for b in p[e]] for p in parts]) == [b[j] for b in one[e]]
+    dl, later = both(1), both(1)
+    it = iter(dl)
+    next(it)
+    later.load_state_dict(dl.state_dict())
+    rest = [listed(b) for b in it]
+    set_seed(9)
+    assert [listed(b) for b in later] == rest and len(rest) == 2
+
+
+def test_a_look_before_an_epoch_goes_on():
+    "`one_batch` takes no random numbers away from the epoch that another process has begun"
+    def noise():
+        set_seed(3)
+        return DistributedDL(TfmdDL(list(range(8)), bs=4, num_workers=0, after_item=lambda o: torch.rand(1).item()), 0, 2, split_batches=True)
+    dl, later = noise(), noise()
+    it = iter(dl)
+    next(it)
+    later.load_state_dict(dl.state_dict(), dl.streams())
+    later.one_batch()
+    assert [listed(b) for b in later] == [listed(b) for b in it]

@@ -441,3 +441,39 @@ def set_in_a_fit(distrib):
 def test_attributes_set_in_a_fit(world2):
     w, bs, n = set_in_a_fit(False)
     for w1, bs1, n1 in world2(set_in_a_fit, True): assert diff(w, w1) < 2e-7 and bs == bs1 and n == n1
+
+
+def of_a_class_of_its_own():
+    "What rank 0 alone reads of a loader whose class says what becomes of a batch"
+    from fastdist.all import DistributedDL, get_rank
+    class Sevens(DistributedDL):
+        def after_batch(self, b):
+            x, y = super().after_batch(b)
+            return x*0+7, y
+    learn, seen = quiet(learner(n=22, bs=6, n_val=5)), []
+    class Look(Callback):
+        def after_epoch(self): seen.append([(len(x), x.unique().tolist()) for x, _ in self.dls.train])
+    with learn.distrib_ctx(split_batches=True):
+        learn.dls.loaders[0] = Sevens(learn.dls.train, split_batches=True)
+        learn.fit(1, cbs=[Look()] if get_rank() == 0 else [])
+    return seen
+
+
+def test_a_class_of_its_own_where_a_worker_reads_alone(world2):
+    assert world2(of_a_class_of_its_own) == [[[(6, [7.]), (6, [7.]), (6, [7.]), (4, [7.])]], []]
+
+
+def looked(distrib):
+    "A fit in which a callback looks at the first batch while another one is on, before anything else sees that"
+    class Look(Callback):
+        order = -10**6
+        def before_batch(self): self.dls.train.one_batch()
+    learn = quiet(learner(n=15, bs=6, n_val=5, shuffle=False, cbs=Look()))
+    if distrib: import fastdist.all
+    with (learn.distrib_ctx(split_batches=True) if distrib else contextlib.nullcontext()): learn.fit(1)
+    return weights(learn), [float(o) for o in learn.recorder.losses]
+
+
+def test_a_look_at_the_first_batch(world2):
+    w, losses = looked(False)
+    for w1, losses1 in world2(looked, True): assert diff(w, w1) < 1e-8 and diff(losses, losses1) < 1e-6
