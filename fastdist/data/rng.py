@@ -20,6 +20,14 @@ from ..world.ranks import get_rank, get_world_size
 from ..world.state import current_world
 
 # %% ../../nbs/data/00_rng.ipynb #02f3623a
+def _numpy_bits():
+    "NumPy's generator; a `TypeError` where it is none whose state is known here"
+    bits = np.random.get_bit_generator()
+    if isinstance(bits, np.random.MT19937): return bits
+    raise TypeError(f"rank {get_rank()}: np.random draws from a {type(bits).__name__}, on whose state workers do not agree: leave out "
+                    "np.random.set_bit_generator, or call np.random.set_bit_generator(np.random.MT19937(seed)), and draw from a "
+                    "np.random.Generator of your own")
+
 class _SecondNormal:
     "NumPy draws normal numbers in pairs, and loses the second where its generator is changed"
     seen = None # the generator and its memory, where there was last no second
@@ -27,10 +35,10 @@ class _SecondNormal:
     @classmethod
     def state(cls):
         "NumPy's state, if it has a second; else `None`"
-        bits = np.random.get_bit_generator()
+        bits = _numpy_bits()
         # to ask takes as long as all else here, so only after a draw: then the memory is another, of 624 numbers and a position
-        now = (bits,ctypes.string_at(bits.ctypes.state_address, 625*4)) if isinstance(bits, np.random.MT19937) else None
-        if now is not None and cls.seen==now: return
+        now = bits,ctypes.string_at(bits.ctypes.state_address, 625*4)
+        if cls.seen==now: return
         state = np.random.get_state()
         if state[3]: return state
         cls.seen = now
@@ -86,6 +94,7 @@ def _set_torch_state(cpu, cuda):
 
 def rng_state():
     "State of the random number generators of Python, NumPy and torch (CUDA's too, once it is in use)"
+    _numpy_bits()
     return random.getstate(),np.random.get_state(),*_torch_state()
 
 def set_rng_state(state # What `rng_state` returned
@@ -352,7 +361,7 @@ def rank0_stream():
     "Within, the shared stream of all workers is rank 0's; a worker that was seeded otherwise goes back to its own after"
     mine = rng_state()
     parted = _parted(mine)
-    if parted: set_rng_state((*from_rank0(mine[:3]), mine[3]))
+    if parted: set_rng_state(from_rank0(mine))
     try: yield
     finally:
         if parted and get_rank() > 0: set_rng_state(mine)
@@ -361,7 +370,7 @@ def rejoin_streams():
     "Take rank 0's shared stream again, and warn, where callbacks have drawn other numbers of random numbers than in rank 0"
     mine = rng_state()
     if not _parted(mine): return
-    set_rng_state((*from_rank0(mine[:3]), mine[3]))
+    set_rng_state(from_rank0(mine))
     if get_rank()==0: current_world().cached('parted', lambda: warnings.warn(
         "not all workers have drawn as many random numbers outside of loader, forward and backward (a callback that draws for each sample "
         "of a batch, or in some ranks only), so what was drawn after that was not the same in all. From this epoch on it is again: draw in "

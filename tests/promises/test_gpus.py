@@ -894,3 +894,22 @@ def test_a_set_up_that_fails_loses_nothing(gpu_worlds, n, found):
     for error, changed, same, devices, grads, meta in gpu_worlds(n)(failing, found):
         assert error == 'as of a GPU' and changed == 0 and same and grads and devices == {'cpu' if found == 'cpu' else DEVICE}
         assert "weight, bias of the model have no values" in meta and "to_empty(device='cpu')" in meta, meta
+
+
+def gpu_streams():
+    "Where the GPU's random numbers are in each step of a fit, and after it, of workers that were seeded otherwise each"
+    import fastdist.all
+    from fastdist.world import get_rank
+    at = []
+    class See(Callback):
+        def before_step(self): at.append(torch.cuda.get_rng_state().tolist())
+    learn = quiet(learner(n=20, bs=6, n_val=7, cbs=See()))
+    torch.manual_seed(get_rank())
+    with learn.distrib_ctx(split_batches=True): learn.fit(1)
+    return at, torch.cuda.get_rng_state().tolist()
+
+
+def test_callbacks_draw_the_same_on_gpus(gpu_worlds):
+    "Also where a script has seeded the workers otherwise, as noise on gradients has to be the same in all"
+    (a, after), (b, after1) = gpu_worlds(2)(gpu_streams)
+    assert a == b and len(a) == 4 and after != after1

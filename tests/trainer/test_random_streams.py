@@ -179,3 +179,18 @@ def test_streams_that_part_meet_again(world3):
     res = world3(parts)
     assert len(set(res[0][0])) == 3 and all(o[0][:1] == res[0][0][:1] for o in res)
     assert [len(o[1]) for o in res] == [1, 0, 0] and 'draws for each sample' in res[0][1][0]
+
+
+def other_numpy():
+    "A fit where NumPy draws from another generator"
+    import fastdist.all
+    was = np.random.get_bit_generator()
+    np.random.set_bit_generator(np.random.PCG64(3))
+    try:
+        with quiet(learner()).distrib_ctx(**SPLIT) as learn: learn.fit(1)
+    except TypeError as e: return str(e)
+    finally: np.random.set_bit_generator(was)
+
+
+def test_another_generator_of_numpy(world2):
+    for r, e in enumerate(world2(other_numpy)): assert f'rank {r}: np.random draws from a PCG64' in e and 'np.random.set_bit_generator(np.random.MT19937(seed))' in e
