@@ -39,12 +39,11 @@ def _world_of(rank, world_size, split_batches, evaluate):
     return grouped,rank,world_size
 
 def _adapter_for(dl, grouped, rank, world_size, split_batches, evaluate):
-    kinds = {FastaiDataLoader:FastaiAdapter, TorchDataLoader:TorchAdapter, object:SeveralAdapter}
-    kind = next(v for k,v in kinds.items() if isinstance(dl, k))
     args = dl,f"rank {get_rank()}: {type(dl).__module__}.{type(dl).__name__}",rank,world_size,split_batches,evaluate
-    if kind is not SeveralAdapter: return kind(*args)
+    if isinstance(dl, FastaiDataLoader): return FastaiAdapter(*args)
+    if isinstance(dl, TorchDataLoader): return TorchAdapter(*args)
     world = {} if grouped else dict(rank=rank, world_size=world_size)
-    return kind(*args, split=partial(DistributedDL, **world, split_batches=split_batches, evaluate=evaluate))
+    return SeveralAdapter(*args, split=partial(DistributedDL, **world, split_batches=split_batches, evaluate=evaluate))
 
 # %% ../../nbs/data/07_dl.ipynb #44cd8dbc
 class DistributedDL(LoaderProxy):

@@ -163,11 +163,12 @@ def set_counts(objs, # From `drawers`, like those that they were taken from
         first = _counts(o)[1]
         vars(o).update({k:copy(v) for k,v in {**first,**saved}.items()})
 
-# %% ../../nbs/data/05_loaders.ipynb #93b4dfab
+# %% ../../nbs/data/05_loaders.ipynb #4470ca67
 def _map_loaders(f, o):
     if isinstance(o, dict): return {k:f(v) for k,v in o.items()}
     return type(o)(map(f, o)) if isinstance(o, (list,tuple,L)) else f(o)
 
+# %% ../../nbs/data/05_loaders.ipynb #93b4dfab
 class SeveralAdapter(Adapter):
     "An object that has loaders among its attributes, or in a list there, for `DistributedDL`. Each epoch is that of the loaders"
     draws = True

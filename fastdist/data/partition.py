@@ -15,6 +15,7 @@ from fastai.torch_core import find_bs
 from fastcore.all import *
 from torch import Tensor
 
+from ..comm.gather import interleave
 from .rng import shared_order
 
 # %% ../../nbs/data/01_partition.ipynb #7d6168e2
@@ -226,6 +227,4 @@ def join_shares(shares, # Of each worker that has one, tensors or a nest of them
     if isinstance(o, (list,tuple)): return type(o)(join_shares(s, mixed) for s in zip(*shares))
     if not isinstance(o, Tensor): return o
     if not o.ndim: return torch.stack(shares)
-    at = sorted((i,r) for r,s in enumerate(shares) for i in range(len(s))) # row i of share r
-    starts = np.cumsum([0, *map(len, shares)])
-    return torch.cat(shares)[[int(starts[r])+i for i,r in at]] if mixed else torch.cat(shares)
+    return interleave(shares) if mixed else torch.cat(shares)

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['rng_state', 'set_rng_state', 'seed_of', 'WorkerRandom', 'generators_in', 'drawers', 'order_generators', 'OtherLoader',
-           'plain_state', 'generator_states', 'set_generator_states', 'stream_states', 'set_stream_states',
+           'set_generator_states', 'plain_state', 'generator_states', 'stream_states', 'set_stream_states',
            'begin_batch', 'shared_order', 'rank0_stream', 'rejoin_streams']
 
 # %% ../../nbs/data/00_rng.ipynb #d0d2f190
@@ -19,7 +19,7 @@ from ..comm.objects import from_rank0
 from ..world.ranks import get_rank, get_world_size
 from ..world.state import current_world
 
-# %% ../../nbs/data/00_rng.ipynb #02f3623a
+# %% ../../nbs/data/00_rng.ipynb #e334f7b2
 def _numpy_bits():
     "NumPy's generator; a `TypeError` where it is none whose state is known here"
     bits = np.random.get_bit_generator()
@@ -28,6 +28,7 @@ def _numpy_bits():
                     "np.random.set_bit_generator, or call np.random.set_bit_generator(np.random.MT19937(seed)), and draw from a "
                     "np.random.Generator of your own")
 
+# %% ../../nbs/data/00_rng.ipynb #02f3623a
 class _SecondNormal:
     "NumPy draws normal numbers in pairs, and loses the second where its generator is changed"
     seen = None # the generator and its memory, where there was last no second
@@ -138,7 +139,7 @@ class WorkerRandom:
     "The stream of random numbers that belongs to one worker, between `enter` and `exit`; it goes on where it stopped when entered again"
     active = None # the one that is entered now
     def __init__(self,
-        rank:int=0, # The worker; the stream follows from it and from the shared stream's state
+        rank:int, # The worker; the stream follows from it and from the shared stream's state
     ):
         self.rank,self.own,self.shared,self.second,self.left = rank,None,None,None,None
         self.bits = np.random.MT19937(0) # NumPy's part of the stream: to change its generator is quick, to set a state is not
@@ -242,7 +243,10 @@ class OtherLoader(ValueError):
 
 def _get_all(gens): return [_methods(g)[0](g) for g in gens]
 
-def _set_all(gens, states):
+def set_generator_states(gens, # From `generators_in`, as many as they were taken from
+                         states, # What `generator_states` returned
+                        ):
+    "Put them back"
     if len(gens)!=len(states): raise OtherLoader(
         f"{len(states)} states of random number generators do not fit the {len(gens)} that this loader has")
     for g,s in zip(gens, states): _methods(g)[1](g, _as_numpy(s))
@@ -289,12 +293,6 @@ def generator_states(gens # From `generators_in`
     "Their states, as plain data"
     return plain_state(_get_all(gens))
 
-def set_generator_states(gens, # From `generators_in`, as many as they were taken from
-                         states, # What `generator_states` returned
-                        ):
-    "Put them back"
-    _set_all(gens, states)
-
 # %% ../../nbs/data/00_rng.ipynb #3ffd991a
 def stream_states(*randoms, # `WorkerRandom`s
                   plain=True, # As plain data? Otherwise as they are, which takes no time
@@ -324,10 +322,10 @@ def _start_state(mine, gens, state, sync):
     "The state to draw from: `state`, or else `mine`; with `sync` rank 0's, in all workers. Those of `gens` are set"
     if state:
         mine = (*map(_as_numpy, state[:3]), mine[3])
-        _set_all(gens, state[3])
+        set_generator_states(gens, state[3])
     if not sync or not dist.is_initialized() or get_world_size()==1: return mine
     first,vals = from_rank0((mine[:3], _get_all(gens)))
-    _set_all(gens, vals)
+    set_generator_states(gens, vals)
     return *first,mine[3]
 
 # %% ../../nbs/data/00_rng.ipynb #19bc6685
@@ -338,17 +336,15 @@ def shared_order(gens=(), # Generators that are agreed on too, from `generators_
                  keep:bool=True, # Does a worker that was seeded otherwise than rank 0 go back to its own stream after?
                 ):
     "Within, draws are made from the shared stream and are the same in all workers; yields the state at the start"
-    active = WorkerRandom.active
-    if active is not None: active.exit()
-    mine = rng_state()
-    start = _start_state(mine, gens, state, sync)
-    moves = state is not None or not keep or _same_state(start, mine) # does this worker's shared stream move on?
-    at_start = (*start[:3], _get_all(gens))
-    set_rng_state(start)
-    try: yield at_start
-    finally:
-        if not moves: set_rng_state(mine)
-        if active is not None: active.enter()
+    with _outside():
+        mine = rng_state()
+        start = _start_state(mine, gens, state, sync)
+        moves = state is not None or not keep or _same_state(start, mine) # does this worker's shared stream move on?
+        at_start = (*start[:3], _get_all(gens))
+        set_rng_state(start)
+        try: yield at_start
+        finally:
+            if not moves: set_rng_state(mine)
 
 # %% ../../nbs/data/00_rng.ipynb #ca0b4292
 def _parted(state):
