@@ -32,8 +32,9 @@ def _first_run(module, old):
 def _second_run(module, old):
     "Lend the layers copies of their buffers, with the values at the first run where these matter"
     own = [(m,n,b) for m,n,b in _buffers(module) if (m,n) in old or isinstance(m, _NormBase)]
-    for m,n,b in own: m._buffers[n] = old.get((m,n), b).detach().clone()
-    try: yield
+    try:
+        for m,n,b in own: m._buffers[n] = old.get((m,n), b).detach().clone()
+        yield
     finally:
         for m,n,b in own: m._buffers[n] = b
 
