@@ -173,11 +173,11 @@ def _check_count(n, x):
 class GlobalBatchNorm(_BatchNorm):
     "What a batch norm layer becomes while it trains: torch's `SyncBatchNorm`, that also runs on the CPU and with empty local batches"
     share = SimpleNamespace(counts=True, empty=False) # of the batch that goes forward, see `expect`
-    _check_non_zero_input_channels = nn.SyncBatchNorm._check_non_zero_input_channels
 
     def forward(self, x):
         self._check_input_dim(x)
-        if not self.training or dist.get_world_size()==1: return self._norm_alone(x)
+        if not self.training: # as torch's layer does it
+            return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, self.running_mean is None, 0., self.eps)
         compiling,args = torch.compiler.is_compiling(),(x,self.weight,self.bias,self.eps,self.share.counts)
         # what one worker does alone leaves the running statistics as all have them
         if not compiling and current_world().alone: return F.batch_norm(x, None, None, *args[1:3], True, 0., self.eps)
@@ -199,20 +199,6 @@ def expect(cls:GlobalBatchNorm, counts=True, # Does this worker's local batch co
     "What the batch is like that goes forward next"
     vars(cls.share).update(counts=counts, empty=empty)
 
-# %% ../../nbs/model/03_batchnorm.ipynb #87723bef
-@patch
-def _momentum(self:GlobalBatchNorm, number=float):
-    "Count a batch in training; the weight that its statistics get"
-    if not (self.training and self.track_running_stats): return 0. if self.momentum is None else self.momentum
-    if self.num_batches_tracked is not None: self.num_batches_tracked.add_(1)
-    return 1/number(self.num_batches_tracked) if self.momentum is None else self.momentum
-
-@patch
-def _norm_alone(self:GlobalBatchNorm, x):
-    "As torch's layer does it: in evaluation, and in a world of one"
-    use_batch = self.training or self.running_mean is None
-    return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, use_batch, self._momentum(), self.eps)
-
 # %% ../../nbs/model/03_batchnorm.ipynb #7706f4ef
 def _norm_by_kernels(x, weight, bias, eps, counts=True):
     "By torch's kernels; those of the CPU want parameters of the type of `x`"
@@ -224,10 +210,12 @@ def _norm_by_kernels(x, weight, bias, eps, counts=True):
 # %% ../../nbs/model/03_batchnorm.ipynb #87723bf1
 @patch
 def _update(self:GlobalBatchNorm, mean, var, n):
-    "Running statistics; `var` is biased, of `n` values"
+    "Count a batch, and its statistics among the running ones; `var` is biased, of `n` values"
     if not self.track_running_stats or self.running_mean is None: return
     if not (self.share.counts or torch.compiler.is_compiling()) and n.item()==0: return
-    m = self._momentum(lambda n: n.to(self.running_mean.dtype)) # a Python number would break compiled code
+    if self.num_batches_tracked is not None: self.num_batches_tracked.add_(1)
+    # a Python number would break compiled code
+    m = 1/self.num_batches_tracked.to(self.running_mean.dtype) if self.momentum is None else self.momentum
     with torch.no_grad():
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), m)
         self.running_var.lerp_((var*n/(n-1)).to(self.running_var.dtype), m)

@@ -20,8 +20,8 @@ from ..world.ranks import get_rank
 class ReplicaBatchNorm(GlobalBatchNorm):
     "What a batch norm layer becomes in a copy of its model; `gather` is that of the `ReplicaGroup`"
     def forward(self, x):
+        if not self.training and self.running_mean is not None: return super().forward(x)
         self._check_input_dim(x)
-        if not self.training and self.running_mean is not None: return self._norm_alone(x)
         y,mean,var,n = _global_norm(x, self.weight, self.bias, self.eps, True, self.gather)
         if self.training: self._update(mean, var, n) # of the first copy: its buffers are the model's
         return y
