@@ -141,12 +141,11 @@ def close(self:DistributedDL):
 def __reduce__(self:DistributedDL): return object.__new__, (type(self),), {**vars(self), '_live':False}
 
 @patch
-def _like(self:DistributedDL, dl, rank=None, world_size=None, **state):
-    "`dl`, split as this loader is; the part of `rank` of `world_size`, by default of this worker"
+def _like(self:DistributedDL, dl, place=None, **state):
+    "`dl`, split as this loader is; the part of `place`, (rank, world size), by default of this worker"
     res = object.__new__(type(self))
     vars(res).update({k:v for k,v in vars(self).items() if k not in _NEW_EPOCH})
-    if rank is not None: vars(res)['rank'] = rank
-    if world_size is not None: vars(res)['world_size'] = world_size
+    if place is not None: vars(res).update(grouped=False, rank=place[0], world_size=place[1])
     res._wrap(dl, **state)
     vars(res)['_device'] = self._device
     return res
@@ -268,7 +267,7 @@ def _sent(self:DistributedDL, b):
 @patch
 def __iter__(self:DistributedDL):
     if self.world_size > 1 and not self._alone and current_world().alone: # of that the others hear nothing
-        yield from self._like(self.dl, 0, 1)
+        yield from self._like(self.dl, (0,1))
         return
     # where other processes do all the work nothing is drawn in this one
     it,live = self._batches(),self._live
@@ -338,7 +337,7 @@ def one_batch(self:DistributedDL):
     a = self._adapter
     if a.parts is not None: return a.target.one_batch()
     if not a.unsized and len(self)==0:
-        if self.evaluate and self.rank > 0: return self._like(self.dl, 0).one_batch()
+        if self.evaluate and self.rank > 0: return self._like(self.dl, (0,self.world_size)).one_batch()
         raise ValueError(f"{a.nm} has no batches for rank {self.rank} of {self.world_size}")
     kept,self._alone = (self._pending,self.counts,a.plan,a.drawn_n),True
     try:

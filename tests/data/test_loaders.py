@@ -443,24 +443,39 @@ def test_attributes_set_in_a_fit(world2):
     for w1, bs1, n1 in world2(set_in_a_fit, True): assert diff(w, w1) < 2e-7 and bs == bs1 and n == n1
 
 
-def of_a_class_of_its_own():
-    "What rank 0 alone reads of a loader whose class says what becomes of a batch"
-    from fastdist.all import DistributedDL, get_rank
-    class Sevens(DistributedDL):
-        def after_batch(self, b):
-            x, y = super().after_batch(b)
-            return x*0+7, y
+def read_alone(make):
+    "What rank 0 alone reads of a loader that `make` makes of the learner's"
+    from fastdist.all import get_rank
     learn, seen = quiet(learner(n=22, bs=6, n_val=5)), []
     class Look(Callback):
         def after_epoch(self): seen.append([(len(x), x.unique().tolist()) for x, _ in self.dls.train])
     with learn.distrib_ctx(split_batches=True):
-        learn.dls.loaders[0] = Sevens(learn.dls.train, split_batches=True)
+        learn.dls.loaders[0] = make(learn.dls.train.dl)
         learn.fit(1, cbs=[Look()] if get_rank() == 0 else [])
     return seen
 
 
-def test_a_class_of_its_own_where_a_worker_reads_alone(world2):
-    assert world2(of_a_class_of_its_own) == [[[(6, [7.]), (6, [7.]), (6, [7.]), (4, [7.])]], []]
+def sevens(dl):
+    "A class of its own says what becomes of a batch"
+    from fastdist.all import DistributedDL
+    class Sevens(DistributedDL):
+        def after_batch(self, b):
+            x, y = super().after_batch(b)
+            return x*0+7, y
+    return Sevens(dl, split_batches=True)
+
+
+class Two:
+    "An object of two loaders"
+    n_inp = 1
+    def __init__(self, dl): self.dls = [dl, dl.new()]
+    def __len__(self): return len(self.dls[0])
+    def __iter__(self): return ((x*0+7, y) for (x, y), _ in zip(*self.dls))
+
+
+@pytest.mark.parametrize('make', [sevens, Two])
+def test_what_a_worker_reads_alone(world2, make):
+    assert world2(read_alone, make) == [[[(6, [7.]), (6, [7.]), (6, [7.]), (4, [7.])]], []]
 
 
 def looked(distrib):
