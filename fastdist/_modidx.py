@@ -3235,8 +3235,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                            'fastdist/trainer/loaders.py'),
                                           'fastdist.trainer.loaders.SharedLoaders.train': ( 'trainer/loaders.html#sharedloaders.train',
                                                                                             'fastdist/trainer/loaders.py'),
-                                          'fastdist.trainer.loaders.SharedLoaders.train_instead': ( 'trainer/loaders.html#sharedloaders.train_instead',
-                                                                                                    'fastdist/trainer/loaders.py'),
                                           'fastdist.trainer.loaders._check_lengths': ( 'trainer/loaders.html#_check_lengths',
                                                                                        'fastdist/trainer/loaders.py'),
                                           'fastdist.trainer.loaders._check_steps': ( 'trainer/loaders.html#_check_steps',

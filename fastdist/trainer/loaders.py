@@ -90,7 +90,6 @@ def train(self:SharedLoaders, dl # Loader of the learner's
     res = self.part(dl, False, get_rank(), get_world_size())
     _check_steps(res)
     _check_lengths(self.learn)
-    if isinstance(res, OwnLoopDL): res.fit_next = True
     return res
 
 @patch
@@ -102,15 +101,6 @@ def evaluate(self:SharedLoaders, dl, # Loader of the learner's, or a list of bat
     if not isinstance(inner, (FastaiDataLoader,TorchDataLoader)) and not loaders_in(inner): return inner # batches
     every = alone or n_batches(inner) in (0,1) or not self.can_share(inner)
     return self.part(dl, True, *((0,1) if every else (get_rank(),get_world_size())))
-
-# %% ../../nbs/trainer/02_loaders.ipynb #fac2dab4
-@patch
-def train_instead(self:SharedLoaders, dl, # Loader that a callback has put there
-                  of, # In the place of this one, from `train`
-                 ):
-    "This worker's part of `dl`, to train"
-    if isinstance(of, OwnLoopDL): of.fit_next = False
-    return self.train(dl)
 
 # %% ../../nbs/trainer/02_loaders.ipynb #d680ee91
 def plain_dls(dls # `DataLoaders`

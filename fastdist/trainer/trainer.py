@@ -24,6 +24,7 @@ from ..fault.supervisor import catchable, check_watchdog, handler_kept, interrup
 from ..metrics.metrics import EpochTotals
 from ..model.batchnorm import GlobalBatchNorm, sync_batch_norm
 from ..model.foreach import Foreach
+from ..model.own_loop import OwnLoopDL
 from ..strategy.base import Strategy, check_values, inner_opt, same_everywhere, whole_model
 from ..strategy.select import close_strategy, drop_strategy, make_strategy, open_strategy
 from ..strategy.whole import norms_of_shards, whole_numbers
@@ -294,10 +295,11 @@ def before_train(self:DistributedTrainer):
 # %% ../../nbs/trainer/09_trainer.ipynb #0baa7f2e
 @patch
 def follow_loader(self:DistributedTrainer):
-    "Where a callback has put another loader in the place of the epoch's, take this worker's part of that"
+    "The fit reads next: where a callback has put another loader in the place of the epoch's, this worker's part of that"
     if self.accelerator is None: return
-    if not self.training: self.evaluation.check_loader()
-    elif self.learn.dl is not self.trains: self.learn.dl = self.trains = self.loaders.train_instead(self.learn.dl, self.trains)
+    if not self.training: return self.evaluation.check_loader()
+    if self.learn.dl is not self.trains: self.learn.dl = self.trains = self.loaders.train(self.learn.dl)
+    if isinstance(self.trains, OwnLoopDL): self.trains.fit_next = True # not earlier: a callback may loop over it before
 
 # %% ../../nbs/trainer/09_trainer.ipynb #1e2c5f4e
 @patch

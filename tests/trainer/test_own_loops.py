@@ -25,15 +25,23 @@ class Beside(Callback):
         if self.train_iter%5 < 3: next(self.batches)
 
 
+class Before(Callback):
+    "Fine-tunes before the fit reads, which in the second epoch does not happen"
+    def before_train(self):
+        if self.epoch == 1: raise CancelTrainException
+        loop(self.learn)
+
+
 def looped(kind, ctx=None):
     import fastdist.all
-    learn = quiet(learner(n=22, n_val=9, bn=True, opt=partial(SGD, mom=.9), shuffle=False, cbs=dict(after=After, beside=Beside).get(kind)))
+    learn = quiet(learner(n=22, n_val=9, bn=True, opt=partial(SGD, mom=.9), shuffle=False, cbs=dict(after=After, beside=Beside, before=Before).get(kind)))
     with contextlib.nullcontext() if ctx is None else learn.distrib_ctx(**ctx):
         if kind in ('script', 'broken'):
             learn.create_opt()
             loop(learn, 2)
             if kind == 'broken': next(it := iter(learn.dls.train)) # and never goes on
         learn.fit(2)
+        if kind == 'before': loop(learn)
         values = list(learn.validate())
     return weights(learn), values
 
@@ -45,7 +53,7 @@ ONE = {}
 @pytest.mark.parametrize('world', [2, 3])
 def test_as_one_process(worlds, world, strategy):
     "22 samples in batches of 5: two workers of three have none, or one, of the last"
-    for kind in ('script', 'broken', 'after', 'beside'):
+    for kind in ('script', 'broken', 'after', 'beside', 'before'):
         if kind not in ONE: ONE[kind] = looped(kind)
         for w, values in worlds(world)(looped, kind, ctx_of(strategy)): assert diff(ONE[kind][0], w) < 2e-6 and diff(ONE[kind][1], values) < 2e-6, kind # fastai keeps losses in float32
 
