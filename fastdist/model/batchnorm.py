@@ -11,6 +11,7 @@ from functools import lru_cache
 
 import torch.distributed as dist, torch.nn.functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
 from fastai.basics import *
 from ..comm.pack import named
 from ..world.state import current_world
@@ -208,6 +209,11 @@ def _norm_by_kernels(x, weight, bias, eps, counts=True):
     return y.to(x.dtype),*stats
 
 # %% ../../nbs/model/03_batchnorm.ipynb #87723bf1
+def _add_stats(running_mean, running_var, mean, var, n, momentum):
+    with torch.no_grad():
+        running_mean.lerp_(mean.to(running_mean.dtype), momentum)
+        running_var.lerp_((var*n/(n-1)).to(running_var.dtype), momentum)
+
 @patch
 def _update(self:GlobalBatchNorm, mean, var, n):
     "Count a batch, and its statistics among the running ones; `var` is biased, of `n` values"
@@ -216,9 +222,7 @@ def _update(self:GlobalBatchNorm, mean, var, n):
     if self.num_batches_tracked is not None: self.num_batches_tracked.add_(1)
     # a Python number would break compiled code
     m = 1/self.num_batches_tracked.to(self.running_mean.dtype) if self.momentum is None else self.momentum
-    with torch.no_grad():
-        self.running_mean.lerp_(mean.to(self.running_mean.dtype), m)
-        self.running_var.lerp_((var*n/(n-1)).to(self.running_var.dtype), m)
+    _add_stats(self.running_mean, self.running_var, mean, var, n, m)
 
 # %% ../../nbs/model/03_batchnorm.ipynb #7f4f443a
 class _AnyDims(_BatchNorm):
@@ -236,12 +240,34 @@ def batch_norms(model # Any
     own = lambda m: isinstance(m, nn.SyncBatchNorm) and (type(m) is not nn.SyncBatchNorm or m.process_group not in (None, dist.group.WORLD))
     return [m for m in model.modules() if isinstance(m, _BatchNorm) and not own(m)]
 
+# %% ../../nbs/model/03_batchnorm.ipynb #4dad6389
+class _GlobalFunction(TorchFunctionMode):
+    "Within, torch's function of batch norm takes its statistics in training from the global batch"
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        call = partial(func, *args, **(kwargs or {}))
+        return self.norm(*args, **(kwargs or {}), plain=call) if func is F.batch_norm else call()
+
+    def norm(self, input, running_mean, running_var, weight=None, bias=None, training=False, momentum=.1, eps=1e-5, *, plain):
+        if not training: return plain()
+        share,compiling = GlobalBatchNorm.share,torch.compiler.is_compiling()
+        y,mean,var,n = (_global_norm if compiling else _norm_by_kernels)(input, weight, bias, eps, share.counts)
+        if share.empty or input.device.type=='cpu' and not compiling: _check_count(n, input)
+        if running_mean is not None and (share.counts or compiling or n.item()): _add_stats(running_mean, running_var, mean, var, n, momentum)
+        return y
+
+class _OwnForward:
+    "Comes before a batch norm layer's class whose forward is its own"
+    def forward(self, *args, **kwargs):
+        if not self.training or not torch.compiler.is_compiling() and current_world().alone: return super().forward(*args, **kwargs)
+        with _GlobalFunction(): return super().forward(*args, **kwargs)
+
 # %% ../../nbs/model/03_batchnorm.ipynb #222d5b37
 @lru_cache(None)
 def _global_class(cls, users):
     "The class of layers of `cls` that so many learners have changed"
     if not users: return cls
-    return type(cls.__name__, (norm_base(cls), GlobalBatchNorm), dict(plain_cls=cls, users=users, __module__=cls.__module__))
+    own = () if cls.forward in (_BatchNorm.forward, nn.SyncBatchNorm.forward) else (_OwnForward,)
+    return type(cls.__name__, (*own, norm_base(cls), GlobalBatchNorm), dict(plain_cls=cls, users=users, __module__=cls.__module__))
 
 def _count_user(m, n):
     "Count `n` more learners that have changed the layer `m`"

@@ -107,3 +107,30 @@ def test_layers_of_torch_that_are_shared_already(worlds, strategy):
     one, plain = trained(model=torchs), worlds(3)(trained, True, ctx=ctx, bn=True)
     for many, same in zip(worlds(3)(trained, True, ctx=ctx, model=torchs), plain):
         assert diff(one.weights, many.weights) < 1e-7 and not diff(same.weights, many.weights) and same.values == many.values
+
+
+class WithAct(nn.BatchNorm1d):
+    "As models of timm have it: torch's forward once more, with an activation behind it"
+    def forward(self, x):
+        if self.training: self.num_batches_tracked.add_(1)
+        m = 1/float(self.num_batches_tracked) if self.momentum is None else self.momentum
+        return nn.functional.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, self.training, m, self.eps).relu()
+
+
+def own_forward(distrib, momentum, **kwargs):
+    def model():
+        torch.manual_seed(3)
+        return nn.Sequential(nn.Linear(4, 8), WithAct(8, momentum=momentum), nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)).double()
+    if kwargs.pop('compiled', False):
+        from accelerate.utils import TorchDynamoPlugin
+        torch._dynamo.reset()
+        kwargs['dynamo_plugin'] = TorchDynamoPlugin(backend='aot_eager')
+    return trained(distrib, ctx=kwargs, model=model, n=22, bs=5, metrics=accuracy)
+
+
+@pytest.mark.parametrize('size,momentum,kwargs', [(2, .1, dict(compiled=True)), (3, None, {})])
+def test_a_forward_of_its_own(worlds, size, momentum, kwargs):
+    "Two workers of three have none, or one, of the last batch"
+    one = own_forward(False, momentum)
+    for o in worlds(size)(own_forward, True, momentum, split_batches=True, **kwargs):
+        assert diff(one.weights, o.weights) < 1e-7 and diff(one.values, o.values) < 1e-6
