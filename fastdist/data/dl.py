@@ -224,9 +224,13 @@ def _draw(self:DistributedDL, new=True):
 def get_idxs(self:DistributedDL):
     "Indices of the whole epoch, the same in all workers. The order of a subclass that overrides it is what it returns"
     if self._drawing is not None: return self._drawing
-    if self._adapter.parts is not None: return self._adapter.target.get_idxs()
+    a = self._adapter
+    if a.parts is not None: return a.target.get_idxs()
+    kept = a.plan,a.drawn_n
     self._draw(new=False)
-    return self._adapter.indices()
+    indices = a.indices()
+    if self._live: a.plan,a.drawn_n = kept # the epoch that is on goes by its own
+    return indices
 
 @patch
 def new(self:DistributedDL,

@@ -212,7 +212,7 @@ def order(self:FastaiAdapter, new, seeded):
 @patch
 def shuffled(self:FastaiAdapter):
     "The texts of a language model's loader"
-    return text_order(self.source) if self.in_rows else None
+    return text_order(self.source)
 
 @patch
 def set_shuffled(self:FastaiAdapter, o):

@@ -252,7 +252,8 @@ class _GlobalFunction(TorchFunctionMode):
         share,compiling = GlobalBatchNorm.share,torch.compiler.is_compiling()
         y,mean,var,n = (_global_norm if compiling else _norm_by_kernels)(input, weight, bias, eps, share.counts)
         if share.empty or input.device.type=='cpu' and not compiling: _check_count(n, input)
-        if running_mean is not None and (share.counts or compiling or n.item()): _add_stats(running_mean, running_var, mean, var, n, momentum)
+        some = share.counts or compiling or n.item()
+        if running_mean is not None and some: _add_stats(running_mean, running_var, mean, var, n, momentum)
         return y
 
 class _OwnForward:

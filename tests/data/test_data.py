@@ -403,3 +403,14 @@ def test_a_look_before_an_epoch_goes_on():
     later.load_state_dict(dl.state_dict(), dl.streams())
     later.one_batch()
     assert [listed(b) for b in later] == [listed(b) for b in it]
+
+
+def test_a_look_at_the_indices_of_an_epoch_that_goes_on():
+    "`get_idxs` in the middle of an epoch leaves where it is"
+    dl, later = [DistributedDL(loader(50, 6), 0, 2, split_batches=True) for _ in range(2)]
+    it = iter(dl)
+    next(it)
+    later.load_state_dict(dl.state_dict())
+    it = iter(later)
+    next(it)
+    assert list(later.get_idxs()) == list(range(50)) and later.state_dict()['offset'] == 12 and len(list(it)) == 7
