@@ -116,7 +116,11 @@ class LocalSGD(Callback):
         "Does the step that comes need no gradients of other workers?"
         return self.trainer is not None and self.n >= self.warmup
 
-    def _trained(self): return [p.requires_grad for p in self.learn.model.parameters()]
+    def _params(self):
+        "Those of the model, and those that the optimizer has beside them, as of a loss function"
+        return self.trainer.strategy.all_params()
+
+    def _trained(self): return [p.requires_grad for p in self._params()]
 
 # %% ../../nbs/callbacks/06_compression.ipynb #3d55b4b0
 @patch
@@ -150,7 +154,7 @@ def after_step(self:LocalSGD):
 @patch
 def _average(self:LocalSGD):
     if not self.apart: return
-    average_tensors([p for p,t in zip(self.learn.model.parameters(), self.trained) if t])
+    average_tensors([p for p,t in zip(self._params(), self.trained) if t])
     self.apart = False
 
 # %% ../../nbs/callbacks/06_compression.ipynb #f5c8edc6
@@ -168,7 +172,7 @@ def after_epoch(self:LocalSGD):
 def after_fit(self:LocalSGD):
     "Leave one model, and one optimizer"
     self._average()
-    if self.steps_alone() and self.n > self.warmup: _average_state(self.learn.model, self.learn.opt, self.trainer.device)
+    if self.steps_alone() and self.n > self.warmup: _average_state(self._params(), self.learn.opt, self.trainer.device)
     self.trainer = None
 
 # %% ../../nbs/callbacks/06_compression.ipynb #6418621d
@@ -185,19 +189,19 @@ def fit_failed(self:LocalSGD, error):
     self.apart,self.trainer = False,None
 
 # %% ../../nbs/callbacks/06_compression.ipynb #fb7a0011
-def _average_state(model, # Whose parameters `opt` steps
+def _average_state(params, # That `opt` steps, the same in all workers
                    opt, # fastai's `Optimizer`, or an `OptimWrapper`
                    device=None, # Where the process group takes tensors from
                   ):
     "Replace the optimizer state's tensors of floats by their mean over all workers; a parameter whose state is not everywhere begins anew"
     slow = getattr(opt, 'slow_weights', None) # Lookahead's
-    opt,named = inner_opt(opt),dict(model.named_parameters())
-    state = {n:opt.state[p] for n,p in named.items() if p in opt.state}
-    floats = {n:{k:v for k,v in s.items() if isinstance(v, Tensor) and (v.is_floating_point() or v.is_complex())} for n,s in state.items()}
-    kinds = {n:[(k,tuple(v.shape),v.dtype) for k,v in s.items()] for n,s in floats.items()}
+    opt,params = inner_opt(opt),list(params)
+    state = {i:opt.state[p] for i,p in enumerate(params) if p in opt.state}
+    floats = {i:{k:v for k,v in s.items() if isinstance(v, Tensor) and (v.is_floating_point() or v.is_complex())} for i,s in state.items()}
+    kinds = {i:[(k,tuple(v.shape),v.dtype) for k,v in s.items()] for i,s in floats.items()}
     every = [kinds] if same_text(repr(kinds)) else all_gather_list(kinds)
-    for n in state: # such as where a GradScaler has skipped all steps of one worker
-        if any(o.get(n)!=every[0].get(n) for o in every):
-            opt.state.pop(named[n])
-            floats.pop(n)
+    for i in state: # such as where a GradScaler has skipped all steps of one worker
+        if any(o.get(i)!=every[0].get(i) for o in every):
+            opt.state.pop(params[i])
+            floats.pop(i)
     average_tensors([v for s in floats.values() for v in s.values()] + tensors_in([list(o) for o in slow or []]), device)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from fastai.basics import *
 from fastai.callback.rnn import RNNRegularizer
 from fastai.callback.training import GradientAccumulation
-from ..callbacks.grad_accumulation import AccumulateSteps, divisor, scale_all
+from ..callbacks.grad_accumulation import AccumulateSteps, divisor, grads_of, scale_all
 from ..callbacks.late_loss import send_to_host
 from ..comm.pack import tensors_in
 from ..metrics.losses import GlobalBatchLoss, LossCheck, is_summed, kept_labels, loss_divisor, loss_parts
@@ -366,7 +366,7 @@ def _scale_left(self:TrainingStep, left):
     "Of the samples that the gradients were divided by, `left` are there; where no label counts the gradients are 0"
     accs = callbacks_of(self.learn, AccumulateSteps)
     for cb in accs: cb.weight = cb.weight*(left/self.total)
-    if not accs: scale_all([p.grad for p in self.learn.model.parameters() if p.grad is not None], self.total/divisor(left))
+    if not accs: scale_all(grads_of(self.learn), self.total/divisor(left))
 
 # %% ../../nbs/trainer/03_step.ipynb #5d1f0a04
 @patch

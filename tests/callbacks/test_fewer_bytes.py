@@ -354,3 +354,28 @@ def test_unfrozen_in_a_fit(world):
     mean = {k: sum(o[0][k] for o in res)/len(res) for k in res[0][0]}
     assert diff(res[0][0], mean) > 1e-6
     for o in res: assert diff(o[1], mean) < 1e-12 and diff(o[2], res[0][2]) == 0
+
+
+class Tempered(nn.Module):
+    "A loss with a temperature to learn"
+    def __init__(self):
+        super().__init__()
+        self.temperature = nn.Parameter(torch.tensor(1.5).double())
+    def forward(self, o, y): return F.cross_entropy(o/self.temperature, y).float()
+
+
+def tempered(ctx=None, every=1):
+    import fastdist.all
+    from fastdist.callbacks.compression import LocalSGD
+    loss = Tempered()
+    learn = quiet(learner(n=48, bs=12, loss=loss, opt=partial(OptimWrapper, opt=partial(torch.optim.SGD, momentum=.9)), splitter=lambda m: [params(m), params(loss)]))
+    with contextlib.nullcontext() if ctx is None else learn.distrib_ctx(**ctx): learn.fit(1, cbs=LocalSGD(every))
+    return {**weights(learn), 'temperature': loss.temperature.detach().clone(), 'momentum': learn.opt.opt.state[loss.temperature]['momentum_buffer']}
+
+
+def test_local_sgd_beside_the_model(world):
+    "Parameters that the optimizer has beside the model's are averaged as these are"
+    one = tempered()
+    for o in world(tempered, dict(split_batches=True)): assert diff(one, o) < 1e-7 # fastai keeps losses in float32
+    res = world(tempered, dict(split_batches=True), 3)
+    for o in res: assert diff(res[0], o) == 0
