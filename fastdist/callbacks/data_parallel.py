@@ -10,16 +10,26 @@ from fastai.basics import *
 from .fastai_patches import has_state
 from ..model.replicas import ReplicatedModel
 from ..strategy.forward_proxy import ForwardProxy
-from ..world.ranks import get_rank
+from ..world.ranks import get_rank, whole_number
 
 # %% ../../nbs/callbacks/01_data_parallel.ipynb #e4b65312
+def _gpu_number(o):
+    "Of a GPU, given by its number or as a device; `None` of anything else"
+    if isinstance(o, (str,torch.device)):
+        try: device = torch.device(o)
+        except RuntimeError: return # a word that torch does not know
+        return None if device.type=='cpu' else device.index or 0
+    return whole_number(o, 0)
+
 def check_device_ids(device_ids # List of GPUs, by number or as `torch.device`, or `None`
                     ):
     "Raise a `ValueError` if there is no such GPU"
-    n = torch.cuda.device_count()
-    if device_ids is not None and not isinstance(device_ids, (list,tuple)): raise ValueError(
+    if device_ids is None: return
+    numbers = [_gpu_number(o) for o in device_ids] if isinstance(device_ids, (list,tuple)) else []
+    if not numbers or None in numbers: raise ValueError(
         f"device_ids={device_ids!r} is not accepted: it is a list of GPUs, such as [0,1], or None for all of them")
-    missing = [o for o in (device_ids or []) if (o if isinstance(o, int) else torch.device(o).index or 0) >= n]
+    n = torch.cuda.device_count()
+    missing = [o for o,i in zip(device_ids, numbers) if i >= n]
     if missing: raise ValueError(
         f"device_ids={device_ids}: this machine has {n} GPU(s), so there is no {missing}; device_ids=None takes those that are there")
 

@@ -412,10 +412,10 @@ def test_hidden_from_an_accelerator(monkeypatch):
 WRONG = ['fail_together(float("inf")).__enter__()', 'fail_together(1e12).__enter__()', 'world_store(timeout="long")', 'setup_distrib(gpu="x")',
          'distributed_init(init_method=3)', 'distributed_init("file://shared/meet", rank=0, world_size=2)', 'call_main(3)', 'call_main(len, n="2")', 'rank0_first(3)', 'rank0_read(3)',
          'DistributedDL(dl, rank="0", world_size=2)', 'Resume(None)', 'Resume("")', 'GlobalBatchLoss(None)', 'train(watchdog=float("inf"))',
-         'train(watchdog=1e12)', 'train(activation_checkpointing="x")', 'parallel(0)']
+         'train(watchdog=1e12)', 'train(activation_checkpointing="x")', 'parallel(0)', 'parallel([-1])', 'parallel([])', 'parallel(["gpu"])']
 NAMES = ['watchdog=inf', 'watchdog=1000000000000.0', "timeout='long'", "gpu='x'", 'init_method=3', "init_method='file://shared/meet'", 'main=3', "n='2'", 'rank0_first was given a int',
          'rank0_read was given a int', "rank='0' and world_size=2", 'path=None', "path=''", 'loss_func=None', 'watchdog=inf', 'watchdog=1000000000000.0',
-         "activation_checkpointing='x'", 'device_ids=0']
+         "activation_checkpointing='x'", 'device_ids=0', 'device_ids=[-1]', 'device_ids=[]', "device_ids=['gpu']"]
 
 
 def wrong_calls(calls, folder):
