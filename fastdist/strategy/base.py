@@ -24,6 +24,7 @@ from ..world.ranks import get_rank
 # %% ../../nbs/strategy/00_base.ipynb #f0347905
 class _InBatch:
     "What a strategy is called for in each batch that is trained; here it does nothing"
+    unsynced = False # are gradients still this worker's own?
     def begin_batch(self, sync # As for `forward`
                    ): "Before callbacks see the batch: look after the backward passes that they make"
     def before_backward(self): "When the loss has been computed, and weighed: `learn.loss_grad`"
@@ -44,7 +45,7 @@ class Strategy(_InBatch):
     splits = () # What is in shards when the optimizer steps: 'parameters', 'gradients'
     loose,of_model = (),None # parameters that the optimizer has beside the model's; `ModelParams` of this, once somebody has asked
     share_scale = staticmethod(lambda added=False: 1.) # what the loss of this worker's share, or what is added to it, is multiplied by
-    def __init__(self): self.learn,self.model,self.device,self.unsynced = None,None,None,False
+    learn = model = device = None # from `setup` on
     def setup(self, learn, # `Learner` whose context begins; its weights are the same in all workers
               device, # This worker's `torch.device`
              ):
@@ -213,12 +214,17 @@ def needs_closure(opt # A fastai optimizer
 # %% ../../nbs/strategy/00_base.ipynb #ee5d5391
 def check_values(model # A model that workers are to share
                 ):
-    "A `ValueError` that names parameters and buffers without a shape, or without values, and the way out"
-    lazy = [n for n,t in (*model.named_parameters(),*model.named_buffers()) if is_lazy(t)]
+    "A `ValueError` that names parameters and buffers without a shape, or without values, or that are sparse, and the way out"
+    named = [*model.named_parameters(),*model.named_buffers()]
+    lazy = [n for n,t in named if is_lazy(t)]
     if lazy: raise ValueError(
         f"rank {get_rank()}: {', '.join(lazy[:5])} of the model have no shape yet, as a lazy layer gets it in its first forward, "
         "so the workers cannot begin with the same weights: run a batch through the model before, as in learn.model(x) or learn.summary()")
-    meta = [n for n,t in (*model.named_parameters(),*model.named_buffers()) if t.is_meta]
+    sparse = [n for n,t in named if t.layout!=torch.strided]
+    if sparse: raise ValueError(
+        f"rank {get_rank()}: {', '.join(sparse[:5])} of the model are sparse tensors, which the workers cannot send each other: "
+        "make them plain attributes of their module, which each worker has for itself, or dense (to_dense())")
+    meta = [n for n,t in named if t.is_meta]
     if meta: raise ValueError(
         f"rank {get_rank()}: {', '.join(meta[:5])}{' and more' if len(meta) > 5 else ''} of the model have no values, being on "
         "torch's meta device: build the model on the CPU, or give it values there, by learn.model.to_empty(device='cpu') and a checkpoint "
@@ -281,7 +287,7 @@ def same_everywhere(model, # The same layers in all workers
     check_values(model)
     if dist.get_world_size() > 1: check_shares(model)
     ps = _all_params(model, opt) if grads else []
-    ts = [*model.state_dict(keep_vars=True).values(), *model.buffers()]
+    ts = [*model.parameters(), *model.buffers(), *model.state_dict(keep_vars=True).values()] # of a class of its own it may lack some
     ts = list({id(t):t for t in ts if isinstance(t, Tensor)}.values()) + (state_tensors(opt) if opt else [])
     numbers = _numbers(opt) if opt else []
     kinds,values = [(tuple(t.shape), t.dtype) for t in (*ts,*ps)]+[k for _,k in numbers],[s[k] for s,k in numbers]

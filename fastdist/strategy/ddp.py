@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from fastai.basics import *
 from .base import Strategy, callback_results, check_trainable, needs_closure, unused_error
-from .backward import Backwards, average_grads, used_elsewhere
+from .backward import Backwards, average_grads, average_used
 from .forward_proxy import ForwardProxy
 from ..world.errors import refuse
 from ..world.ranks import get_rank
@@ -62,7 +62,6 @@ class Replica(Strategy):
     name = 'ddp'
     def __init__(self, handler=None # Accelerate's `DistributedDataParallelKwargs`
                 ):
-        super().__init__()
         self.handler,self.ddp,self.trained,self.proxy,self.by_closure = handler,None,None,None,None
         self.checked,self.old_grads,self.backwards = True,_SetAside(),Backwards(self)
 
@@ -84,8 +83,14 @@ class Replica(Strategy):
 @patch
 def average(self:Replica):
     "In one message, for batches in which `DistributedDataParallel` sends nothing"
-    if self.unsynced: average_grads(self.all_params())
+    if self.unsynced: self._average_all()
+
+@patch
+def _average_all(self:Replica):
     self.unsynced = False
+    if getattr(self.handler, 'find_unused_parameters', False): return average_used(self.all_params())
+    average_grads(self.model_params())
+    average_used(self.loose)
 
 @patch
 def on_zero(self:Replica):
@@ -171,16 +176,8 @@ def end_backward(self:Replica, own):
         self.unsynced = True
         return
     if not own or self.reduced: self._average_all()
-    elif self.loose: average_grads(self.loose) # the others are on their way
+    else: average_used(self.loose) # the others are on their way
     self.reduced |= own
-
-@patch
-def _average_all(self:Replica):
-    ps = self.all_params()
-    if getattr(self.handler, 'find_unused_parameters', False):
-        for p in used_elsewhere(ps, [p.grad is not None for p in ps], self.device): p.grad = torch.zeros_like(p)
-    self.unsynced = True
-    self.average()
 
 # %% ../../nbs/strategy/03_ddp.ipynb #c1b49692
 @patch

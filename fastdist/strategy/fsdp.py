@@ -17,10 +17,11 @@ from ..comm.call import same_text
 from ..comm.shards import local
 from ..model.blocks import units
 from .base import Strategy, check_trainable, unused_error
-from .backward import Backwards, BeforeAdding, average_grads, buckets
+from .backward import Backwards, BeforeAdding, average_used, buckets
 from .fully_shard import attributes, groups_of, keep_in_place, put_params, put_values, slots_of, take_off
 from .sharding import Rows, explain_shards, gather_group, gather_rows, gathered_at_once, mesh_of, shard_like
 from .sharded_opt import ShardedOptimizer, exchange_params
+from ..world.errors import refuse
 from ..world.ranks import get_rank
 from ..world.state import current_world
 
@@ -36,7 +37,6 @@ class FullyShard(Strategy):
                  cpu_offload=False, # Keep parameters, gradients and optimizer state in CPU memory? Or torch's `CPUOffloadPolicy`
                  ignored=(), # Modules whose parameters are not sharded, but replicated; or a regular expression for their names
                 ):
-        super().__init__()
         store_attr()
         self.name = 'fsdp' if shard is None else 'hsdp'
         self.sharded,self.undo,self.checked,self.synced,self.ran,self.handles = None,None,False,True,True,[]
@@ -58,6 +58,9 @@ def _divide(self:FullyShard):
     self.rows_of = Rows(self.mesh['shard'] if self.mesh.ndim > 1 else self.mesh)
     if isinstance(ignored, str): ignored = [m for n,m in model.named_modules() if re.fullmatch(ignored, n)]
     every,ids = slots_of(model),{id(p) for m in ignored for p in m.parameters()}
+    if self.ignored and not ids & {id(p) for p,_ in every}: refuse(
+        'fsdp_plugin.ignored_modules', self.ignored, f"it means no module of {type(model).__name__} that has parameters: leave it out, "
+        "or give modules of learn.model, or a regular expression for their whole names")
     def has_rows(p): return p.dim() and p.numel() and id(p) not in ids # a number has none
     self.home = torch.device('cpu') if all(p.device.type=='cpu' for p,_ in every) else self.device # where all is at the end
     self.replicated = [p for p,_ in every if not has_rows(p)]
@@ -356,7 +359,7 @@ def before_backward(self:FullyShard):
 def end_backward(self:FullyShard, own):
     "torch has reduced what it shards, with what has been accumulated"
     self.ran,self.unsynced = True,not self.synced
-    if self.synced: average_grads(self.loose)
+    if self.synced: average_used(self.loose)
 
 # %% ../../nbs/strategy/08_fsdp.ipynb #a2f5b5e5
 @patch
@@ -368,7 +371,7 @@ def average(self:FullyShard):
     for p in self.replicated:
         if p.grad is None: continue
         self._after(p)
-    average_grads(self.loose)
+    average_used(self.loose)
     # What torch does at the end of a backward pass has no public name in all of its versions
     root = fully_shard.state(self.model)
     if getattr(root._state_ctx, 'manual_backward_finalization_active', False) is None:
@@ -432,7 +435,7 @@ def close(self:FullyShard, group=None):
     try: self.sync_params()
     finally:
         for h in self.handles: h.remove()
-        self.handles = []
+        self.handles,self.synced = [],True # as it is in a model that is sharded anew
         self.backwards.end_batch()
         self.release(group)
         self._gather_params(group)

@@ -199,9 +199,10 @@ def choose(learn, # `Learner` that is to be trained
     ps = list(learn.model.parameters())
     params,trained = sum(p.nbytes for p in ps),sum(p.nbytes for p in ps if p.requires_grad)
     there = sum(p.nbytes for p in ps if p.device.type==device.type) # already
-    (free,node),n = least(int(free+there), get_local_world_size()),get_world_size()
+    node,n = get_local_world_size(),get_world_size()
+    free,smallest,largest = least(int(free+there), node, -node)
     state,unit,has = trained*_state_per_param(learn),params/8,f"the {gib(free)} that a worker has, for a model of {gib(params)}"
-    for word,m in ('ddp',1),('zero1',n),('zero2',n),*([('hsdp',node)] if 1<node<n else []),('fsdp',n):
+    for word,m in ('ddp',1),('zero1',n),('zero2',n),*([('hsdp',node)] if 1<smallest==-largest<n else []),('fsdp',n):
         need = _bytes_needed(word.replace('hsdp', 'fsdp'), params, trained, state, m, unit)
         if need <= 0.6*free: return word, f"which needs {gib(need)} of {has}"
     return word, f"which needs {gib(need)}, more than is good of {has}: nothing takes less"

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from fastai.basics import *
 from ..comm.shards import is_dtensor, local
 from .base import Strategy, check_trainable, unused_error
-from .backward import Backwards, BeforeAdding, average_grads, buckets, used_elsewhere
+from .backward import Backwards, BeforeAdding, average_used, buckets, used_elsewhere
 from .ddp import Replica
 from .sharding import Rows, explain_shards, gather_rows, gathered_at_once, mesh_of, row_messages
 from .sharded_opt import ShardedOptimizer
@@ -94,7 +94,6 @@ class ShardedGradients(_ShardedSteps, Strategy):
     name,splits = 'zero2',('gradients','parameters')
     def __init__(self, handler=None # Accelerate's `DistributedDataParallelKwargs`, of which `find_unused_parameters` counts
                 ):
-        super().__init__()
         self.allows_unused = handler is not None and (handler.find_unused_parameters or handler.static_graph)
         self.handles,self.trained,self.buckets,self.empty,self.sync,self.sums = [],None,[],[],True,_RowSums(None)
         self.backwards = Backwards(self)
@@ -170,7 +169,7 @@ def _fill_up(self:ShardedGradients, partly):
         missing = [] if partly else [p for p in ps if not _is_new(p.grad) and self.bucket_of[p] >= self.next]
         if missing: raise unused_error(self.model, missing)
         return
-    for p in used_elsewhere(ps, [_is_new(p.grad) for p in ps], self.device):
+    for p in used_elsewhere(ps, [_is_new(p.grad) for p in ps]):
         self.sums.keep(p)
         p.grad = torch.zeros_like(p)
 
@@ -183,7 +182,7 @@ def _finish(self:ShardedGradients, partly=False # May parameters have got no gra
     while self.sums.sent: self.sums.receive()
     for p in self.empty: # of which nothing is sent
         if _is_new(p.grad): self.sums._done(p, self.rows_of.of(p.grad))
-    average_grads(self.loose)
+    average_used(self.loose)
     self.unsynced = False
 
 @patch

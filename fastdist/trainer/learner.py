@@ -45,6 +45,7 @@ def _unsharded(learn, what):
         yield
         return
     all_at(what)
+    strategy.average() # what has been accumulated stays
     strategy.close()
     trainer.strategy = None
     try: yield

@@ -139,3 +139,87 @@ def changed_in_one():
 def test_another_layer_in_each_worker(world2):
     "Is named, and not hidden by an error of what clears up after it"
     for kind, text in world2(changed_in_one): assert kind == 'ValueError' and "rank 1 has other tensors than rank 0's" in text, (kind, text)
+
+
+class Tempered(nn.CrossEntropyLoss):
+    "Cross entropy with a temperature to learn"
+    def __init__(self):
+        super().__init__()
+        self.temperature = nn.Parameter(torch.tensor(1.5).double())
+    def forward(self, o, y): return super().forward(o/self.temperature, y).float()
+
+
+def without_labels(ctx=None):
+    "The first batch has labels in one share only, a later one in some samples of both"
+    import fastdist.all
+    loss, ds = Tempered(), Items(40)
+    ds.y[1:8:2], ds.y[20:24] = -100, -100
+    learn = quiet(Learner(DataLoaders(TfmdDL(ds, bs=8), TfmdDL(Items(8), bs=8)), mlp(), loss_func=loss, opt_func=SGD, lr=.1, splitter=lambda m: [params(m), params(loss)]))
+    with contextlib.nullcontext() if ctx is None else learn.distrib_ctx(watchdog=60, **ctx): learn.fit(1)
+    return {**weights(learn), 'temperature': loss.temperature.detach().clone()}
+
+
+@pytest.mark.parametrize('strategy', STRATEGIES)
+def test_labels_left_out_beside(world2, strategy):
+    "A loss function's own parameters, where a share has no labels, and so no gradient of them: the others waited for it"
+    one = without_labels()
+    for o in world2(without_labels, ctx_of(strategy)): assert diff(one, o) < 1e-7
+
+
+class Head(nn.Sequential):
+    "Whose state dict has the last layer alone, as where the body is downloaded"
+    def state_dict(self, *args, **kwargs): return {k: v for k, v in super().state_dict(*args, **kwargs).items() if k.startswith('2.')}
+
+
+def own_seeds(ctx=None):
+    import fastdist.all
+    from fastdist.world import get_rank
+    def model():
+        torch.manual_seed(get_rank())
+        return Head(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)).double()
+    learn = quiet(learner(n=40, bs=8, model=model, opt=SGD))
+    with contextlib.nullcontext() if ctx is None else learn.distrib_ctx(**ctx): learn.fit(1)
+    return dict(learn.model.named_parameters())
+
+
+@pytest.mark.parametrize('strategy', STRATEGIES)
+def test_part_of_a_state_dict(world2, strategy):
+    "All parameters begin as rank 0's, and not those of the state dict alone"
+    one = {k: v.detach() for k, v in own_seeds().items()}
+    for o in world2(own_seeds, ctx_of(strategy)): assert diff(one, {k: v.detach() for k, v in o.items()}) < 1e-12
+
+
+class Graph(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 3)
+        self.register_buffer('adj', torch.eye(4).to_sparse())
+    def forward(self, x): return super().forward((self.adj.double()@x.t()).t())
+
+
+def sparse_buffer():
+    import fastdist.all
+    try:
+        with learner(model=lambda: Graph().double()).distrib_ctx(): pass
+    except ValueError as e: return str(e)
+
+
+def test_sparse_buffer(world2):
+    for r, o in enumerate(world2(sparse_buffer)): assert f'rank {r}: adj of the model are sparse' in o and 'plain attributes' in o, o
+
+
+class Exports(Callback):
+    def after_epoch(self): self.learn.export('model.pkl')
+
+
+def exporting(path, ctx=None):
+    "Batches of the first epoch wait for a step when `learn.export` is called"
+    import fastdist.all
+    learn = quiet(learner(n=40, bs=8, n_val=8, opt=partial(OptimWrapper, opt=torch.optim.AdamW), lr=.01, path=path))
+    with contextlib.nullcontext() if ctx is None else learn.distrib_ctx(**ctx): learn.fit(2, cbs=[GradientAccumulation(24), Exports()])
+    return weights(learn)
+
+
+@pytest.mark.parametrize('strategy', ['zero1', 'zero2', 'fsdp'])
+def test_export_between_steps(world2, strategy, tmp_path):
+    one = exporting(tmp_path)
+    for o in world2(exporting, tmp_path, ctx_of(strategy)): assert diff(one, o) < 1e-10

@@ -82,10 +82,28 @@ def test_auto(world2):
     assert 'nothing takes less' in every[0][1]
 
 
+def uneven_nodes():
+    "A node of 2 workers, and one of 3, of which one is here"
+    import fastdist.all
+    from unittest.mock import patch
+    from fastdist.strategy import select
+    from fastdist.world import get_rank
+    size = 2 if get_rank() < 2 else 3
+    learn = quiet(learner(n=12, bs=6))
+    with patch.object(select, 'get_local_world_size', lambda: size), patch.object(select, '_bytes_needed', lambda word, *_: 0 if word=='fsdp' else 2**70):
+        with learn.distrib_ctx(strategy='auto'): return learn.distributed_trainer.strategy.name
+
+
+def test_auto_with_uneven_nodes(worlds):
+    "'hsdp' shards within nodes of one size: it is not chosen where they are not"
+    assert worlds(3)(uneven_nodes)==['fsdp']*3
+
+
 def own():
     import fastdist.all, torch.distributed as dist
     from fastdist.strategy.base import Strategy
     class Average(Strategy):
+        def __init__(self): "What a strategy has by itself is in its class"
         def setup(self, learn, device):
             super().setup(learn, device)
             self.handles = [p.register_post_accumulate_grad_hook(self.average_one) for p in self.model.parameters()]
@@ -186,3 +204,9 @@ def test_ignored_modules(world2):
     for w, seen in world2(ignoring, r'head\.2'):
         assert diff(one, w) < 1e-7
         assert sorted(n for n, o in seen.items() if o=='Parameter')==['head.2.bias', 'head.2.weight', 'scale']
+
+
+def test_ignored_modules_that_are_not_there(world2):
+    for names in ('hed', [nn.Linear(1, 1)], [nn.ReLU()]):
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, ignored_modules=names)
+        for o in world2(errors, fsdp_plugin=plugin): assert 'fsdp_plugin.ignored_modules=' in o and 'means no module of Sequential' in o, o
