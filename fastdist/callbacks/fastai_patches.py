@@ -7,10 +7,9 @@ __all__ = ['replace_in_fastai', 'trainer_of', 'has_state', 'QuickCallback', 'lea
 
 # %% ../../nbs/callbacks/00_fastai_patches.ipynb #cac5e82d
 import sys
+from contextlib import nullcontext
 from functools import wraps
 from weakref import WeakSet
-
-from contextlib import nullcontext
 
 import fastai.callback.core,fastai.learner
 from fastai.basics import *
@@ -28,10 +27,6 @@ def _maybe_gather(x, axis=0):
     "In place of fastai's: fastdist puts metrics and predictions together, once an epoch"
     return x
 
-def _distrib_barrier():
-    "In place of fastai's, which calls it before a file that rank 0 writes is read: rank 0 has written it, and does not wait"
-    after_rank0()
-
 def replace_in_fastai(new # `dict` from a function of fastai's to the one that takes its place
                      ):
     "Replace functions in all modules of fastai that have imported them"
@@ -40,7 +35,8 @@ def replace_in_fastai(new # `dict` from a function of fastai's to the one that t
         for old,f in new.items():
             if getattr(mod, old.__name__, None) is old: setattr(mod, old.__name__, f)
 
-replace_in_fastai({fastai.torch_core.maybe_gather:_maybe_gather, fastai.torch_core.distrib_barrier:_distrib_barrier})
+# fastai calls the barrier before a file that rank 0 writes is read: rank 0 has written it, and does not wait
+replace_in_fastai({fastai.torch_core.maybe_gather:_maybe_gather, fastai.torch_core.distrib_barrier:after_rank0})
 
 # %% ../../nbs/callbacks/00_fastai_patches.ipynb #41bc5e29
 def _to_concat(xs, dim=0):

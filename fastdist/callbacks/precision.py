@@ -8,13 +8,11 @@ __all__ = ['PrecisionSettings', 'LaunchedPrecision', 'precision_callbacks', 'syn
 # %% ../../nbs/callbacks/05_precision.ipynb #af0fe6d2
 from contextlib import contextmanager
 
-import torch.distributed as dist
 from fastai.basics import *
 from fastai.callback.fp16 import AMPMode, MixedPrecision
 from torch.amp import GradScaler, autocast
 from ..comm.objects import from_rank0
 from ..world.errors import refuse
-from ..world.ranks import get_world_size
 
 # %% ../../nbs/callbacks/05_precision.ipynb #1968ee86
 class PrecisionSettings(Callback):
@@ -98,7 +96,6 @@ def precision_callbacks(settings, # With Accelerate's `AutocastKwargs` as `autoc
 def synchronize_rng(rng_types # Some of 'torch', 'cuda' and 'generator', or `None`
                    ):
     "Give all workers rank 0's random states; a message for each of 'torch' and 'cuda'"
-    if not dist.is_initialized() or get_world_size()==1: return
     for kind,rng in (('torch',torch),('cuda',torch.cuda)):
         if kind in (rng_types or ()): rng.set_rng_state(from_rank0(rng.get_rng_state()))
 

@@ -82,10 +82,12 @@ def _move_rest(self:FullyShard, device):
         if g is not None: t.grad = g.to(device)
 
 # %% ../../nbs/strategy/08_fsdp.ipynb #5599ae2c
+def _names(model): return {id(p):n for n,p in model.named_parameters()}
+
 @patch
 def _check_types(self:FullyShard):
     "Raise a `ValueError` for a unit whose parameters are of several types, which torch does not gather"
-    names = {id(p):n for n,p in self.model.named_parameters()}
+    names = _names(self.model)
     for group in self.groups:
         found = {p.dtype:names[id(p)] for p in (self.params[i] for i in group[::-1]) if p.requires_grad} # the first of each
         if len(found) > 1: raise ValueError(
@@ -103,8 +105,6 @@ def _check_hooks(self:FullyShard):
         if not {*_hooks(p), *_hooks(new)} <= own: raise ValueError(
             f"rank {get_rank()}: {names.get(id(new), 'a parameter')} has a hook (register_hook, register_post_accumulate_grad_hook), and "
             f"strategy={self.name!r} computes with other tensors, so that the hook would not be called: use strategy='zero2'")
-
-def _names(model): return {id(p):n for n,p in model.named_parameters()}
 
 # %% ../../nbs/strategy/08_fsdp.ipynb #de23f262
 @patch
@@ -384,13 +384,6 @@ def end_fit(self:FullyShard):
     self.sync_params()
     self.checked = False
 
-# %% ../../nbs/strategy/08_fsdp.ipynb #66c75912
-@patch
-def _drop_shard(self:FullyShard, p, of_torch):
-    "Free the memory of the shard `p`, which autograd's last graph keeps alive, and of what torch knows of it"
-    vars(of_torch[id(p)]).pop('_sharded_param_data', None)
-    p.grad,p._local_tensor = None,local(p).new_empty(0)
-
 # %% ../../nbs/strategy/08_fsdp.ipynb #4f2b9a96
 @patch
 def _gather_params(self:FullyShard, group):
@@ -406,7 +399,9 @@ def _gather_params(self:FullyShard, group):
             put_values(p, values, strides)
             p.requires_grad_(new.requires_grad)
             if id(new) in grads: p.grad = grads[id(new)].to(p.dtype)
-            self._drop_shard(new, of_torch)
+            # its memory, which autograd's last graph keeps alive, and what torch knows of it
+            vars(of_torch[id(new)]).pop('_sharded_param_data', None)
+            new.grad,new._local_tensor = None,local(new).new_empty(0)
     for p in self.replicated:
         if p.grad is not None: p.grad = local(p.grad).clone() # not a view: fastai detaches gradients in place
 

@@ -262,7 +262,7 @@ class ShardedOptimizer(_OptRows):
         if args or kwargs: raise RuntimeError(
             f"rank {get_rank()}: {type(self.inner).__name__} steps with a closure, which computes gradients of whole parameters, "
             "and the strategies that shard steps (zero1, zero2, fsdp) step a part of them in each worker: use strategy='ddp'")
-        with self._on_parts(): res = self._call('step', *args, **kwargs)
+        with self._on_parts(): res = self._call('step')
         sent = [p.data for p in self.params() if not is_dtensor(p) and (p.requires_grad or p.grad is not None)]
         if sent: send_rows(sent, self.rows_of)
         return res

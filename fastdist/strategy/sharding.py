@@ -9,17 +9,13 @@ __all__ = ['gathered_at_once', 'Rows', 'shard_like', 'explain_shards', 'sends_wh
 # %% ../../nbs/strategy/04_sharding.ipynb #bc23fb59
 import re
 from datetime import timedelta
-from contextlib import contextmanager
-from functools import wraps
 
 import torch.distributed as dist
 from fastai.basics import *
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.utils import clip_grad
-from ..comm.call import route
 from .backward import buckets
 from ..comm.pack import as_bytes, gather_single, scatter_single
-from ..comm.shards import is_dtensor, local
+from ..comm.shards import local
 from ..world.ranks import get_rank
 from ..world.backends import keep_timeout
 from ..world.process_group import some_ended
@@ -171,7 +167,7 @@ def row_messages(ts, # Tensors with elements, the same shapes in all workers; a 
                  rows_of, # `Rows`
                  device=None, # That of messages; that of the tensors, if `None`
                  group=None, # Another process group than the mesh's, to gather in: whole, as it may have more workers
-                sums=True, # Are they to be added up, and not gathered?
+                 sums=True, # Are they to be added up, and not gathered?
                 ):
     "Yield the `RowMessage`s for `ts`: a bucket in each, a large tensor in several"
     for kind in groupby(ts, lambda t: (t.dtype,t.device)).values():
