@@ -82,8 +82,9 @@ class Replica(Strategy):
 # %% ../../nbs/strategy/03_ddp.ipynb #1313cf3b
 @patch
 def average(self:Replica):
-    "In one message, for batches in which `DistributedDataParallel` sends nothing"
-    if self.unsynced: self._average_all()
+    "In one message, for batches in which `DistributedDataParallel` sends nothing, and looks for no unused parameters"
+    if self.unsynced: average_used(self.all_params())
+    self.unsynced = False
 
 @patch
 def _average_all(self:Replica):

@@ -223,3 +223,31 @@ def exporting(path, ctx=None):
 def test_export_between_steps(world2, strategy, tmp_path):
     one = exporting(tmp_path)
     for o in world2(exporting, tmp_path, ctx_of(strategy)): assert diff(one, o) < 1e-10
+
+
+class Skips(nn.Module):
+    "A layer that the samples of worker 1 have no use for in the last batch; in one process these are every second one"
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.a, self.b, self.n = nn.Linear(4, 3).double(), nn.Linear(4, 3).double(), 0
+    def forward(self, x):
+        import torch.distributed as dist
+        self.n += self.training
+        if not self.training or self.n != 5: return self.a(x)+self.b(x)
+        if not dist.is_initialized(): return self.a(x)+self.b(x)*(torch.arange(len(x))%2==0)[:, None]
+        return self.a(x) if dist.get_rank()==1 else self.a(x)+self.b(x)
+
+
+def skipping(ctx=None):
+    "The last batch waits for a step that never comes: its gradients are there after the fit"
+    import fastdist.all
+    learn = quiet(learner(n=40, bs=8, model=Skips, opt=partial(OptimWrapper, opt=torch.optim.SGD)))
+    with contextlib.nullcontext() if ctx is None else learn.distrib_ctx(**ctx): learn.fit(1, cbs=GradientAccumulation(16))
+    return {k: p.grad for k, p in learn.model.named_parameters()}
+
+
+def test_unused_in_what_waits(world2):
+    "What is accumulated at the end of a fit, where a worker has no gradient of a layer: gloo ended the process by signal 6"
+    one = skipping()
+    for o in world2(skipping, ctx_of('ddp')): assert diff(one, o) < 1e-7
