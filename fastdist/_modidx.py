@@ -65,6 +65,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                                    'fastdist/callbacks/data_parallel.py'),
                                                   'fastdist.callbacks.data_parallel.ParallelTrainer.close': ( 'callbacks/data_parallel.html#paralleltrainer.close',
                                                                                                               'fastdist/callbacks/data_parallel.py'),
+                                                  'fastdist.callbacks.data_parallel.ParallelTrainer.learn': ( 'callbacks/data_parallel.html#paralleltrainer.learn',
+                                                                                                              'fastdist/callbacks/data_parallel.py'),
                                                   'fastdist.callbacks.data_parallel._gpu_number': ( 'callbacks/data_parallel.html#_gpu_number',
                                                                                                     'fastdist/callbacks/data_parallel.py'),
                                                   'fastdist.callbacks.data_parallel.check_copies': ( 'callbacks/data_parallel.html#check_copies',

@@ -52,6 +52,13 @@ class ParallelTrainer(Callback):
         super().__init__()
         self.device_ids,self.sync_bn,self.proxy,self.wrapped = device_ids,sync_bn,None,None
 
+    @property
+    def learn(self): return vars(self).get('_learn')
+    @learn.setter
+    def learn(self, v):
+        if v is None: self.close() # it is removed, and an error may have kept it from `after_fit`
+        vars(self)['_learn'] = v
+
     def before_fit(self):
         "Wrap the model, which is on its device by now; a `ValueError` for one that cannot be copied"
         check_device_ids(self.device_ids)
@@ -62,11 +69,12 @@ class ParallelTrainer(Callback):
         "Let the forward that comes next be the wrapper's"
         self.proxy = ForwardProxy(self.learn, self.wrapped)
 
-    def after_batch(self):
-        "Give the model back, also where its forward was cancelled"
-        self.proxy.restore()
-
 # %% ../../nbs/callbacks/01_data_parallel.ipynb #39463391
+@patch
+def after_batch(self:ParallelTrainer):
+    "Give the model back, also where its forward was cancelled"
+    self.proxy.restore()
+
 @patch
 def close(self:ParallelTrainer):
     "Give the model back and drop the wrapper"

@@ -165,3 +165,20 @@ def test_what_cannot_be(fake_gpu_worlds):
     [(sync, gpu, state)] = fake_gpu_worlds(1)(refused)
     assert sync.startswith('ValueError: ') and 'sync_bn=1' in sync and gpu.startswith('ValueError: ') and '[9]' in gpu
     assert state.startswith('ValueError: ') and 'Sequential' in state and 'distrib_ctx' in state
+
+
+class FailsLast(Callback):
+    order = 1001 # after what takes the place of the model
+    def before_batch(self): raise KeyError('a bug')
+
+
+@pytest.mark.parametrize('gpus', [None, 'dp'])
+def test_failed_before_the_forward(gpus):
+    "The learner has its model again"
+    from fastdist.all import ParallelTrainer
+    learn = quiet(learner())
+    model = learn.model
+    with pytest.raises(KeyError): learn.fit(1, cbs=[ParallelTrainer(None), FailsLast()])
+    assert learn.model is model
+    with pytest.raises(KeyError), around(learn, gpus): learn.fit(1, cbs=FailsLast())
+    assert learn.model is model
