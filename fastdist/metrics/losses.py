@@ -139,7 +139,8 @@ def _no_trace(f, model):
     finally:
         handle.remove()
         for now,was in kept: now.clear(); now.update(was)
-        for b,was in bufs: b.copy_(was)
+        for b,was in bufs:
+            if not b.equal(was): b.copy_(was) # one that is as it was may be needed, untouched, by the backward of the batch
         set_rng_state(rng)
 
 # %% ../../nbs/metrics/02_losses.ipynb #4c28ff78

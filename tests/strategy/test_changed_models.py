@@ -251,3 +251,23 @@ def test_unused_in_what_waits(world2):
     "What is accumulated at the end of a fit, where a worker has no gradient of a layer: gloo ended the process by signal 6"
     one = skipping()
     for o in world2(skipping, ctx_of('ddp')): assert diff(one, o) < 1e-7
+
+
+class Weighted(nn.Module):
+    "A loss with weights in a buffer, which its backward needs as they are"
+    def __init__(self):
+        super().__init__()
+        self.register_buffer('weights', torch.tensor([1., 2., 0.5]).double())
+    def forward(self, o, y): return (self.weights*(o-F.one_hot(y, 3))**2).mean().float()
+
+
+def weighted(ctx=None):
+    import fastdist.all
+    learn = quiet(learner(n=40, bs=8, loss=Weighted()))
+    with contextlib.nullcontext() if ctx is None else learn.distrib_ctx(**ctx): learn.fit(1)
+    return weights(learn)
+
+
+def test_buffer_of_a_loss(world2):
+    one = weighted()
+    for o in world2(weighted, ctx_of('ddp')): assert diff(one, o) < 1e-7
