@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['DamagedCheckpoint', 'ForeignCheckpoint', 'file_sum', 'check_owner', 'write_json', 'Checkpoint', 'Draft',
-           'checkpoints', 'latest', 'best_of', 'readable', 'ends_of', 'delete_old', 'FolderLock', 'prepare_folder']
+           'checkpoints', 'best_of', 'readable', 'ends_of', 'delete_old', 'FolderLock', 'prepare_folder']
 
 # %% ../../nbs/checkpoint/01_folder.ipynb #456f87dc
-import errno,fcntl,hashlib,json,math,os,shutil,socket,stat,time,warnings
+import fcntl,hashlib,json,math,os,shutil,socket,stat,time
 from pathlib import Path
 
 from fastcore.basics import patch
@@ -103,17 +103,15 @@ class Checkpoint:
 
 # %% ../../nbs/checkpoint/01_folder.ipynb #c11a43fb
 @patch
-def _damaged(self:Checkpoint, file, reason): return DamagedCheckpoint(self.path, file, reason)
-
-@patch
 def _read_summary(self:Checkpoint):
     check_owner(self.path)
     try:
         check_owner(self.path/'summary.json')
         res = json.loads((self.path/'summary.json').read_text())
-    except FileNotFoundError: raise self._damaged('summary.json', 'is not there') from None
-    except ValueError as e: raise self._damaged('summary.json', f'cannot be read ({e})') from None
-    if not isinstance(res, dict) or res.get('checksum')!=_summary_sum(res): raise self._damaged('summary.json', 'is not as it was written')
+    except FileNotFoundError: raise DamagedCheckpoint(self.path, 'summary.json', 'is not there') from None
+    except ValueError as e: raise DamagedCheckpoint(self.path, 'summary.json', f'cannot be read ({e})') from None
+    if not isinstance(res, dict) or res.get('checksum')!=_summary_sum(res):
+        raise DamagedCheckpoint(self.path, 'summary.json', 'is not as it was written')
     if res['format']!=1: raise ForeignCheckpoint(self.path, 'summary.json',
         f"has format {res['format']}, and this version of fastdist reads format 1: "
                                                  "take the version that has written it, or a folder of its own for this script")
@@ -127,10 +125,10 @@ def verify(self:Checkpoint, part=0, # Look at every `of`-th file, from this one 
     "`DamagedCheckpoint` if a file is missing, has another size, or has changed since it was written"
     for nm,want in sorted(self.summary['files'].items())[part::of]:
         try: check_owner(self.path/nm)
-        except FileNotFoundError: raise self._damaged(nm, 'is not there') from None
+        except FileNotFoundError: raise DamagedCheckpoint(self.path, nm, 'is not there') from None
         size = (self.path/nm).stat().st_size
-        if size!=want['size']: raise self._damaged(nm, f"has {size} bytes, and had {want['size']}")
-        if file_sum(self.path/nm)!=want: raise self._damaged(nm, 'has other contents than were written (sha256)')
+        if size!=want['size']: raise DamagedCheckpoint(self.path, nm, f"has {size} bytes, and had {want['size']}")
+        if file_sum(self.path/nm)!=want: raise DamagedCheckpoint(self.path, nm, 'has other contents than were written (sha256)')
     return self
 
 # %% ../../nbs/checkpoint/01_folder.ipynb #cf4b1cc0
@@ -185,14 +183,13 @@ def _free_name(path, step):
 @patch
 def commit(self:Draft, n, # Workers, all of which have finished
            summary, # `dict`; files and checksums are added
-           keep_parts=False, # For who wants to look at the parts
           ):
     "Make it a checkpoint, by one rename. Returns the `Checkpoint`"
     files = {nm:o for p in self.parts(n) for nm,o in p['files'].items()}
     files.update({nm:file_sum(self.dir/nm) for nm in ('tensors.json','.metadata') if (self.dir/nm).exists()})
     res = dict(summary, format=1, files=files)
     write_json(self.dir/'summary.json', dict(res, checksum=_summary_sum(json.loads(json.dumps(res)))))
-    for r in range(0 if keep_parts else n): (self.dir/f'part-{r}.json').unlink()
+    for r in range(n): (self.dir/f'part-{r}.json').unlink()
     _sync(self.dir)
     to = self.path/_free_name(self.path, summary['step'])
     os.rename(self.dir, to)
@@ -205,13 +202,6 @@ def checkpoints(path # Folder of the checkpoints
     "All that have been committed there, the newest first, as `Checkpoint`s; whether they are whole is not looked at"
     found = [Checkpoint(o) for o in Path(path).glob('step-*') if o.is_dir()]
     return sorted((o for o in found if o.path.name[5:].replace('.', '', 1).isdigit()), key=lambda o: o.order, reverse=True)
-
-def latest(path # Folder of the checkpoints
-          ):
-    "The newest whole `Checkpoint`, or `None`; those that are damaged are named in a warning"
-    for o in checkpoints(path):
-        try: return o.verify()
-        except DamagedCheckpoint as e: warnings.warn(f'{e}. The one before it is taken')
 
 # %% ../../nbs/checkpoint/01_folder.ipynb #2ecbf348
 @patch
@@ -268,9 +258,7 @@ def delete_old(path, # Folder of the checkpoints
 def _try_lock(fd):
     "Lock an open file for this process; `False` if another one has it"
     try: fcntl.lockf(fd, fcntl.LOCK_EX|fcntl.LOCK_NB)
-    except OSError as e:
-        if e.errno in (errno.EACCES,errno.EAGAIN): return False
-        raise
+    except (BlockingIOError,PermissionError): return False # which of them depends on the file system
     return True
 
 # %% ../../nbs/checkpoint/01_folder.ipynb #e6e67313

@@ -1,5 +1,5 @@
 "A checkpoint that is damaged, half, of another run or of another model is never loaded as if whole: it is named, and the one before it is taken"
-import json, random, shutil, warnings
+import json, random, shutil
 import pytest
 from test_resume import *
 from fastdist.checkpoint.folder import _summary_sum, write_json
@@ -46,17 +46,15 @@ DAMAGES = [flip]*50 + [cut]*15 + [missing]*10 + [of_another_run]*10 + [of_the_st
 
 
 def test_none_of_a_hundred_is_loaded(tmp_path):
-    from fastdist.checkpoint.folder import DamagedCheckpoint, latest
+    from fastdist.checkpoint.folder import DamagedCheckpoint, checkpoints
     rng, whole, other = random.Random(3), two_workers(tmp_path/'whole'), two_workers(tmp_path/'other', 5)/'step-00000002'
-    assert latest(whole).summary['step'] == 2 and len(DAMAGES) == 100
+    assert checkpoints(whole)[0].verify().summary['step'] == 2 and len(DAMAGES) == 100
     for i, damage in enumerate(DAMAGES):
         folder = shutil.copytree(whole, tmp_path/'now')
         damage(folder/'step-00000002', rng, other)
-        with warnings.catch_warnings(record=True) as w:
-            warnings.simplefilter('always')
-            c = latest(folder)
-        assert c is not None and c.path.name == 'step-00000001', (i, damage)
-        assert len(w) == 1 and 'step-00000002 is damaged: ' in str(w[0].message), (i, damage, w)
+        last, before = checkpoints(folder)
+        with pytest.raises(DamagedCheckpoint, match='step-00000002 is damaged: '): print(i, damage, last.verify())
+        assert before.verify().path.name == 'step-00000001', (i, damage)
         shutil.rmtree(folder)
 
 
