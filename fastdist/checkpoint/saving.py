@@ -43,7 +43,7 @@ class Saver:
                 ):
         self.path,self.run,self.rank,self.n,self.keep,self.agree = path,run,rank,n,keep,agree
         from fastdist.checkpoint import tensors # here: what it needs of torch's takes a second to import
-        self.tensors,self.count,self.thread,self.error = tensors,0,None,None
+        self.tensors,self.count,self.draft,self.thread,self.error = tensors,0,None,None,None
         self.written,self.dropped = threading.Event(),threading.Event()
 
     def start(self, summary, # Of what is known now, for `summary.json`
@@ -53,8 +53,8 @@ class Saver:
         "Begin to write, in the background; all workers call it, after `finish`"
         self.count,self.error = self.count+1,None
         self.written.clear(), self.dropped.clear()
-        draft = Draft(self.path, f'{summary["step"]:08d}-{self.run}-{self.count}')
-        self.thread = threading.Thread(target=self._write, args=(draft, summary, shards, rest), name='fastdist-checkpoint', daemon=True)
+        self.draft = Draft(self.path, f'{summary["step"]:08d}-{self.run}-{self.count}')
+        self.thread = threading.Thread(target=self._write, args=(summary, shards, rest), name='fastdist-checkpoint', daemon=True)
         self.thread.start()
 
 # %% ../../nbs/checkpoint/06_saving.ipynb #1b7d59ca
@@ -67,8 +67,8 @@ def _failed(self:Saver, e, summary):
 
 # %% ../../nbs/checkpoint/06_saving.ipynb #65566a9f
 @patch
-def _write(self:Saver, draft, summary, shards, rest):
-    began = time.monotonic()
+def _write(self:Saver, summary, shards, rest):
+    began,draft = time.monotonic(),self.draft
     try:
         try:
             draft.begin()
@@ -79,15 +79,16 @@ def _write(self:Saver, draft, summary, shards, rest):
             draft.finish_part(self.rank, [o for o in (file,own) if o is not None], tensors=index)
         except Exception as e: self._failed(e, summary)
         finally: self.written.set()
-        if self.rank==0: self._commit(draft, summary, began)
+        if self.rank==0: self._commit(summary, began)
     except Exception as e:
         self._failed(e, summary)
         draft.drop() # it would fill a full disk
 
 # %% ../../nbs/checkpoint/06_saving.ipynb #a212cccb
 @patch
-def _commit(self:Saver, draft, summary, began):
+def _commit(self:Saver, summary, began):
     "Rank 0: wait for the parts of all, unless one of them could not be written"
+    draft = self.draft
     for rank in range(self.n):
         while not draft.has_part(rank):
             if self.error is not None or self.dropped.wait(0.02): return draft.drop()
@@ -105,7 +106,9 @@ def finish(self:Saver):
     if self.agree(int(self.error is not None)): self.dropped.set()
     self.thread.join()
     self.thread = None
-    return not self.agree(int(self.error is not None or self.dropped.is_set()))
+    failed = self.agree(int(self.error is not None or self.dropped.is_set()))
+    if failed and self.rank==0: self.draft.drop() # a worker that began after it was dropped has made it again
+    return not failed
 
 # %% ../../nbs/checkpoint/06_saving.ipynb #f103e208
 @patch

@@ -118,6 +118,32 @@ def test_disk_full_or_read_only(tmp_path, capfd, monkeypatch):
     assert not [o for o in (tmp_path/'ckpt').iterdir() if o.name.startswith(('step', '.draft'))]
 
 
+def full_for_rank0(folder):
+    "The names in the folder after a fit in which rank 0's disk is full, before rank 1 begins to write"
+    import fastdist.all, fastdist.checkpoint.tensors as tensors
+    from fastdist.checkpoint.folder import Draft
+    from fastdist.checkpoint.resume import Resume
+    from fastdist.world import get_rank
+    from_the_start()
+    begin, write_shards = Draft.begin, tensors.write_shards
+    def late(self):
+        time.sleep(.5*get_rank())
+        return begin(self)
+    def full(*args):
+        if get_rank() == 0: raise OSError(28, 'No space left on device')
+        return write_shards(*args)
+    learn = made(folder, more=False, Data=Items)
+    Draft.begin, tensors.write_shards = late, full
+    try:
+        with learn.distrib_ctx(split_batches=True): learn.fit(1, cbs=Resume(folder/'ckpt', every=3))
+    finally: Draft.begin, tensors.write_shards = begin, write_shards
+    return sorted(o.name for o in (folder/'ckpt').iterdir())
+
+
+def test_no_part_is_left_on_a_full_disk(world2, tmp_path):
+    assert world2(full_for_rank0, tmp_path)[0] == ['.lock']
+
+
 def test_nothing_is_left_beside(tmp_path, monkeypatch):
     "Neither of a test of the folder that a full disk has ended, after which the same process can begin again, nor of a process that was killed in one"
     import os
