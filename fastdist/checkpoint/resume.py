@@ -109,7 +109,7 @@ def save_now(self:Resume):
 def wish(self:Resume):
     "What this worker asks all of them for: it is sent with the loss; 1 for a checkpoint, 2**20 to end after it"
     if not self.active: return 0
-    res,self.asked = self.asked,0
+    if res := self.asked: self.asked = 0 # only then: a signal that comes meanwhile would be lost
     if self.unit=='seconds' and get_rank()==0 and time.monotonic() >= self.next_time:
         self.next_time = time.monotonic()+self.every
         res = max(res, 1)

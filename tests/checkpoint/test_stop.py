@@ -108,6 +108,26 @@ def test_one_worker_is_asked_to_end(world2, tmp_path):
     assert [(s, n) for s, n, _ in rest] == [(None, 6)]*2 and rest[0][2] == whole[0][2]
 
 
+def test_a_signal_while_workers_are_asked(tmp_path):
+    "It counts, whenever it comes: here again and again, while nothing is done but asking"
+    import signal
+    from fastdist.checkpoint.resume import Resume
+    resume, came, lost = Resume(tmp_path/'ckpt'), 0, 0
+    def ask(*_):
+        nonlocal came
+        came += 1
+        resume.request(stop=True)
+    resume.active, old = True, signal.signal(signal.SIGVTALRM, ask)
+    try:
+        for i in range(100):
+            signal.setitimer(signal.ITIMER_VIRTUAL, 1e-4)
+            wishes = []
+            while came == i or len(wishes) < 2: wishes = [*wishes[-1:], resume.wish()]
+            lost += not any((*wishes, resume.wish()))
+    finally: signal.signal(signal.SIGVTALRM, old)
+    assert not lost
+
+
 def test_evaluations_are_no_fits(tmp_path):
     "In the context, and in a callback of a fit, where fastai calls `before_fit` and `after_fit` for an evaluation too"
     import torch
