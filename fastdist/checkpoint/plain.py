@@ -121,7 +121,9 @@ def attributes_of(o, # A callback, or a metric
     held = {nm:v for nm,(v,_) in held_attributes(o).items()}
     if _has_state(o):
         state = own_state(o)[0]
-        return held if state is None else {'state_dict()':_mark('state', to_plain(state))},[]
+        try: return held if state is None else {'state_dict()':_mark('state', to_plain(state))},[]
+        except NotPlain as e: raise NotPlain(f"{type(o).__name__}.state_dict returns what cannot be saved (a {e}): "
+            "let it return numbers, texts, tensors, arrays, and lists, tuples, sets and dicts of them") from None
     res,left = {},[]
     for nm,v in vars(o).items():
         if nm in _nobodys or nm in but: continue

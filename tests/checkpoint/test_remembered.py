@@ -132,6 +132,14 @@ def test_a_state_that_cannot_be_read(tmp_path):
     assert any('Wrong' in o and 'AttributeError' in o and 'means' in o for o in said), said
 
 
+def test_a_state_that_is_no_data(tmp_path):
+    "Is an error before the fit, which names the callback"
+    class Odd(OwnAtFit):
+        def state_dict(self): return dict(folder=tmp_path)
+    with pytest.raises(TypeError, match=r'Odd\.state_dict.*PosixPath.*numbers, texts, tensors'): fitted(tmp_path, lambda f: simple(f, Odd()), means)
+    assert not list(tmp_path.glob('*/step-*'))
+
+
 def test_a_fit_that_has_ended_makes_nothing(tmp_path):
     "It is said, and a later fit has it"
     def make(folder): return simple(folder, MadeAtFit())
