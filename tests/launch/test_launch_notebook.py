@@ -348,6 +348,31 @@ def test_script(tmp_path):
     assert not r.left
 
 
+DIES = """
+import os
+from fastdist.all import *
+from fastdist.launch.notebook import workers
+
+receives = '''
+if os.environ['RANK']=='1': # it is killed where it has said that it is there, and reads what it has to do
+    from multiprocessing.connection import Client
+    Client(sys.argv[1], 'AF_UNIX', os.environ['FASTDIST_SECRET'].encode()).send(1)
+    os.kill(os.getpid(), 9)
+'''
+workers._program = workers._program.replace('from fastdist', 'import os' + receives + 'from fastdist')
+try: launch_in_notebook(len, bytes(10**7), n=2)
+except RemoteError as e: print(e)
+"""
+
+
+def test_killed_while_it_receives(tmp_path):
+    "The function is larger than what a socket holds"
+    (tmp_path/'script.py').write_text(DIES)
+    r = launched([sys.executable, 'script.py'], 200, env={'CUDA_VISIBLE_DEVICES': ''}, cwd=tmp_path)
+    assert r.returncode == 0 and 'rank 1 of 2 was killed by signal 9' in r.stdout, r.stdout + r.stderr
+    assert not r.left
+
+
 def test_forks(kernel, default_port):
     "Accelerate's `notebook_launcher` with 3 workers and with 1, after torch's threads were used; `check_fork` says what stands in its way"
     r = kernel.run("""

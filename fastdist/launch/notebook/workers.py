@@ -155,9 +155,11 @@ def accept(self:NotebookWorkers):
     try: # before anything is unpickled
         deliver_challenge(conn, key)
         answer_challenge(conn, key)
-    except (AuthenticationError,EOFError,OSError): return conn.close() # somebody else
-    self.lines[conn] = conn.recv()
-    conn.send((self.setup,self.call))
+        self.lines[conn] = conn.recv()
+        conn.send((self.setup,self.call))
+    except (AuthenticationError,EOFError,OSError): # somebody else; or a worker that ends just now, as `is_done` will see
+        self.lines.pop(conn, None)
+        conn.close()
 
 @patch
 def show_rest(self:NotebookWorkers):
