@@ -17,12 +17,10 @@ from .machine import Parser
 def choose(found, # `Checkpoint`s, the newest first
            best=False, # The one with the best validation loss, instead of the newest?
           ):
-    "The one that is exported; ends the process where it is damaged: whoever wants an older one names it"
-    try:
-        c = best_of([o for o in found if o.summary]) if best else found[0]
-        if c is None: sys.exit(f"fastdist export: --best: no checkpoint in {found[0].path.parent} has a validation loss")
-        return c.verify()
-    except (DamagedCheckpoint,PermissionError) as e: sys.exit(f"fastdist export: {e}")
+    "The one that is exported, and not an older one where it is damaged: whoever wants that names it"
+    c = best_of(found) if best else found[0]
+    if c is None: sys.exit(f"fastdist export: --best: no checkpoint in {found[0].path.parent} has a validation loss")
+    return c
 
 # %% ../../nbs/launch/12_export.ipynb #0fda2df9
 def _write(c, file):
@@ -54,7 +52,9 @@ def main(args # Arguments after `fastdist export`
     if a.file.suffix not in ('.pth','.safetensors'): p.error(f"{a.file}: it ends in .pth or .safetensors")
     if a.file.exists() and not a.force: sys.exit(f"fastdist export: {a.file} is there already, and is left as it is: --force overwrites it")
     if not a.file.absolute().parent.is_dir(): sys.exit(f"fastdist export: there is no folder {a.file.absolute().parent}")
-    c = choose(find_checkpoints(a.path, 'export'), a.best)
-    state = _write(c, a.file)
+    try:
+        c = choose(find_checkpoints(a.path, 'export'), a.best)
+        state = _write(c, a.file)
+    except (DamagedCheckpoint,OSError) as e: sys.exit(f"fastdist export: {e}")
     print(f"{a.file}: {len(state)} tensors of {c.path}")
     return 0

@@ -58,7 +58,7 @@ def _look(c):
     try: return [*describe(c.verify()), '  whole     yes: sizes and checksums are those that were written'],True
     except ForeignCheckpoint as e: return [f'{c.path}', f'  whole     it cannot be told: {e.file} {e.reason}'],False
     except DamagedCheckpoint as e: return [f'{c.path}', f'  whole     NO: {e.file} {e.reason}'],False
-    except PermissionError as e: return [f'{c.path}', f'  whole     it is not read: {e}'],False
+    except OSError as e: return [f'{c.path}', f'  whole     it is not read: {e}'],False
 
 def main(args # Arguments after `fastdist inspect`
         ):
@@ -72,6 +72,7 @@ def main(args # Arguments after `fastdist inspect`
     found,good = find_checkpoints(a.path, 'inspect'),True
     for c in found if a.all else found[:1]:
         lines,whole = _look(c)
+        if a.all and not c.path.exists(): continue # a run that saves there has deleted it meanwhile
         good &= whole
         if a.json and whole: print(json.dumps(c.summary))
         else: print('\n'.join(lines), file=sys.stderr if a.json else sys.stdout)

@@ -106,6 +106,25 @@ def test_a_fit_goes_on_from_the_one_before(tmp_path, capfd):
     assert n == 12 and not differ(want, res)
 
 
+@pytest.mark.parametrize('at', ['step-00000006', 'step-00000004'], ids=['before', 'in the middle'])
+def test_deleted_while_it_is_inspected(at, tmp_path, monkeypatch, capsys):
+    "By the run that saves there, which keeps fewer: it is no fault of a checkpoint"
+    import fastdist.checkpoint.folder as folder
+    from fastdist.launch.inspect import main
+    fitted(tmp_path, epochs=1)
+    ckpt, real = tmp_path/'ckpt', folder.file_sum
+    assert [o.path.name for o in folder.checkpoints(ckpt)] == ['step-00000006.1', 'step-00000006', 'step-00000004']
+    def deletes(file):
+        res = real(file)
+        if file.parent.name == at: shutil.rmtree(ckpt/'step-00000004', ignore_errors=True)
+        return res
+    monkeypatch.setattr(folder, 'file_sum', deletes)
+    capsys.readouterr()
+    assert main([str(ckpt), '--all']) == 0
+    out = capsys.readouterr().out
+    assert out.count('whole     yes') == 2 and 'step-00000004' not in out, out
+
+
 def test_disk_full_or_read_only(tmp_path, capfd, monkeypatch):
     "A folder that cannot be written is an error before the first step; a disk that is full later a notice, and training goes on"
     (tmp_path/'file').touch()
