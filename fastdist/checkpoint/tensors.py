@@ -7,27 +7,19 @@ __all__ = ['write_shards', 'write_index', 'stored', 'read_shards']
 
 # %% ../../nbs/checkpoint/02_tensors.ipynb #098b2077
 import json,pickle
-from pathlib import Path
+from types import SimpleNamespace
 
 import torch
+from fastcore.basics import noop
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-from .folder import Checkpoint, DamagedCheckpoint, write_json
+from .folder import DamagedCheckpoint, write_json
 from ..comm.shards import TensorShard
 
 # %% ../../nbs/checkpoint/02_tensors.ipynb #14b88b5f
-class _SavePlanner(SavePlanner):
-    "What torch's writer asks: which data?"
-    def __init__(self, shards): self.data = {(s.name,s.offsets):s.data for s in shards}
-    def set_up_planner(self, *args, **kwargs): pass
-    def create_local_plan(self): pass
-    def create_global_plan(self, plans): pass
-    def finish_plan(self, plan): return plan
-    def resolve_data(self, item): return self.data[item.index.fqn,item.index.offset]
-
 def _write_item(s):
     chunk = ChunkStorageMetadata(s.offsets, s.data.shape)
     kind = TensorWriteData(chunk, TensorProperties.create_from_tensor(s.data), torch.Size(s.shape))
@@ -44,7 +36,9 @@ def write_shards(folder, # Where to
     writer = FileSystemWriter(folder, sync_files=False) # who finishes the part does that
     writer.set_up_storage_writer(False, rank=rank, use_collectives=False)
     plan = writer.prepare_local_plan(SavePlan([_write_item(s) for s in shards]))
-    found = {(o.index.fqn,o.index.offset):o.storage_data for o in writer.write_data(plan, _SavePlanner(shards)).wait()}
+    data = {(s.name,s.offsets):s.data for s in shards}
+    planner = SimpleNamespace(resolve_data=lambda item: data[item.index.fqn,item.index.offset]) # the writer asks for no more
+    found = {(o.index.fqn,o.index.offset):o.storage_data for o in writer.write_data(plan, planner).wait()}
     def described(s):
         at = found[s.name,s.offsets]
         return dict(name=s.name, shape=list(s.shape), dtype=str(s.data.dtype).removeprefix('torch.'), start=s.start,
@@ -65,55 +59,41 @@ def _metadata(index):
 def write_index(draft, # `Draft` of which all workers have finished their part
                 n, # Workers
                ):
-    "Put together what they have said of their tensors. Returns the names of the files that say it"
+    "Put together what they have said of their tensors"
     index = [o for p in draft.parts(n) for o in p['tensors']]
     write_json(draft.dir/'tensors.json', index)
     (draft.dir/'.metadata').write_bytes(pickle.dumps(_metadata(index)))
     (draft.dir/'.metadata').chmod(0o600)
-    return ['tensors.json','.metadata']
 
 # %% ../../nbs/checkpoint/02_tensors.ipynb #4d689667
-class _Reader(FileSystemReader):
-    "torch's reader, with the index in JSON"
-    def __init__(self, c):
-        super().__init__(c.path)
-        try: self.index = json.loads((c.path/'tensors.json').read_text())
-        except (OSError,ValueError) as e: raise DamagedCheckpoint(c.path, 'tensors.json', f'cannot be read ({e})') from None
-        self.metadata = _metadata(self.index)
-        self.set_up_storage_reader(self.metadata, False)
+def _read_metadata(c):
+    try: index = json.loads((c.path/'tensors.json').read_text())
+    except (OSError,ValueError) as e: raise DamagedCheckpoint(c.path, 'tensors.json', f'cannot be read ({e})') from None
+    return _metadata(index)
 
 def stored(c # `Checkpoint`
           ):
     "What tensors there are in it: by name (shape, dtype)"
-    return {k:(tuple(o.size),o.properties.dtype) for k,o in _Reader(c).metadata.state_dict_metadata.items()}
-
-# %% ../../nbs/checkpoint/02_tensors.ipynb #7455e137
-class _LoadPlanner(LoadPlanner):
-    "What torch's reader asks: where to?"
-    def __init__(self, wanted): self.wanted = wanted
-    def set_up_planner(self, *args, **kwargs): pass
-    def create_local_plan(self): pass
-    def create_global_plan(self, plans): return plans
-    def finish_plan(self, plan): return plan
-    def load_bytes(self, *args): pass
-    def commit_tensor(self, *args): pass
-    def resolve_tensor(self, item):
-        t = self.wanted[item.dest_index.fqn][1]
-        for dim,(lo,n) in enumerate(zip(item.dest_offsets, item.lengths)): t = t.narrow(dim, lo, n)
-        return t
+    return {k:(tuple(o.size),o.properties.dtype) for k,o in _read_metadata(c).state_dict_metadata.items()}
 
 # %% ../../nbs/checkpoint/02_tensors.ipynb #da1ddeef
 def read_shards(c, # `Checkpoint`
                 wanted, # By name (first row that is wanted, tensor in CPU memory to put the rows in)
                ):
     "Read the rows that are wanted; `DamagedCheckpoint` where they are not all there"
-    reader,items = _Reader(c),[]
+    metadata,items = _read_metadata(c),[]
     for nm,(start,t) in wanted.items():
-        md = reader.metadata.state_dict_metadata.get(nm)
+        md = metadata.state_dict_metadata.get(nm)
         if md is None: raise DamagedCheckpoint(c.path, 'tensors.json', f'has no {nm}')
         if not t.numel(): continue
         found = create_read_items_for_chunk_list(nm, md, [ChunkStorageMetadata(TensorShard(nm, md.size, start, t).offsets, t.shape)])
         there = sum(o.lengths.numel() for o in found)
         if there!=t.numel(): raise DamagedCheckpoint(c.path, 'tensors.json', f'has not all rows of {nm}')
         items += found
-    reader.read_data(LoadPlan(items), _LoadPlanner(wanted))
+    def into(item): # the part of a wanted tensor that is read
+        t = wanted[item.dest_index.fqn][1]
+        for dim,(lo,n) in enumerate(zip(item.dest_offsets, item.lengths)): t = t.narrow(dim, lo, n)
+        return t
+    reader = FileSystemReader(c.path)
+    reader.set_up_storage_reader(metadata, False)
+    reader.read_data(LoadPlan(items), SimpleNamespace(resolve_tensor=into, commit_tensor=noop)) # the reader asks for no more
