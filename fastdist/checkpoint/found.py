@@ -12,7 +12,7 @@ from fastai.basics import *
 from .plain import attributes_of, set_attributes
 from .state import hidden_states, joined_metrics, put_rest, put_tensors, signature
 from ..data.rng import OtherLoader
-from ..world.ranks import get_rank, get_world_size
+from ..world.ranks import get_rank
 
 # %% ../../nbs/checkpoint/08_found.ipynb #42360ef1
 class FoundFit:
@@ -45,7 +45,7 @@ class FoundFit:
 @patch
 def tell(self:FoundFit):
     "Say in rank 0 what becomes of this fit"
-    if get_rank() or not (self.skips or self.place): return
+    if self.shared.rank or not (self.skips or self.place): return
     s = self.chosen.summary
     print(f"{self.chosen.path.name}: fit {self.number} of the script has ended before" if self.skips else
           f"Going on from {self.chosen.path.name}: epoch {s['epoch']}, batch {s['batch']}", flush=True)
@@ -75,7 +75,7 @@ def read_rest(self:FoundFit, rank # Of a worker that has saved
 def _share_metrics(self:FoundFit, rest):
     "In the middle of an epoch, on another number of workers: rank 0 goes on with the training metrics of all that there were"
     rest['metrics'] = [None]*len(rest['metrics'])
-    if get_rank() > 0 or not getattr(self.learn.recorder, 'train_metrics', False): return
+    if self.shared.rank > 0 or not getattr(self.learn.recorder, 'train_metrics', False): return
     rest['metrics'] = joined_metrics([self.read_rest(r)['metrics'] for r in range(self.place['workers'])])
     if None in rest['metrics']: self.warn(
         f"{self.chosen.path} is of {self.place['workers']} workers in the middle of an epoch, and a metric of train_metrics=True "
@@ -104,14 +104,14 @@ def _other_loaders_told(self:FoundFit):
 @patch
 def put_back(self:FoundFit):
     "All but the place in the loader"
-    s,many = self.place,self.shared.many
+    s,rank = self.place,self.shared.rank
     getattr(self.learn.dls, 'n_inp', None) # to find out, fastai reads a sample at the first batch of a process, which may draw
-    self.same = s['workers']==(get_world_size() if many else 1)
-    self.rest = rest = self.read_rest(get_rank() if self.same and many else 0)
+    self.same = s['workers']==self.shared.n
+    self.rest = rest = self.read_rest(rank if self.same else 0)
     if not self.same and s['batch']: self._share_metrics(rest)
     put_tensors(self.learn, self.chosen, rest['opt'])
     with self._other_loaders_told(): left = put_rest(self.learn, rest, self.same, self.but)
-    if left and get_rank()==0: warnings.warn(f"{self.chosen.path} has the state of callbacks that this fit has not: {', '.join(left)}")
+    if left and rank==0: warnings.warn(f"{self.chosen.path} has the state of callbacks that this fit has not: {', '.join(left)}")
     if rest['buffers'] and not self.same: self.warn(
         f"{self.chosen.path}: each of {s['workers']} workers had its own running statistics, of its norm layers; rank 0's are taken")
     if s['batch'] and not self.same and (left := hidden_states(rest)): self.warn(

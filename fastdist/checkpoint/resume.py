@@ -16,14 +16,14 @@ from .found import FoundFit, recorded
 from .plain import attributes_of
 from .saving import Saver, every_of
 from .shared_folder import SharedFolder, fit_ended, fit_failed, fit_number, fits_left
-from .state import has_gradients, loader_counts, random_of, signature, take_rest, take_tensors
+from .state import has_gradients, loader_counts, random_of, signature, take_rest, take_tensors, worker_of
 from ..data.dl import DistributedDL
 from ..data.rng import set_stream_states, stream_states
 from ..fault.connections import of_group
 from ..fault.same_call import gone_on
 from ..fault.stop import StopSignals, stop_together
 from ..world.errors import RemoteError, refuse
-from ..world.ranks import get_rank, get_world_size, whole_number
+from ..world.ranks import get_rank, whole_number
 
 # %% ../../nbs/checkpoint/09_resume.ipynb #071cbecf
 class Resume(Callback):
@@ -43,8 +43,8 @@ class Resume(Callback):
         if not isinstance(on_error, bool): refuse('on_error', on_error, "it is True or False")
         self.folder,self.keep,self.on_error,self.default = Path(path).absolute(),keep_n,on_error,default
         self.signals = StopSignals(partial(self.request, stop=True), status)
-        self.unit,self.every,self.shared = *every_of(every),None
-        self.active,self.asked,self.step,self.found,self.wrapped,self.warned,self.in_batch = False,0,0,None,{},set(),False
+        self.unit,self.every,self.shared,self.found,self.saver = *every_of(every),None,None,None
+        self.active,self.asked,self.step,self.rank,self.wrapped,self.warned,self.in_batch = False,0,0,0,{},set(),False
 
     def request(self, stop=False # Ask all workers to end after it?
                ):
@@ -62,7 +62,7 @@ def _agree(self:Resume, number): return trainer_of(self.learn).decisions.agree(n
 
 @patch
 def _warn_once(self:Resume, text):
-    if get_rank()==0 and text not in self.warned: warnings.warn(text)
+    if self.rank==0 and text not in self.warned: warnings.warn(text)
     self.warned.add(text)
 
 # %% ../../nbs/checkpoint/09_resume.ipynb #70c1fcbe
@@ -86,16 +86,16 @@ def _check(self:Resume):
 def _begin(self:Resume):
     "Before a fit: what is there of it?"
     learn = self.learn
+    self.rank,workers = worker_of(learn)
     self._check()
     loader_counts(learn) # what samplers count is seen from here on
-    self.shared = SharedFolder(self.folder, self.many, self._agree).take()
+    self.shared = SharedFolder(self.folder, self.rank, workers, self._agree).take()
     self.fit_no = fit_number(self.folder, learn)
     self.found = FoundFit(learn, self.shared, self.fit_no, [self], self._warn_once)
     self.found.tell()
     self.step = self.found.steps(self.step)
     self.due,self.stepped,self.between,self.stops,self.in_batch,self.depth,self.now = False,False,None,False,False,0,0
-    rank,workers = (get_rank(),get_world_size()) if self.many else (0,1)
-    self.saver = Saver(self.folder, self.shared.run_id, rank, workers, self.keep, self._agree)
+    self.saver = Saver(self.folder, self.shared.run_id, self.rank, workers, self.keep, self._agree)
     self.next_time = time.monotonic()+self.every
 
 # %% ../../nbs/checkpoint/09_resume.ipynb #4ffcd81e
@@ -110,7 +110,7 @@ def wish(self:Resume):
     "What this worker asks all of them for: it is sent with the loss; 1 for a checkpoint, 2**20 to end after it"
     if not self.active: return 0
     if res := self.asked: self.asked = 0 # only then: a signal that comes meanwhile would be lost
-    if self.unit=='seconds' and get_rank()==0 and time.monotonic() >= self.next_time:
+    if self.unit=='seconds' and self.rank==0 and time.monotonic() >= self.next_time:
         self.next_time = time.monotonic()+self.every
         res = max(res, 1)
     return res
@@ -226,11 +226,11 @@ def _save(self:Resume, epoch, batch, validated=False, ended=False, **place):
     learn,wait = self.learn,self.due=='now'
     self.saver.finish()
     dl = learn.dl if batch and batch < learn.n_iter else None
-    if dl is None and batch: epoch,batch = epoch,learn.n_iter
+    if dl is None and batch: batch = learn.n_iter
     tensors = take_tensors(learn, validated and self._gradients_wait()) # within an epoch it saves after a step
     rest = take_rest(learn, dl, [self], ended=ended, **place)
     self._tell_unmade()
-    if get_rank()==0: rest['fits'] = fits_left(self.folder)
+    if self.rank==0: rest['fits'] = fits_left(self.folder)
     self.saver.start(self._summary(epoch, batch, validated, ended), tensors, rest)
     self.due,self.next_time = False,time.monotonic()+self.every
     saved = self.saver.finish() if wait else None
@@ -257,7 +257,7 @@ def _is_whole(self:Resume, e):
 @patch
 def _save_after(self:Resume, e):
     "Save what a whole step has left before exception `e`"
-    if vars(self).get('saver') is None: return
+    if self.saver is None: return
     if not self._is_whole(e):
         if not self.many: self.saver.finish() # it may be the last one
         return
@@ -282,7 +282,7 @@ def stopped(self:Resume, saved # Is it committed?
 @patch
 def _close(self:Resume):
     self.signals.give_back()
-    if getattr(vars(self).get('saver'), 'thread', None) is not None: fit_failed(self.folder, self.saver)
+    if self.saver is not None and self.saver.thread is not None: fit_failed(self.folder, self.saver)
     self.active,self.found,self.saver = False,None,None
     self.wrapped.clear()
     if self.shared is not None: self.shared.give_back()

@@ -14,7 +14,7 @@ from fastcore.basics import patch
 from .folder import (Checkpoint, DamagedCheckpoint, FolderLock, ForeignCheckpoint, checkpoints, ends_of, prepare_folder, readable)
 from ..comm.call import same_text
 from ..comm.objects import all_gather_list, from_rank0
-from ..world.ranks import get_rank, get_world_size
+from ..world.ranks import get_rank
 from ..world.store import wait_until
 
 # %% ../../nbs/checkpoint/07_shared_folder.ipynb #0a8c5035
@@ -25,12 +25,15 @@ _fits = {}
 class SharedFolder:
     "A folder of checkpoints, for the workers of a fit"
     def __init__(self, path, # Of the folder
-                 many=False, # Are there other workers?
+                 rank=0, n=1, # This worker, and how many there are
                  agree=int, # Function that returns the largest of all workers' numbers
                 ):
-        self.path,self.many,self.agree = Path(path),many,agree
-        self.run_id = from_rank0(uuid.uuid4().hex[:12]) if many else uuid.uuid4().hex[:12]
-        self.lock = FolderLock(self.path)
+        self.path,self.rank,self.n,self.agree = Path(path),rank,n,agree
+        self.run_id,self.lock = self.of_rank0(uuid.uuid4().hex[:12]),FolderLock(self.path)
+
+    def of_rank0(self, o):
+        "Rank 0's `o`, in all workers"
+        return o if self.n==1 else from_rank0(o)
     def give_back(self):
         "Another run may have it"
         self.lock.give_back()
@@ -38,7 +41,7 @@ class SharedFolder:
     def errors(self, mine # What went wrong here, as text; `None` if nothing did
               ):
         "Of all workers, what went wrong: [(rank, what)]"
-        if not self.many or same_text(str(mine)): return [] if mine is None else [(get_rank(),mine)]
+        if self.n==1 or same_text(str(mine)): return [] if mine is None else [(self.rank,mine)]
         return [(r,o) for r,o in enumerate(all_gather_list(mine)) if o is not None]
 
 # %% ../../nbs/checkpoint/07_shared_folder.ipynb #7bff972c
@@ -47,7 +50,7 @@ def _make(self:SharedFolder):
     "Rank 0 makes the folder, and takes it"
     error = None
     try:
-        if get_rank()==0:
+        if self.rank==0:
             self.lock.take()
             last = _fits.get(self.path)
             if last is not None and last.saver is not None: last.saver.settle()
@@ -63,17 +66,15 @@ def _see(self:SharedFolder):
     "The other workers see what rank 0 writes, and can write there too"
     mark,error = self.path/f'.run-{self.run_id}',None
     try:
-        if get_rank()==0: mark.touch()
-    except OSError as e: error = f'{e}'
-    try:
-        if get_rank() > 0:
+        if self.rank==0: mark.touch()
+        else:
             if not wait_until(mark.exists, 10): raise OSError(
                 "it does not see what rank 0 has written there: the folder has to be one that all workers share")
-            own = self.path/f'.run-{self.run_id}-{get_rank()}'
+            own = self.path/f'.run-{self.run_id}-{self.rank}'
             own.touch(), own.unlink()
     except OSError as e: error = f'{e}'
     errors = self.errors(error)
-    if get_rank()==0: mark.unlink(missing_ok=True)
+    if self.rank==0: mark.unlink(missing_ok=True)
     if errors:
         self.give_back()
         raise OSError(f"Resume({str(self.path)!r}): rank {errors[0][0]} cannot write to it: {errors[0][1]}")
@@ -93,7 +94,7 @@ def _why_not(self:SharedFolder, c, fit, mine):
     try:
         s = c.summary
         if fit > s['fit']: return None,False # nothing of it will be loaded
-        c.verify(get_rank(), get_world_size() if self.many else 1)
+        c.verify(self.rank, self.n)
     except DamagedCheckpoint as e: return f'{e}',not isinstance(e, ForeignCheckpoint)
     except OSError as e: return f'{e}',False
     for nm,what in (('model','a model of other tensors'),('opt','another optimizer, or other groups of parameters')):
@@ -107,8 +108,7 @@ def _names(self:SharedFolder, before=''):
     def found():
         if before: return sorted(o.name for o in self.path.glob(f'{before}step-*'))
         return [o.path.name for o in checkpoints(self.path)]
-    names = found() if get_rank()==0 else None
-    return from_rank0(names) if self.many else names
+    return self.of_rank0(found() if self.rank==0 else None)
 
 # %% ../../nbs/checkpoint/07_shared_folder.ipynb #09040139
 @patch
@@ -124,8 +124,8 @@ def newest(self:SharedFolder, fit, # Number of the fit in the script
         errors = self.errors(why)
         if not errors: return c
         if not self.agree(int(damaged)): foreign = foreign or errors[0][1]
-        elif get_rank()==0: c.put_aside()
-        if get_rank()==0: warnings.warn(f"{errors[0][1]}. It is passed over, and the one before it is taken")
+        elif self.rank==0: c.put_aside()
+        if self.rank==0: warnings.warn(f"{errors[0][1]}. It is passed over, and the one before it is taken")
     if foreign: raise ValueError(
         f"rank {get_rank()}: Resume({str(self.path)!r}): {foreign}, and no other one can be used: give this script a folder of its own")
     if (gone := self._names('damaged-')): raise ValueError(
@@ -139,14 +139,13 @@ def end_of(self:SharedFolder, fit, # Number of a fit in the script, before the o
            last, # Number of the one that goes on
           ):
     "The `Checkpoint` of its end, or `None` where it is gone, or cannot be used, which is said"
-    ends = ends_of(readable(self.path)) if get_rank()==0 else {}
-    name = ends[fit].path.name if fit in ends else None
-    if self.many: name = from_rank0(name)
+    ends = ends_of(readable(self.path)) if self.rank==0 else {}
+    name = self.of_rank0(ends[fit].path.name if fit in ends else None)
     c = None if name is None else Checkpoint(self.path/name)
     errors = [] if c is None else self.errors(self._why_not(c, fit, mine)[0])
     if c is not None and not errors: return c
     gone = [o for o in range(last) if o not in ends]
-    if get_rank() or not errors and gone[0]!=fit: return # once for all that are gone
+    if self.rank or not errors and gone[0]!=fit: return # once for all that are gone
     why = errors[0][1] if errors else "there is no checkpoint of it any more (those of the last 8 fits stay)"
     more = f" (and {len(gone)-1} more)" if gone[1:] and not errors else ""
     warnings.warn(f"rank 0: Resume({str(self.path)!r}): the end of fit {fit} of the script{more} cannot be put back: {why}. "

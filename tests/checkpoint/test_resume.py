@@ -576,3 +576,26 @@ class Stops(Callback):
     at = None
     def before_batch(self):
         if self.training and self.learn.train_iter == self.at: 1/0
+
+
+def alone(folder, ranks, at=None):
+    "Fits of some workers, each by itself, outside of a context, or parts of them; the model has a layer that several workers would write together"
+    import fastdist.all
+    from fastdist.checkpoint.resume import Resume
+    from fastdist.world import get_rank
+    from_the_start()
+    if get_rank() not in ranks: return
+    def large(): return nn.Sequential(nn.Linear(4, 3000), nn.ReLU(), nn.Linear(3000, 3)).double()
+    own = folder/f'{get_rank()}'
+    learn = made(own, more=False, Data=Items, model=large, cbs=[] if at is None else [Fails(at)])
+    try: learn.fit(1+get_rank(), cbs=Resume(own/'ckpt', every=2, on_error=False))
+    except ZeroDivisionError: return
+    return {k: v.tolist() for k, v in weights(learn).items()}
+
+
+@pytest.mark.parametrize('ranks', [(0,), (0, 1)], ids=['rank 0', 'each'])
+def test_workers_alone(world2, ranks, tmp_path):
+    "Workers that train models of their own, as those of a cross-validation: each has a folder, and all of its model is there"
+    want = world2(alone, tmp_path/'whole', ranks)
+    assert world2(alone, tmp_path/'part', ranks, 5) == [None]*2
+    assert world2(alone, tmp_path/'part', ranks) == want
