@@ -14,6 +14,7 @@ from fastai.losses import BaseLoss
 from ..callbacks.fastai_patches import trainer_of
 from .callbacks import put_callbacks, take_callbacks
 from .plain import NotPlain, attributes_of, from_plain, set_attributes, to_plain
+from .weights import sharded_of
 from ..comm.shards import TensorShard, is_dtensor, local
 from ..data.dl import DistributedDL
 from ..data.fastai_dl import set_text_order, text_order
@@ -23,7 +24,7 @@ from ..metrics.losses import GlobalBatchLoss
 from ..model.batchnorm import GlobalBatchNorm
 from ..model.foreach import ForeachOptimizer
 from ..strategy.base import inner_opt, whole_model
-from ..strategy.sharded_opt import ShardedOptimizer, cpu_numbers
+from ..strategy.sharded_opt import cpu_numbers
 from ..world.ranks import get_rank, get_world_size
 
 # %% ../../nbs/checkpoint/05_state.ipynb #723a449b
@@ -38,7 +39,9 @@ def named_tensors(learn # Any `Learner`
     if whole is learn.model: return found
     return found | {f'beside.{i}.{k}':t for i,m in enumerate(list(whole)[1:]) for k,t in tensors(m).items()}
 
-def _size_of_part(n, size): return -(-n//size)
+def _first_row(n, size, rank):
+    "Of the `n` rows of a tensor, the first that worker `rank` of `size` has"
+    return min(rank*-(-n//size), n)
 
 def _shard_of(t):
     "(First row of this worker's, is it the one that writes them?) of a tensor in shards"
@@ -47,7 +50,7 @@ def _shard_of(t):
     writes = all(mesh.get_local_rank(i)==0 for i in range(mesh.ndim) if i not in dims)
     if not dims: return 0,writes
     d, = dims
-    return min(mesh.get_local_rank(d)*_size_of_part(t.shape[0], mesh.size(d)), t.shape[0]),writes
+    return _first_row(t.shape[0], mesh.size(d), mesh.get_local_rank(d)),writes
 
 def _copied(t): return t.detach().as_subclass(Tensor).to('cpu', copy=True).contiguous()
 
@@ -67,9 +70,8 @@ def _my_part(name, t, i, rank, n, turn=True):
     if t.nbytes <= _small or not t.dim() or not turn:
         writer = i%n if turn else 0
         return TensorShard(name, t.shape, 0, _copied(t)) if rank==writer else None
-    k = _size_of_part(len(t), n)
-    start = min(rank*k, len(t))
-    return TensorShard(name, t.shape, start, _copied(t[start:start+k]))
+    start = _first_row(len(t), n, rank)
+    return TensorShard(name, t.shape, start, _copied(t[start:_first_row(len(t), n, rank+1)]))
 
 # %% ../../nbs/checkpoint/05_state.ipynb #dca09a80
 def _wanted_rows(t):
@@ -83,11 +85,6 @@ def _put(t, rows):
 
 # %% ../../nbs/checkpoint/05_state.ipynb #42ec4a42
 def _params(opt): return {f'{g}.{i}':p for g,pg in enumerate(opt.param_lists) for i,p in enumerate(pg)}
-
-def _sharded(opt):
-    "The `ShardedOptimizer` that steps for `opt`, if there is one"
-    res = getattr(vars(opt).get('state_dict'), '__self__', None)
-    return res if isinstance(res, ShardedOptimizer) else None
 
 def _slow(opt):
     "Lookahead's copies, as the parameters are named"
@@ -108,7 +105,7 @@ def _opt_part(sharded, name, p, o, i, rank, n):
     if is_dtensor(o) or sharded is None or not p.dim() or o.shape!=sharded.rows(p).shape: return _my_part(name, o, i, rank, n)
     rows = sharded.rows_of
     if rows.size < n and rank>=rows.size: return None # in another node they are the same
-    return TensorShard(name, p.shape, min(rows.rank*_size_of_part(p.shape[0], rows.size), p.shape[0]), _copied(o))
+    return TensorShard(name, p.shape, _first_row(p.shape[0], rows.size, rows.rank), _copied(o))
 
 # %% ../../nbs/checkpoint/05_state.ipynb #25095b28
 def _grads(opt):
@@ -185,7 +182,7 @@ def take_tensors(learn, # `Learner` with an optimizer, after a step
     rank,n = worker_of(learn)
     # rank 0's buffers: they may differ
     res = [_my_part(nm, t, i, rank, n, id(t) in params) for i,(nm,t) in enumerate((named|loose).items())]
-    sharded = _sharded(learn.opt)
+    sharded = sharded_of(learn.opt)
     res += [_opt_part(sharded, nm, p, o, i, rank, n) for i,(nm,p,_,o) in enumerate(_remembered(learn.opt))]
     if grads: res += [_my_part(f'grad.{nm}', g, i, rank, n) for i,(nm,g) in enumerate(_grads(learn.opt).items())]
     return [o for o in res if o is not None]
@@ -193,11 +190,11 @@ def take_tensors(learn, # `Learner` with an optimizer, after a step
 # %% ../../nbs/checkpoint/05_state.ipynb #5f3ec2f3
 def _read_opt(learn, rest, kinds):
     "By name of a tensor in the checkpoint: (the parameter, is it in rows?, what to read)"
-    sharded,res = _sharded(learn.opt),{}
+    sharded,res = sharded_of(learn.opt),{}
     def wanted(nm, p):
         shape,dtype = kinds[nm]
         rows = sharded is not None and p.dim() and shape==tuple(p.shape)
-        start = min(sharded.rows_of.rank*_size_of_part(shape[0], sharded.rows_of.size), shape[0]) if rows else 0
+        start = _first_row(shape[0], sharded.rows_of.size, sharded.rows_of.rank) if rows else 0
         mine = sharded.rows(p).shape if rows else shape
         return p,rows,(start,torch.empty(mine, dtype=dtype))
     names = _params(learn.opt)
@@ -209,7 +206,7 @@ def _read_opt(learn, rest, kinds):
 def _as_remembered(opt, p, rows, t, cpu):
     "Tensor `t`, as `opt` remembers it of `p`"
     device = torch.device('cpu') if cpu else local(p).device
-    if rows: return _sharded(opt).as_wanted(p, t.to(device))
+    if rows: return sharded_of(opt).as_wanted(p, t.to(device))
     like = local(p)
     return torch.empty_like(like, dtype=t.dtype).copy_(t) if t.shape==like.shape and not cpu else t.to(device)
 
