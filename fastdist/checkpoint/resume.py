@@ -15,7 +15,7 @@ from .callbacks import not_made, not_put, not_saved, users_callbacks
 from .found import FoundFit, recorded
 from .plain import attributes_of
 from .saving import Saver, every_of
-from .shared_folder import SharedFolder, fit_ended, fit_failed, fit_number, fits_left
+from .shared_folder import SharedFolder, fits_of
 from .state import has_gradients, loader_counts, random_of, signature, take_rest, take_tensors, worker_of
 from ..data.dl import DistributedDL
 from ..data.rng import set_stream_states, stream_states
@@ -90,7 +90,8 @@ def _begin(self:Resume):
     self._check()
     loader_counts(learn) # what samplers count is seen from here on
     self.shared = SharedFolder(self.folder, self.rank, workers, self._agree).take()
-    self.fit_no = fit_number(self.folder, learn)
+    self.fits = fits_of(self.folder, learn)
+    self.fit_no = len(self.fits.left)
     self.found = FoundFit(learn, self.shared, self.fit_no, [self], self._warn_once)
     self.found.tell()
     self.step = self.found.steps(self.step)
@@ -230,7 +231,7 @@ def _save(self:Resume, epoch, batch, validated=False, ended=False, **place):
     tensors = take_tensors(learn, validated and self._gradients_wait()) # within an epoch it saves after a step
     rest = take_rest(learn, dl, [self], ended=ended, **place)
     self._tell_unmade()
-    if self.rank==0: rest['fits'] = fits_left(self.folder)
+    if self.rank==0: rest['fits'] = self.fits.left
     self.saver.start(self._summary(epoch, batch, validated, ended), tensors, rest)
     self.due,self.next_time = False,time.monotonic()+self.every
     saved = self.saver.finish() if wait else None
@@ -282,7 +283,7 @@ def stopped(self:Resume, saved # Is it committed?
 @patch
 def _close(self:Resume):
     self.signals.give_back()
-    if self.saver is not None and self.saver.thread is not None: fit_failed(self.folder, self.saver)
+    if self.saver is not None and self.saver.thread is not None: self.fits.saver = self.saver
     self.active,self.found,self.saver = False,None,None
     self.wrapped.clear()
     if self.shared is not None: self.shared.give_back()
@@ -315,7 +316,7 @@ def around_fit(self:Resume, run, # Function that makes the fit
             else: self.found.put_recorded()
             final()
         self._tell_held()
-        fit_ended(self.folder, recorded(self.learn))
+        self.fits.left,self.fits.ended = [*self.fits.left,recorded(self.learn)],True
     except BaseException as e:
         self._save_after(e)
         raise
