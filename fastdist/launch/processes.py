@@ -18,13 +18,13 @@ def handlers_kept(**new # Handler, a function of the signal and the frame, by th
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    sigs = [getattr(signal, o) for o in ('SIGTERM','SIGINT','SIGHUP','SIGQUIT','SIGUSR1') if hasattr(signal, o)]
-    old = {o:signal.getsignal(o) for o in sigs}
+    old = {o:signal.getsignal(o) for o in (signal.SIGTERM,signal.SIGINT,signal.SIGHUP,signal.SIGQUIT,signal.SIGUSR1)}
     try:
         for k,h in new.items(): signal.signal(getattr(signal, k), h)
         yield
     finally:
-        for o,h in old.items(): signal.signal(o, h)
+        for o,h in old.items():
+            if signal.getsignal(o)!=h: signal.signal(o, h) # one in C, as `faulthandler.register` sets it, stays: Python does not know it
 
 # %% ../../nbs/launch/01_processes.ipynb #188f2fc1
 @contextmanager

@@ -373,6 +373,23 @@ def test_killed_while_it_receives(tmp_path):
     assert not r.left
 
 
+REGISTERS = """
+import faulthandler, os, signal
+from fastdist.all import *
+faulthandler.register(signal.SIGUSR1)
+launch_in_notebook(len, [1], n=1)
+os.kill(os.getpid(), signal.SIGUSR1)
+print('goes on')
+"""
+
+
+def test_a_handler_that_python_does_not_know(tmp_path):
+    "It stays, as do those that Python knows"
+    (tmp_path/'script.py').write_text(REGISTERS)
+    r = launched([sys.executable, 'script.py'], 200, env={'CUDA_VISIBLE_DEVICES': ''}, cwd=tmp_path)
+    assert r.stdout == 'goes on\n' and 'most recent call first' in r.stderr, (r.returncode, r.stdout + r.stderr)
+
+
 def test_forks(kernel, default_port):
     "Accelerate's `notebook_launcher` with 3 workers and with 1, after torch's threads were used; `check_fork` says what stands in its way"
     r = kernel.run("""
