@@ -131,7 +131,7 @@ def rendezvous(a, # Parsed arguments
     if port==0: raise ValueError(f"port 0: {nodes} nodes need one that all of them know, such as --rdzv-endpoint {host or 'host1'}:29500")
     if not host: raise ValueError(
         f"--nnodes {nodes}: where is the rendezvous? Add --rdzv-endpoint HOST:29500 on each, with a name or address of one of them")
-    changing = nodes > 1 and node_range(a) is not None
+    changing = node_range(a) is not None
     if rank is None and (changing or a.rdzv_backend=='static'):
         if nodes > 2 and not changing: raise ValueError(
             f"--nnodes {nodes}: which number has this one? Add --node-rank, which is 0 on {host}, and then 1, 2, ... on the others")

@@ -145,7 +145,6 @@ def _check_files(p, a):
 # %% ../../nbs/launch/06_slurm.ipynb #2be8e9ee
 def _check_text(p, nm, v, own=False):
     "Check what stands in the job's file; `own`: in quotes, in the part for the shell. The lines for Slurm end with the line, quotes or not"
-    if not isinstance(v, str): p.error(f"{nm}: -- is no value") # Python's parser makes an empty list of it
     bad = re.search(r'[\ud800-\udfff]' if own else r'[\0-\x1f\x7f\ud800-\udfff]', v)
     if bad: p.error(f"{nm} {v!r}: there is {'a line break' if bad[0] in chr(10)+chr(13) else 'a character that is none'} in it")
     if not own and not v.strip(): p.error(f"{nm} {v!r}: it is empty")

@@ -8,7 +8,7 @@ __all__ = ['fault', 'note', 'size', 'versions', 'usable_memory', 'cannot_write',
            'shared_gpu_findings', 'other_findings', 'topology', 'port_findings', 'node_findings']
 
 # %% ../../../nbs/launch/check/01_node.ipynb #b3309aff
-import errno,importlib.metadata,json,math,os,platform,re,shutil,socket,subprocess,tempfile
+import errno,importlib.metadata,json,math,os,platform,re,resource,shutil,socket,subprocess,tempfile
 from pathlib import Path
 
 import fastdist,psutil
@@ -255,8 +255,6 @@ def port_findings(host, # Name or address of the rendezvous
 def _limits():
     "Resources that loader processes may use up: bytes of shared memory, files that a process may have open; infinite where nobody knows"
     shm = shutil.disk_usage('/dev/shm').total if os.path.isdir('/dev/shm') else math.inf
-    try: import resource
-    except ImportError: return shm,math.inf # there is none on Windows
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return shm,math.inf if files < 0 else files
 

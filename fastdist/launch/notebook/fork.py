@@ -70,7 +70,6 @@ def _accelerator_problem(ns, cells):
 # %% ../../../nbs/launch/notebook/02_fork.ipynb #c26beb50
 def _fork_problems(ns, cells):
     "What keeps forks of this process from training, as texts; from the variables of the notebook, and the text of the cells that have run"
-    if not hasattr(os, 'fork'): yield f"This system has no fork: {_instead}."
     if torch.cuda.is_initialized(): yield _cuda_problem(ns, cells)
     if AcceleratorState._shared_state: yield _accelerator_problem(ns, cells)
     if dist.is_initialized():
