@@ -75,7 +75,7 @@ def read_rest(self:FoundFit, rank # Of a worker that has saved
 def _share_metrics(self:FoundFit, rest):
     "In the middle of an epoch, on another number of workers: rank 0 goes on with the training metrics of all that there were"
     rest['metrics'] = [None]*len(rest['metrics'])
-    if self.shared.rank > 0 or not getattr(self.learn.recorder, 'train_metrics', False): return
+    if self.shared.rank > 0 or not getattr(getattr(self.learn, 'recorder', None), 'train_metrics', False): return
     rest['metrics'] = joined_metrics([self.read_rest(r)['metrics'] for r in range(self.place['workers'])])
     if None in rest['metrics']: self.warn(
         f"{self.chosen.path} is of {self.place['workers']} workers in the middle of an epoch, and a metric of train_metrics=True "

@@ -599,3 +599,26 @@ def test_workers_alone(world2, ranks, tmp_path):
     want = world2(alone, tmp_path/'whole', ranks)
     assert world2(alone, tmp_path/'part', ranks, 5) == [None]*2
     assert world2(alone, tmp_path/'part', ranks) == want
+
+
+def without_recorder(folder, at=None):
+    "Steps of this process"
+    import fastdist.all
+    from fastdist.checkpoint.resume import Resume
+    from fastdist.world.store import wait_until
+    from_the_start()
+    Trained.steps.clear()
+    learn = made(folder, dropout=0, more=False, Data=Items, cbs=[Trained()] if at is None else [Trained(), Fails(at)])
+    learn.remove_cb(learn.recorder)
+    with learn.distrib_ctx(split_batches=True):
+        try: learn.fit(1, cbs=Resume(folder/'ckpt', every=2, on_error=False))
+        except ZeroDivisionError: return wait_until((folder/'ckpt'/'step-00000004').exists, 60)
+    return weights(learn), len(Trained.steps)
+
+
+def test_without_a_recorder(world2, tmp_path):
+    "In the middle of an epoch, on another number of workers"
+    want, _ = without_recorder(tmp_path/'whole')
+    assert all(world2(without_recorder, tmp_path/'part', 5))
+    got, n = without_recorder(tmp_path/'part')
+    assert diff(want, got) < 2e-7 and n == 2
