@@ -16,17 +16,18 @@ from ..fault.same_call import all_at
 from ..world.ranks import get_rank, get_world_size
 from ..world.state import current_world
 
-# %% ../../nbs/checkpoint/00_weights.ipynb #41a88cd7
-class _Stated:
-    "Stands for a model or an optimizer whose state is `state`"
-    def __init__(self, state): self.state = state
-    def state_dict(self): return self.state
-
+# %% ../../nbs/checkpoint/00_weights.ipynb #7ff02e60
 def sharded_of(opt # A fastai optimizer, or `None`
               ):
     "The `ShardedOptimizer` that steps for `opt`, if there is one"
     res = getattr(getattr(opt, 'state_dict', None), '__self__', None)
     return res if isinstance(res, ShardedOptimizer) else None
+
+# %% ../../nbs/checkpoint/00_weights.ipynb #41a88cd7
+class _Stated:
+    "Stands for a model or an optimizer whose state is `state`"
+    def __init__(self, state): self.state = state
+    def state_dict(self): return self.state
 
 def _full_states(model, opt, keep):
     "Stand-ins for `model` and `opt` with their whole states, for those that `keep` them; the same objects where nothing is sharded"

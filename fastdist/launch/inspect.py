@@ -60,6 +60,7 @@ def _look(c):
     except DamagedCheckpoint as e: return [f'{c.path}', f'  whole     NO: {e.file} {e.reason}'],False
     except OSError as e: return [f'{c.path}', f'  whole     it is not read: {e}'],False
 
+# %% ../../nbs/launch/11_inspect.ipynb #9988faac
 def main(args # Arguments after `fastdist inspect`
         ):
     "Print what is in checkpoints; the exit status"
