@@ -201,7 +201,7 @@ def _kind(v):
 def _slots(v):
     "The numbers in `v`, and of which of the kinds it is, to be summed over workers"
     t = torch.as_tensor(v).detach().as_subclass(Tensor).reshape(-1)
-    return torch.cat([t.cpu().double(), tensor([_kind(v)==o for o in _kinds]).double()])
+    return torch.cat([t.cpu().double(), torch.tensor([_kind(v)==o for o in _kinds], dtype=torch.float64, device='cpu')])
 
 def _from_slots(t, shape):
     "What workers' `_slots` have added up to"

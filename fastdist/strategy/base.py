@@ -265,7 +265,7 @@ def _some_wait(params):
 @torch.no_grad()
 def _same_grads(params):
     "Give all workers rank 0's gradients of `params`"
-    has = torch.tensor([p.grad is not None for p in params], dtype=torch.uint8)
+    has = torch.tensor([p.grad is not None for p in params], dtype=torch.uint8, device='cpu')
     _broadcast([has])
     for p,h in zip(params, has.tolist()):
         if not h: p.grad = None

@@ -588,7 +588,24 @@ def from_rank0_by_default():
     finally: torch.set_default_device(None)
 
 
-def test_a_default_device(gpu_worlds): assert gpu_worlds(2)(from_rank0_by_default) == [['x', 'x'*3000]]*2
+def fitted_by_default(strategy, device, folder):
+    "What a validation says after a fit that saves checkpoints, where tensors are made on `device` by default"
+    import fastdist.all
+    warnings.simplefilter('ignore')
+    learn = quiet(learner(n=23, n_val=7, bn=True, metrics=[accuracy, F1Score(average='macro')]))
+    torch.set_default_device(own_gpu() if device else None)
+    try:
+        with learn.distrib_ctx(strategy=strategy, split_batches=True, resume=folder):
+            learn.fit(2)
+            return [*learn.validate(), len(learn.get_preds()[0])]
+    finally: torch.set_default_device(None)
+
+
+def test_a_default_device(gpu_worlds, tmp_path):
+    world = gpu_worlds(2)
+    assert world(from_rank0_by_default) == [['x', 'x'*3000]]*2
+    for strategy in ('ddp', 'zero2', 'fsdp'):
+        assert world(fitted_by_default, strategy, True, str(tmp_path/strategy)) == world(fitted_by_default, strategy, False, str(tmp_path/f'plain_{strategy}'))
 
 
 def limits(watchdog, given=None):
