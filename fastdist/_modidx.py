@@ -1078,7 +1078,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                    'fastdist.data.rng._here': ('data/rng.html#_here', 'fastdist/data/rng.py'),
                                    'fastdist.data.rng._memory': ('data/rng.html#_memory', 'fastdist/data/rng.py'),
                                    'fastdist.data.rng._methods': ('data/rng.html#_methods', 'fastdist/data/rng.py'),
-                                   'fastdist.data.rng._numpy_bits': ('data/rng.html#_numpy_bits', 'fastdist/data/rng.py'),
+                                   'fastdist.data.rng._other_bits': ('data/rng.html#_other_bits', 'fastdist/data/rng.py'),
                                    'fastdist.data.rng._outside': ('data/rng.html#_outside', 'fastdist/data/rng.py'),
                                    'fastdist.data.rng._parted': ('data/rng.html#_parted', 'fastdist/data/rng.py'),
                                    'fastdist.data.rng._python_state': ('data/rng.html#_python_state', 'fastdist/data/rng.py'),

@@ -54,7 +54,7 @@ FAULTS = [Fault(*o) for o in [
      'offset=a.plan.done(steps)', 'offset=a.plan.done(max(steps-1, 0))',
      ['tests/data/test_data.py::test_goes_on_in_the_middle[fastai-True]']),
     ('order-not-shared', 'P1', "the loader's own generator is not set to rank 0's: workers that nobody seeded shuffle differently",
-     '    _set_all(gens, vals)\n', '',
+     '    set_generator_states(gens, vals)\n', '',
      ['tests/data/test_loaders.py::test_workers_that_were_not_seeded_share_an_order[fastai]']),
     ('same-augmentations', 'P1', "dropout and augmentations of a fit are the same in all workers",
      '_seed(seed_of(self.rank, random.getstate()', '_seed(seed_of(0, random.getstate()',

@@ -212,7 +212,7 @@ def order(self:FastaiAdapter, new, seeded):
 @patch
 def shuffled(self:FastaiAdapter):
     "The texts of a language model's loader"
-    return text_order(self.source)
+    return text_order(self.source) if self.in_rows else None
 
 @patch
 def set_shuffled(self:FastaiAdapter, o):

@@ -20,13 +20,11 @@ from ..world.ranks import get_rank, get_world_size
 from ..world.state import current_world
 
 # %% ../../nbs/data/00_rng.ipynb #e334f7b2
-def _numpy_bits():
-    "NumPy's generator; a `TypeError` where it is none whose state is known here"
-    bits = np.random.get_bit_generator()
-    if isinstance(bits, np.random.MT19937): return bits
-    raise TypeError(f"rank {get_rank()}: np.random draws from a {type(bits).__name__}, on whose state workers do not agree: leave out "
-                    "np.random.set_bit_generator, or call np.random.set_bit_generator(np.random.MT19937(seed)), and draw from a "
-                    "np.random.Generator of your own")
+def _other_bits(bits):
+    "The error where NumPy's generator is none whose state is known here"
+    return TypeError(f"rank {get_rank()}: np.random draws from a {type(bits).__name__}, on whose state workers do not agree: leave out "
+                     "np.random.set_bit_generator, or call np.random.set_bit_generator(np.random.MT19937(seed)), and draw from a "
+                     "np.random.Generator of your own")
 
 # %% ../../nbs/data/00_rng.ipynb #02f3623a
 class _SecondNormal:
@@ -36,7 +34,8 @@ class _SecondNormal:
     @classmethod
     def state(cls):
         "NumPy's state, if it has a second; else `None`"
-        bits = _numpy_bits()
+        bits = np.random.get_bit_generator()
+        if not isinstance(bits, np.random.MT19937): raise _other_bits(bits)
         # to ask takes as long as all else here, so only after a draw: then the memory is another, of 624 numbers and a position
         now = bits,ctypes.string_at(bits.ctypes.state_address, 625*4)
         if cls.seen==now: return
@@ -95,7 +94,8 @@ def _set_torch_state(cpu, cuda):
 
 def rng_state():
     "State of the random number generators of Python, NumPy and torch (CUDA's too, once it is in use)"
-    _numpy_bits()
+    bits = np.random.get_bit_generator()
+    if not isinstance(bits, np.random.MT19937): raise _other_bits(bits)
     return random.getstate(),np.random.get_state(),*_torch_state()
 
 def set_rng_state(state # What `rng_state` returned

@@ -140,7 +140,7 @@ def drop_strategy(strategy # A `Strategy` that an error has kept from being set 
     if (name := _meets(strategy)) is not None: no_shards(name)
 
 # %% ../../nbs/strategy/09_select.ipynb #91cfba99
-def open_strategy(strategy, # `Strategy`, which `check_apart` has let pass
+def open_strategy(strategy, # From `make_strategy`
                   learn, # `Learner` whose context begins
                   device, # This worker's device
                  ):

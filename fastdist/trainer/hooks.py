@@ -112,7 +112,7 @@ def before_step(self:StrategyHooks):
 def after_batch(self:StrategyHooks):
     "Give the model back, where the forward was cancelled, and the metrics their state, where this batch does not count"
     self.fit_failed()
-    if self.training: self.trainer.step.restore_metrics()
+    if self.training and self.trainer.step is not None: self.trainer.step.restore_metrics()
 
 # a callback that ends the pass in `after_batch` has been before this one
 StrategyHooks.after_cancel_train = StrategyHooks.after_cancel_epoch = StrategyHooks.after_cancel_fit = StrategyHooks.after_batch
