@@ -9,6 +9,7 @@ __all__ = ['NotPlain', 'to_plain', 'from_plain', 'own_state', 'held_attributes',
 import collections
 
 from fastai.basics import *
+from ..world.ranks import get_rank
 
 # %% ../../nbs/checkpoint/03_plain.ipynb #adf831e6
 class NotPlain(TypeError):
@@ -122,7 +123,8 @@ def attributes_of(o, # A callback, or a metric
     if _has_state(o):
         state = own_state(o)[0]
         try: return held if state is None else {'state_dict()':_mark('state', to_plain(state))},[]
-        except NotPlain as e: raise NotPlain(f"{type(o).__name__}.state_dict returns what cannot be saved (a {e}): "
+        except NotPlain as e: raise NotPlain(
+            f"rank {get_rank()}: {type(o).__name__}.state_dict returns what cannot be saved (a {e}): "
             "let it return numbers, texts, tensors, arrays, and lists, tuples, sets and dicts of them") from None
     res,left = {},[]
     for nm,v in vars(o).items():

@@ -15,7 +15,7 @@ from ..world.state import current_world
 from ..world.backends import keep_timeout
 from ..world.ranks import check_rank, get_node_rank, get_rank, get_world_size, is_master
 from .pack import pack, unpack
-from .call import Call, OutOfStep, group_ranks, route, who_has
+from .call import Call, group_ranks, route, who_has
 
 # %% ../../nbs/comm/02_objects.ipynb #e7a61e2c
 def all_gather_list(data, # Anything that can be pickled; tensors in it arrive on the CPU

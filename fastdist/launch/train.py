@@ -6,7 +6,7 @@
 __all__ = ['train', 'launch_args', 'main']
 
 # %% ../../nbs/launch/09_train.ipynb #4398c9ec
-import os,shlex,shutil,textwrap
+import shlex,shutil,textwrap
 from argparse import RawDescriptionHelpFormatter
 from contextlib import contextmanager,nullcontext
 from importlib import import_module

@@ -53,7 +53,7 @@ def test_none_of_a_hundred_is_loaded(tmp_path):
         folder = shutil.copytree(whole, tmp_path/'now')
         damage(folder/'step-00000002', rng, other)
         last, before = checkpoints(folder)
-        with pytest.raises(DamagedCheckpoint, match='step-00000002 is damaged: '): print(i, damage, last.verify())
+        with pytest.raises(DamagedCheckpoint, match='step-00000002 is damaged: '): last.verify()
         assert before.verify().path.name == 'step-00000001', (i, damage)
         shutil.rmtree(folder)
 

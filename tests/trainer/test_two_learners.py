@@ -36,6 +36,11 @@ def both(shared, strategies=None):
 def in_one(shared): return both(shared)
 
 
+def agree(one, got):
+    "Weights, which are of 64 bits, and losses, which fastai keeps in 32"
+    return diff(one[0], got[0]) < 1e-9 and diff(one[1], got[1]) < 2e-6
+
+
 def tried(shared, strategies):
     try: return both(shared, strategies)
     except Exception as e: return type(e).__name__, str(e)
@@ -46,11 +51,11 @@ def tried(shared, strategies):
 def test_of_one_model(world2, pair, shared):
     "Trains both as one process does, or says at once that these strategies cannot"
     for rank, got in enumerate(world2(tried, shared, pair)):
-        if pair in WORK: assert max(map(diff, in_one(shared), got)) < 2e-6
+        if pair in WORK: assert agree(in_one(shared), got)
         else:
             assert got[0] == 'ValueError' and got[1].startswith(f"rank {rank}: strategy={pair[1]!r} is not accepted: ") and f"strategy={pair[0]!r}" in got[1], got
 
 
 @pytest.mark.parametrize('pair', [('fsdp', 'ddp'), ('zero2', 'fsdp'), ('fsdp', 'fsdp')], ids='-'.join)
 def test_of_their_own_models(world3, pair):
-    for got in world3(both, 'nothing', pair): assert max(map(diff, both('nothing'), got)) < 2e-6
+    for got in world3(both, 'nothing', pair): assert agree(in_one('nothing'), got)

@@ -6,7 +6,7 @@
 __all__ = ['check_fork']
 
 # %% ../../../nbs/launch/notebook/02_fork.ipynb #2dd97200
-import ast,multiprocessing.util,os,sys,threading
+import ast,multiprocessing.util,sys,threading
 
 import torch, torch.distributed as dist
 from accelerate import Accelerator

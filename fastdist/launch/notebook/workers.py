@@ -257,7 +257,9 @@ def record_of(self:NotebookWorkers, f):
     return res if res is not None and (res.pid,res.type)==(f.pid,f.type) else f
 
 @patch
-def where(self:NotebookWorkers): return f"\n(What the workers have printed is in {self.log_dir})"
+def where(self:NotebookWorkers):
+    "A line for people: where to look"
+    return f"\n(What the workers have printed is in {self.log_dir})"
 
 @patch
 def recorded(self:NotebookWorkers):
