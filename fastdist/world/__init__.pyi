@@ -23,7 +23,7 @@ from .process_group import init_group as init_group
 from .process_group import setup_distrib as setup_distrib
 from .process_group import teardown_distrib as teardown_distrib
 from .process_group import world_store as world_store
-from ..comm.objects import OutOfStep as OutOfStep
+from ..comm.call import OutOfStep as OutOfStep
 from ..comm.objects import agree as agree
 from ..comm.objects import all_gather_list as all_gather_list
 from ..comm.objects import broadcast_object as broadcast_object
