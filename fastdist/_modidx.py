@@ -3566,6 +3566,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                'fastdist/world/process_group.py'),
                                               'fastdist.world.process_group._check_same': ( 'world/process_group.html#_check_same',
                                                                                             'fastdist/world/process_group.py'),
+                                              'fastdist.world.process_group._check_spawned': ( 'world/process_group.html#_check_spawned',
+                                                                                               'fastdist/world/process_group.py'),
                                               'fastdist.world.process_group._export': ( 'world/process_group.html#_export',
                                                                                         'fastdist/world/process_group.py'),
                                               'fastdist.world.process_group._exported': ( 'world/process_group.html#_exported',

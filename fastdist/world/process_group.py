@@ -107,13 +107,21 @@ def job_secret():
     return world.cached('secret', agree)
 
 # %% ../../nbs/world/09_process_group.ipynb #08809633
+def _check_spawned(s # `Start` of this process
+                  ):
+    "A `ValueError` where this is one process for the workers of several GPUs, and not one of these"
+    if s.world_size > 1 and s.spawn > 1: raise ValueError(
+        f"rank {s.rank}: {s.reason}. Here there is one process for {s.spawn} GPUs: "
+        f"type `srun --ntasks-per-node={s.spawn} python {Path(sys.argv[0]).name}`, "
+        "or start training by `call_main`, and call this in what it calls, or give each task one GPU (`--gpus-per-task=1`)")
+
 def shared_store(name:str, # Of the part of the store; the same in all ranks
                  timeout=None, # Seconds that the first call waits for all workers; by default 600
                 ):
     "torch's store of all workers, the part `name` of it; of this process alone, where there is one. It needs no process group"
     world = current_world()
     if dist.is_initialized(): return world.store(name)
-    s = infer_init_method()
+    _check_spawned(s := infer_init_method())
     return dist.PrefixStore(name, _join(s, timeout) if s.world_size > 1 else world.cached('alone', dist.HashStore))
 
 def world_store(timeout=None, # Seconds that the first call waits for all workers; by default 600
@@ -171,11 +179,14 @@ if hasattr(os, 'register_at_fork'): os.register_at_fork(before=_before_fork, aft
 def _by_accelerate(cpu, args):
     "Make the process group, with `args` of `torch.distributed.init_process_group`"
     from accelerate import PartialState
-    if PartialState._shared_state and PartialState().num_processes==1: # made before the launcher's variables were
-        PartialState._reset_state()
+    PartialState._reset_state() # made before the launcher's variables were, or for a group that has gone
     # torch names a group by a count that a start which failed in one rank alone has left higher in the others: they would not meet
     dist.distributed_c10d._world.group_count = 0
-    with _threads_kept(): state = PartialState(cpu=cpu, **args)
+    try:
+        with _threads_kept(): state = PartialState(cpu=cpu, **args)
+    except BaseException:
+        PartialState._reset_state() # it would go on with what it has half of
+        raise
     if 'device_id' not in args: return
     state.device = torch.device(state.device.type, args['device_id'].index) # it takes the one that is numbered like the local rank
     torch.cuda.set_device(state.device)
@@ -292,10 +303,7 @@ def init_group(cpu=False, # Train on the CPU although there are GPUs
     s = start or infer_init_method(init_method=kwargs.get('init_method'))
     if s.world_size==1: return
     own_sockets()
-    if s.spawn > 1: raise ValueError(
-        f"rank {s.rank}: {s.reason}. Here there is one process for {s.spawn} GPUs: "
-        f"type `srun --ntasks-per-node={s.spawn} python {Path(sys.argv[0]).name}`, "
-        "or start training by `call_main`, or give each task one GPU (`--gpus-per-task=1`)")
+    _check_spawned(s)
     _make_group(s, use_cpu(cpu), kwargs, gpu)
     if get_rank()==0 and not (cpu or cpu_switch()): _tell_of(other_accelerator())
     atexit.register(_teardown_own)

@@ -143,14 +143,18 @@ def _explicit(url, rank, size, e):
 # %% ../../nbs/world/07_rendezvous.ipynb #64c29203
 def _given(init_method, rank, world_size, e):
     "`Start` of a URL, or of a rank and a world size, that the user gave"
+    missing = [o for o in ('MASTER_ADDR','MASTER_PORT') if o not in os.environ]
     if init_method is None:
         k,v = ('rank',rank) if rank is not None else ('world_size',world_size)
-        if not {'MASTER_ADDR','MASTER_PORT'} <= set(os.environ): raise ValueError(
+        if missing: raise ValueError(
             f"{k}={v} says nothing about where the rendezvous is: give init_method (tcp://host:port, or file:///shared/path), "
             "or set MASTER_ADDR and MASTER_PORT")
         init_method = 'env://'
     url,r,n = _explicit(init_method, rank, world_size, e)
     check_rank(r, n)
+    if missing and n > 1 and url.startswith('env:'): raise ValueError(
+        f"init_method={url!r} says that the environment has the rendezvous, and {' and '.join(missing)} is not set: "
+        "set MASTER_ADDR and MASTER_PORT, or give tcp://host:port, or file:///shared/path")
     same = (r,n)==(e.rank,e.world_size) and e.launcher!='none'
     on_node = (0,1,0) if n==1 else (e.local_rank,e.local_world_size,e.node_rank) if same else (None,None,None)
     return Start(url, r, n, *on_node, e.launcher, reason=f"init_method={url!r} was given, for rank {r} of {n}")

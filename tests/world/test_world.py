@@ -23,6 +23,26 @@ def test_groups_one_after_another(worlds):
         for res in worlds(size)(groups_again): assert res == [(total, 'gloo')]*6
 
 
+def begun_again():
+    "What a process group makes of 1 where the one before could not begin, or somebody else has ended it; and the device between"
+    import torch.distributed as dist
+    from fastdist.all import setup_distrib, teardown_distrib
+    from fastdist.world import all_reduce, distributed_init, get_device
+    teardown_distrib()
+    try: distributed_init(backend='nccl')
+    except ValueError as e: res = [str(e), str(get_device())]
+    for i in range(2):
+        setup_distrib()
+        res.append(all_reduce(torch.ones(1)).item())
+        dist.destroy_process_group()
+    return res
+
+
+def test_a_group_after_one_that_failed_or_was_destroyed(world2):
+    "Accelerate remembered it: that was an AttributeError, and no group without a word"
+    for text, *res in world2(begun_again): assert 'nccl is not available' in text and res == ['cpu', 2., 2.]
+
+
 def contexts(distrib=True):
     "Contexts one after another, some of which leave the group"
     if distrib: import fastdist.all
@@ -100,6 +120,30 @@ def test_wrong_rank_or_size(world2):
     assert 'RANK=2 and WORLD_SIZE=2' in world2(bad_environment, RANK='2')[0]
     assert "RANK='-1'" in world2(bad_environment, RANK='-1')[0]
     assert "WORLD_SIZE='two' is not an integer" in world2(bad_environment, WORLD_SIZE='two')[0]
+
+
+def alone(monkeypatch, **env):
+    for k in [o for o in os.environ if o.startswith(('SLURM_', 'MASTER_', 'TORCHELASTIC_')) or o in ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE')]:
+        monkeypatch.delenv(k)
+    for k, v in env.items(): monkeypatch.setenv(k, v)
+
+
+def test_no_address_in_the_environment(monkeypatch):
+    "Was a KeyError, or one of urlparse about a port None"
+    from fastdist.world import distributed_init
+    for env, what in ({}, 'MASTER_ADDR and MASTER_PORT'), (dict(MASTER_ADDR='h'), 'MASTER_PORT'):
+        alone(monkeypatch, **env)
+        with pytest.raises(ValueError, match=f"init_method='env://' .* {what} is not set"): distributed_init('env://', rank=0, world_size=2)
+
+
+def test_rank0_first_before_workers_are_started(monkeypatch):
+    "On a node of several, in the one task that Slurm has started for all of its GPUs: it waited ten minutes for workers that nobody starts"
+    from fastdist.world import rank0_first, world_store
+    alone(monkeypatch, SLURM_PROCID='0', SLURM_NTASKS='2', SLURM_LOCALID='0', SLURM_NODEID='0', SLURM_TASKS_PER_NODE='1(x2)', SLURM_STEP_ID='0', SLURM_STEP_NODELIST='h[1-2]')
+    monkeypatch.setattr('torch.cuda.is_available', lambda: True)
+    monkeypatch.setattr('torch.cuda.device_count', lambda: 2)
+    for f in (lambda: rank0_first(len, 'a')), world_store:
+        with pytest.raises(ValueError, match='by `call_main`, and call this in what it calls'): f()
 
 
 def late_timeout():
