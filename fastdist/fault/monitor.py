@@ -371,7 +371,8 @@ def stop(self:Monitor):
     self._say_left(left)
     self.stacks.close()
     if not self.in_main: return
-    if signal.getsignal(signal.SIGURG)==self._on_signal: signal.signal(signal.SIGURG, self.old_handler)
+    may = threading.current_thread() is threading.main_thread() # else the handlers stay, for which nothing is left to do
+    if may and signal.getsignal(signal.SIGURG)==self._on_signal: signal.signal(signal.SIGURG, self.old_handler)
     if self.broken: return # an error is being raised, which is printed in short
-    if is_default(signal.getsignal(signal.SIGINT)): signal.signal(signal.SIGINT, signal.default_int_handler)
+    if may and is_default(signal.getsignal(signal.SIGINT)): signal.signal(signal.SIGINT, signal.default_int_handler)
     if sys.excepthook==self._uncaught: sys.excepthook = self.old_hook

@@ -90,3 +90,27 @@ def forward_beside_a_loss():
     return raised
 
 def test_a_forward_of_another_thread_is_none_of_the_loss_function(world2): assert world2(forward_beside_a_loss) == [[], []]
+
+
+def fails_in_a_thread():
+    "What a thread raises in a process group that the main thread has made, where rank 1 fails; and a call after that"
+    from fastdist.world import all_reduce, fail_together, get_rank, setup_distrib
+    setup_distrib()
+    raised, done = [], threading.Event()
+    def run():
+        try:
+            with fail_together():
+                if get_rank() == 1: raise KeyError('no such image')
+                while True: all_reduce(torch.ones(1))
+        except Exception as e: raised.append(type(e).__name__)
+        done.set()
+    threading.Thread(target=run).start()
+    while True:
+        try:
+            if done.wait(10): break
+        except RuntimeError: pass  # the signal that ends a wait comes to the main thread
+    with fail_together(): return raised, all_reduce(torch.ones(1)).item()
+
+def test_a_failure_in_a_thread(world2):
+    "Is told as it is, and leaves no process group: signals are the main thread's, which was the error instead"
+    assert world2(fails_in_a_thread) == [(['RemoteError'], 2.), (['KeyError'], 2.)]
