@@ -124,4 +124,7 @@ def _new_node_group():
 
 def node_group():
     "The process group of the workers of this node, which all workers make together once; `None` in one process"
-    return current_world().cached('node_group', _new_node_group)() if len(group_ranks(None)) > 1 else None
+    if len(group_ranks(None))==1: return
+    world = current_world()
+    if world.cached('node_group', _new_node_group)() is None: world.cache['node_group'] = _new_node_group() # somebody has destroyed it
+    return world.cache['node_group']()

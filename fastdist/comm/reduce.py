@@ -112,7 +112,8 @@ def all_gather_tensors(t, # Any dense tensor; those of other workers may be of a
         _check_dense(t, 't')
         return (str(t.dtype).removeprefix('torch.'), t.shape),_plain(t)
     c = Call('all_gather_tensors', group, prepare)
-    return [p.to(t.device).view(getattr(torch, dtype)).view(shape) for p,(dtype,shape) in zip(c.parts(), c.infos)]
+    parts = [p.clone() if p.data_ptr()==t.data_ptr() else p.to(t.device) for p in c.parts()] # what is written to `t` later is not in it
+    return [p.view(getattr(torch, dtype)).view(shape) for p,(dtype,shape) in zip(parts, c.infos)]
 
 # %% ../../nbs/comm/03_reduce.ipynb #da292ee7
 def _from_array(o, path, op):

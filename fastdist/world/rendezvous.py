@@ -182,6 +182,9 @@ def _alone(e):
 # %% ../../nbs/world/07_rendezvous.ipynb #47066a17
 def _fill(args, port):
     "Fill in fairseq's arguments, as its own `infer_init_method` does, with the ranks as they are in the end; the `Start`"
+    if not any(hasattr(args, f'distributed_{o}') for o in ('init_method','port','rank','world_size')): raise TypeError(
+        f"args={args!r} is not accepted: it is an init_method, such as tcp://host:29500, or has fairseq's arguments as attributes, "
+        "such as distributed_init_method, distributed_rank and distributed_world_size")
     get = lambda nm: getattr(args, nm, None)
     url = get('distributed_init_method')
     port = port or (p if (p := get('distributed_port') or 0) > 0 else None)
@@ -193,6 +196,7 @@ def _fill(args, port):
     if s.local_rank is not None: args.device_id = s.local_rank
     return s
 
+# %% ../../nbs/world/07_rendezvous.ipynb #cec9e59c
 def infer_init_method(args=None, # An `init_method`; or fairseq's arguments, which are filled in as fairseq does
                       init_method:str=None, # `tcp://host:port`, `file:///shared/path` or `env://`; by default from the environment
                       rank:int=None, # Of this process; by default from the environment

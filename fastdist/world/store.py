@@ -60,6 +60,8 @@ def unset(store, # torch's store
     return unset(store, keys[:half])+unset(store, keys[half:]) if half else keys
 
 # %% ../../nbs/world/05_store.ipynb #14835897
+_most = 2**23 # bytes that torch's store takes at once
+
 class KeyValueStore:
     """What all workers can read and write at any time. Values are anything that can be pickled; who has set a key is known.
     What somebody else has written, without the secret of the job, is a `SignatureError`"""
@@ -75,6 +77,9 @@ class KeyValueStore:
            ):
         "Set `key` for all workers; the last one to set it counts"
         v = pickle.dumps(value)
+        if len(v) > _most-32: raise ValueError( # torch's would end the connection
+            f"rank {self.rank}: the value of {key!r} has {len(v)} bytes, and the store takes no more than 8 MiB at once: send it by "
+            "broadcast_object or all_gather_list, or write a file, and set its name")
         for k in (f'by/{self.rank}/{key}', f'value/{key}'): self.store.set(k, sign(v, self.secret(), k)+v)
 
 # %% ../../nbs/world/05_store.ipynb #2d693840

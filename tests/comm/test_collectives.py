@@ -639,6 +639,33 @@ def test_subgroups(world3):
         assert 'rank 0 has torch.float32 of shape (1,), rank 2 has torch.float32 of shape (3,)' in differ[1] and 'rank 2 has' in large[1]
 
 
+def memory_of_its_own():
+    "What was gathered, where a worker writes to its tensor later: of sizes that are filled up, and of such that are not"
+    talk, rank, n = start()
+    res = []
+    for size in 20000, 20000 if rank == 0 else 400:
+        t = torch.full((size,), float(rank))
+        every = talk.all_gather_tensors(t)
+        t.fill_(-1)
+        res.append([o[0].item() for o in every])
+    return res
+
+
+def test_what_is_gathered_has_memory_of_its_own(world3): assert world3(memory_of_its_own) == [[[0., 1., 2.]]*2]*3
+
+
+def node_group_again():
+    talk, rank, n = start()
+    import torch.distributed as dist
+    dist.destroy_process_group(talk.node_group())
+    return talk.all_gather_list(rank, group=talk.node_group()), talk.node_group() is not None
+
+
+def test_a_node_group_that_was_destroyed(world2):
+    "Is made again: it was `None`, the group of all workers"
+    assert world2(node_group_again) == [([0, 1], True)]*2
+
+
 def nodes(ranks):
     "`ranks`: the node of each"
     from fastdist.world import teardown_distrib

@@ -136,6 +136,29 @@ def test_no_address_in_the_environment(monkeypatch):
         with pytest.raises(ValueError, match=f"init_method='env://' .* {what} is not set"): distributed_init('env://', rank=0, world_size=2)
 
 
+def test_arguments_that_are_none(monkeypatch):
+    "Alone without a word, or an AttributeError"
+    from fastdist.world import distributed_init
+    alone(monkeypatch)
+    for args in {'distributed_world_size': 2}, Path('/shared/meet'), 3:
+        with pytest.raises(TypeError, match='args=.* is not accepted: it is an init_method'): distributed_init(args)
+
+
+def too_large():
+    "A value that is larger than the store takes, and the next one"
+    from fastdist.world import get_rank, setup_distrib, world_store
+    setup_distrib()
+    kv = world_store()
+    try: kv.set('large', bytes(2**23))
+    except ValueError as e: kv.set(f'said by {get_rank()}', str(e))
+    return kv.wait([f'said by {r}' for r in range(2)], 60)
+
+
+def test_a_value_that_is_too_large(world2):
+    "Ended the connection to the store, for what came after it too"
+    for res in world2(too_large): assert all("the value of 'large' has 83" in o and 'broadcast_object' in o for o in res), res
+
+
 def test_rank0_first_before_workers_are_started(monkeypatch):
     "On a node of several, in the one task that Slurm has started for all of its GPUs: it waited ten minutes for workers that nobody starts"
     from fastdist.world import rank0_first, world_store
