@@ -11,7 +11,7 @@ import hashlib,json,pickle,sys,traceback
 
 import torch, torch.distributed as dist, torch.nn.functional as F
 from fastcore.basics import patch
-from ..world.errors import is_library
+from ..world.errors import is_library, text_of
 from ..world.ranks import check_member, get_rank, get_world_size
 from ..world.secret import SignatureError
 from .pack import as_bytes, gather_single, unpack
@@ -172,7 +172,7 @@ class Call:
         try:
             info,self.payload = prepare(self)
             frame = _frame(name, group, info, self.payload)
-        except Exception as e: frame,error = _frame(name, group, error=(trim(type(e).__name__, 100), str(e))),e
+        except Exception as e: frame,error = _frame(name, group, error=(trim(type(e).__name__, 100), text_of(e))),e
         self.names,self.callers,self.errors,self.infos,self.routes,self.sizes,self.small = zip(*_exchange(frame, self.n, group))
         if error: raise error
         check_calls(self.ranks, self.names, self.callers, self.errors)

@@ -639,6 +639,25 @@ def test_subgroups(world3):
         assert 'rank 0 has torch.float32 of shape (1,), rank 2 has torch.float32 of shape (3,)' in differ[1] and 'rank 2 has' in large[1]
 
 
+class Wordless(Exception):
+    def __str__(self): raise KeyError('no text')
+
+
+class Undecided:
+    def __bool__(self): raise Wordless
+
+
+def no_text():
+    talk, rank, n = start()
+    try: talk.agree(Undecided() if rank else True)
+    except Exception as e: return type(e).__name__, talk.agree(True)
+
+
+def test_an_error_that_cannot_say_what_it_is(world2):
+    "Is one in all workers: the others waited for the call of the one that had it"
+    assert world2(no_text) == [('RuntimeError', True), ('Wordless', True)]
+
+
 def memory_of_its_own():
     "What was gathered, where a worker writes to its tensor later: of sizes that are filled up, and of such that are not"
     talk, rank, n = start()
