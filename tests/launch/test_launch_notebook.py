@@ -307,6 +307,33 @@ except TypeError as err: print(err)
     assert not kernel.workers()
 
 
+EDITED = """
+import sys
+from pathlib import Path
+from fastdist.all import *
+
+sys.path.insert(0, str(Path.cwd()))
+Path('mine.py').write_text('answer = 1')
+Path('inner.py').write_text('answer = 1')
+import mine
+def answers(edit=False):
+    import inner # the notebook has not imported it
+    if edit: Path('mine.py').write_text('answer = 22')
+    return mine.answer, inner.answer
+print(launch_in_notebook(answers, True, n=1, keep=True))
+print(launch_in_notebook(answers, n=1, keep=True))
+Path('inner.py').write_text('answer = 22')
+print(launch_in_notebook(answers, n=1, keep=True))
+"""
+
+
+def test_edited_while_a_call_runs(tmp_path):
+    "Kept workers have no module as it was before: one that was edited in the middle of a call, or that the function alone imports"
+    (tmp_path/'script.py').write_text(EDITED)
+    r = launched([sys.executable, 'script.py'], 200, env={'CUDA_VISIBLE_DEVICES': ''}, cwd=tmp_path)
+    assert r.stdout == '(1, 1)\n(22, 1)\n(22, 22)\n', r.stdout + r.stderr
+
+
 def test_kernel_dies(tmp_path):
     k = Kernel(tmp_path)
     try:

@@ -6,7 +6,7 @@
 __all__ = ['end_workers', 'launch_in_notebook']
 
 # %% ../../../nbs/launch/notebook/04_launcher.ipynb #ba45cc7d
-import atexit,linecache,os,shutil,sys
+import atexit,linecache,os,shutil,sys,time
 from contextlib import ExitStack
 from numbers import Integral
 from types import ModuleType
@@ -19,7 +19,7 @@ from ..machine import log_folder, n_cores, n_gpus, n_threads, plural, quiet_env,
 from .serialize import namespace, pack, rich_shell, unpack, why_not
 from .workers import NotebookWorkers
 from ..processes import torch_quiet
-from ...world.errors import RemoteError, is_library
+from ...world.errors import RemoteError
 from ...world.loopback import loopback_env, loopback_store
 from ...world.private import clear_left, keep, new_folder
 from ...world.secret import secret_env
@@ -62,7 +62,7 @@ def _setup(folder, name, gpu, keep):
     "What a worker has to know of this process, and of a call"
     cells = {k:v for k,v in linecache.cache.items() if len(v)==4 and v[1] is None} # that have no file
     return dict(notebook=rich_shell() is not None, terminal=sys.stdout.isatty(), modules=_modules(namespace()), cells=cells,
-                state=pack((warnings.filters[:], rng_state()))[0], folder=folder, name=name, gpu=gpu, keep=keep)
+                state=pack((warnings.filters[:], rng_state()))[0], start=time.time(), folder=folder, name=name, gpu=gpu, keep=keep)
 
 # %% ../../../nbs/launch/notebook/04_launcher.ipynb #4aaf605c
 def _check_func(func, keep):
@@ -93,10 +93,9 @@ def _kind(n, cpu, log_dir):
     "What workers have from their start; for another kind others are started"
     return n,cpu,log_dir,os.getcwd(),sys.path[:],dict(os.environ)
 
-def _edited():
-    "When the modules that a user may edit were: seconds by file"
-    files = {getattr(o, '__file__', None) for o in list(sys.modules.values())}
-    return {f:os.stat(f).st_mtime for f in files if isinstance(f, str) and not is_library(f) and os.path.exists(f)}
+def _changed(file):
+    "When a file was: seconds; 0 where there is none any more"
+    return os.stat(file).st_mtime if os.path.exists(file) else 0
 
 # %% ../../../nbs/launch/notebook/04_launcher.ipynb #25e0d38d
 _kept = None # `NotebookWorkers` that wait for the next call
@@ -115,7 +114,7 @@ def _take(kind):
     "The workers that were kept, if they are good for a call of this kind; `None` where they are not, and have been ended"
     global _kept
     good = _kept is not None and _kept.kind==kind and _kept.answer()
-    if not good or any(_kept.files.get(f, t)!=t for f,t in _edited().items()): return end_workers()
+    if not good or any(_changed(f)!=t for f,t in _kept.files.items()): return end_workers()
     w,_kept = _kept,None
     return w
 
@@ -162,6 +161,6 @@ def launch_in_notebook(func, # Called in every worker; cells may define it, and 
         raise e.with_traceback(None) # the frames of this module help nobody
     except KeyboardInterrupt: raise _interrupted() from None
     finally:
-        if w.is_idle(): _kept,w.files = w,_edited()
+        if w.is_idle(): _kept = w
         else: w.undo.close()
     return unpack(value, known=sent)[0]

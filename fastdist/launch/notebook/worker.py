@@ -186,4 +186,5 @@ def main():
         if not setup['keep']: sys.exit(0)
         _tidy()
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        line.send('done')
+        from fastdist.launch.notebook.serialize import module_files
+        line.send('done', module_files(setup['start']))

@@ -45,7 +45,7 @@ class NotebookWorkers:
         self.lines,self.tails = {},{} # connection -> rank; open logs of rank 0
         self.ctx,self.result,self.quiet,self.texts,self.shown = None,None,0.,[],0. # (stream, text) that wait to be shown; when others were
         self.ended = {} # by rank: when its process was seen to have ended
-        self.undo,self.store,self.files = ExitStack(),None,{} # what ends with the workers; where they meet; as of `_edited`
+        self.undo,self.store,self.files = ExitStack(),None,{} # what ends with the workers; where they meet; their `module_files`
         self.pid = os.getpid()
         self.folder = new_folder() # the path of a socket has to be short
         self.listener = socket.socket(socket.AF_UNIX)
@@ -141,7 +141,9 @@ def handle(self:NotebookWorkers, rank, kind, *args):
     if kind=='display': rich_shell().display_pub.publish(args[0], args[1], transient=args[2], update=args[3])
     elif kind=='clear': rich_shell().display_pub.clear_output(*args)
     elif kind=='value': self.value, = args
-    elif kind=='done': self.done.add(rank)
+    elif kind=='done':
+        self.done.add(rank)
+        self.files.update(*args)
     elif kind=='failed':
         self.failures.append((rank,*args))
         self.since = self.since or time.monotonic()
