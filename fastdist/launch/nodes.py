@@ -113,6 +113,15 @@ def _n_nodes(a):
         raise ValueError(f"--nnodes {a.nnodes} and --num_machines {a.num_machines}: give one of them")
     return n
 
+# %% ../../nbs/launch/04_nodes.ipynb #1061f068
+def _number(a, conf):
+    "The number of nodes where no argument gives it; a `ValueError` for a rendezvous with other machines: this one would train alone"
+    if (n := conf('num_machines')) is not None: return n
+    host = _first(_endpoint(a.rdzv_endpoint)[0], a.main_process_ip)
+    if host is None or host=='localhost' or host.startswith('127.') or host.strip('[]')=='::1': return 1
+    option = '--rdzv-endpoint' if a.rdzv_endpoint else '--main_process_ip'
+    raise ValueError(f"{option} {a.rdzv_endpoint or host}: how many machines are there? Give their number with --nnodes, on each of them")
+
 # %% ../../nbs/launch/04_nodes.ipynb #5599e21c
 def rendezvous(a, # Parsed arguments
                conf=lambda name: None, # Function from a name to its value in Accelerate's config file
@@ -120,7 +129,7 @@ def rendezvous(a, # Parsed arguments
     "How the nodes find each other, as options for Accelerate; a `ValueError` for what is missing or wrong"
     nodes = _n_nodes(a)
     slurm = _slurm_nodes() if nodes is None else None
-    nodes,host,port,rank = slurm or (_first(nodes, conf('num_machines'), 1), *node_address(a, conf))
+    nodes,host,port,rank = slurm or (_number(a, conf) if nodes is None else nodes, *node_address(a, conf))
     if nodes < 1: raise ValueError(f"--nnodes {nodes}: at least 1 machine is needed")
     if slurm and rank >= nodes:
         raise ValueError(f"SLURM_NODEID={rank} is no node of SLURM_STEP_NUM_NODES={nodes}, which are numbered from 0")

@@ -175,6 +175,7 @@ def test_config_file(tmp_path):
     (['no_such.py'], "there is no file 'no_such.py'"), (['-m', 'no_such_module.train'], "there is no module 'no_such_module.train'"),
     (['-n', 'two', 's.py'], "argument -n: invalid int value: 'two'"), (['-n', '0', 's.py'], '-n 0: at least 1 worker'), ([], ''),
     (['--nnodes', '2', 's.py'], 'Add --rdzv-endpoint HOST:29500'), (['--config_file', 'none.yaml', 's.py'], '--config_file none.yaml: there is no such file'),
+    (['-n', '2', '--rdzv-endpoint', 'n1:29500', 's.py'], '--rdzv-endpoint n1:29500: how many machines are there?'),
     (['-n', '2', '--use_deepspeed', '--use_fsdp', 's.py'], 'You can only use one of'),
     (['-n', '2', '--max-restarts', '-1', 's.py'], '--max-restarts -1: it is at least 0'), (['-n', '2', '--tee', '9', 's.py'], '--tee 9: it is 1'),
     (['-n', '2', '--log-dir', 's.py', 's.py'], '--log-dir s.py: it is a file: name a folder'), (['--log-dir', '', 's.py'], "--log-dir '': it is the name of a folder"),
