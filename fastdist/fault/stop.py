@@ -7,8 +7,8 @@ __all__ = ['StopSignals', 'stop_together']
 
 # %% ../../nbs/fault/09_stop.ipynb #6d4d314c
 import os,signal,sys,threading
-from pathlib import Path
 
+from ..env import handled_in_c
 from ..notices import notice
 from ..world.errors import Stopped, refuse
 from ..world.ranks import get_rank
@@ -17,11 +17,8 @@ from ..world.ranks import get_rank
 _signals = signal.SIGTERM,signal.SIGUSR1
 
 def _is_free(sig):
-    "Does nobody handle the signal? Python does not know of handlers in C"
-    if signal.getsignal(sig)!=signal.SIG_DFL: return False
-    try: caught = next(o for o in Path('/proc/self/status').read_text().splitlines() if o.startswith('SigCgt'))
-    except (OSError,StopIteration): return True
-    return not int(caught.split()[1], 16) >> (sig-1) & 1
+    "Does nobody handle the signal?"
+    return signal.getsignal(sig)==signal.SIG_DFL and not handled_in_c(sig)
 
 # %% ../../nbs/fault/09_stop.ipynb #258817ea
 class StopSignals:

@@ -14,7 +14,7 @@ from threading import Timer
 from types import SimpleNamespace
 
 import psutil
-from ..env import check_gpus
+from ..env import check_gpus, signals_to_handle
 from .machine import Parser, log_folder, n_cores, n_gpus, nearest, plural, quiet_env, startup_seconds, thread_env, why_cpu
 from .nodes import node_range, own_options, rendezvous, slurm_srun
 from .watch import end_noticed, guarded, notices_shown
@@ -254,7 +254,8 @@ def _accelerate_args(command):
     a = launch_command_parser().parse_args(command[2:])
     a.logs_specs = 'fastdist' # torch's launcher finds `RankLogs` by this name, in the metadata of the installed package
     # it passes these on; USR1 is what Slurm sends before a time limit, where it was asked to
-    a.signals_to_handle = os.environ.get('PET_SIGNALS_TO_HANDLE', 'SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1')
+    passed_on = signals_to_handle('SIGTERM','SIGINT','SIGHUP','SIGQUIT','SIGUSR1')
+    a.signals_to_handle = os.environ.get('PET_SIGNALS_TO_HANDLE', ','.join(passed_on))
     try: next(iter(entry_points(group='torchrun.logs_specs', name='fastdist'))).load()
     except (StopIteration,ImportError,AttributeError):
         sys.exit("fastdist launch: fastdist is not installed here, or its files have moved since: "

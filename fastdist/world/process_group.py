@@ -17,7 +17,7 @@ from types import SimpleNamespace
 from urllib.parse import urlparse
 
 import torch, torch.distributed as dist
-from ..env import check_gpus, cpu_switch
+from ..env import check_gpus, cpu_switch, signals_to_handle
 from ..notices import notice
 from .backends import end_groups
 from .state import World, current_world, enter_world
@@ -394,9 +394,10 @@ def _launch_config(s, folder):
     many,u = s.world_size > 1,urlparse(s.init_method or '')
     where = dict(rdzv_backend=loopback_rendezvous(), rdzv_endpoint='127.0.0.1:0')
     if many: where = dict(rdzv_backend='static', rdzv_endpoint=f'{u.hostname}:{u.port}', rdzv_configs=dict(rank=s.node_rank))
-    nodes = s.world_size//s.spawn if many else 1
+    nodes,signals = s.world_size//s.spawn if many else 1,signals_to_handle('SIGTERM','SIGINT','SIGHUP','SIGQUIT')
     return LaunchConfig(min_nodes=nodes, max_nodes=nodes, nproc_per_node=s.spawn, max_restarts=0, # torch's default is 3
-                        run_id='fastdist', start_method='spawn', monitor_interval=0.1, logs_specs=DefaultLogsSpecs(folder), **where)
+                        run_id='fastdist', start_method='spawn', monitor_interval=0.1, logs_specs=DefaultLogsSpecs(folder),
+                        signals_to_handle=','.join(signals), **where)
 
 # %% ../../nbs/world/09_process_group.ipynb #7a956e9a
 def _run_main(main, args, kwargs, method):

@@ -1,5 +1,5 @@
 "P6: one script in every way of starting it; what `fastdist launch` adds to Accelerate's launcher"
-import os, signal, subprocess, sys, textwrap
+import os, signal, subprocess, sys, textwrap, time
 from pathlib import Path
 
 import psutil, pytest
@@ -189,6 +189,23 @@ def test_wrong_arguments(tmp_path, args, says):
     else:
         assert res.returncode not in (0, None) and says in res.stderr.splitlines()[-1] and 'Traceback' not in res.stderr, res.stderr
         assert 'it runs' not in res.stdout and not list(tmp_path.glob('fastdist_*')), res
+
+
+def test_nohup(tmp_path):
+    "The end of a terminal, which sends SIGHUP, does not end what `nohup` has started"
+    file = script(tmp_path, """
+        import os, time
+        open(f"begun{os.environ['RANK']}", 'w')
+        while not os.path.exists('end'): time.sleep(0.05)
+        print('ended', flush=True)
+        """)
+    def hang_up(p, mark):
+        wait_for(lambda: len(list(tmp_path.glob('begun*'))) == 2, 'both workers have begun')
+        os.killpg(p.pid, signal.SIGHUP)
+        time.sleep(0.5)
+        (tmp_path/'end').touch()
+    res = launched(['nohup', *LAUNCH, '-n', '2', file], 60, cwd=tmp_path, during=hang_up)
+    assert (res.returncode, res.stdout) == (0, 'ended\n'), res
 
 
 def test_unknown_command(tmp_path):

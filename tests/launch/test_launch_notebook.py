@@ -403,9 +403,9 @@ def test_killed_while_it_receives(tmp_path):
 REGISTERS = """
 import faulthandler, os, signal
 from fastdist.all import *
-faulthandler.register(signal.SIGUSR1)
+for sig in signal.SIGUSR1, signal.SIGQUIT: faulthandler.register(sig)
 launch_in_notebook(len, [1], n=1)
-os.kill(os.getpid(), signal.SIGUSR1)
+for sig in signal.SIGUSR1, signal.SIGQUIT: os.kill(os.getpid(), sig)
 print('goes on')
 """
 

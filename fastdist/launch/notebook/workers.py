@@ -11,11 +11,13 @@ from contextlib import ExitStack,suppress
 from multiprocessing.connection import AuthenticationError,Connection,answer_challenge,deliver_challenge,wait
 
 import psutil
+from accelerate.utils import patch_environment
 from fastai.basics import *
 from torch.distributed.elastic.multiprocessing import LogsDest,LogsSpecs,start_processes
 from .serialize import rich_shell
 from ..logs import last_words
 from ..processes import handlers_kept, send_signal, torch_quiet
+from ...env import signals_to_handle
 from ...world.errors import RemoteError, is_library, read_record
 from ...world.private import new_folder
 
@@ -69,7 +71,9 @@ def start(self:NotebookWorkers):
     self.listener.listen(self.n)
     code = _program.format(path=[o for o in sys.path if isinstance(o, str)])
     args = {r:('-c', code, address) for r in range(self.n)}
-    with handlers_kept(): self.ctx = start_processes('worker', sys.executable, args, self.envs, _Logs(self.log_dir))
+    signals = ','.join(signals_to_handle('SIGTERM','SIGINT','SIGHUP','SIGQUIT')) # torch handles them until all have started
+    with handlers_kept(), patch_environment(TORCHELASTIC_SIGNALS_TO_HANDLE=signals):
+        self.ctx = start_processes('worker', sys.executable, args, self.envs, _Logs(self.log_dir))
     self.tails = {o:open(f'{self.log_dir}/rank0.{o[3:]}.log', encoding='utf-8', errors='replace') for o in ('stdout','stderr')}
 
 # %% ../../../nbs/launch/notebook/03_workers.ipynb #310b5359
