@@ -159,7 +159,7 @@ def _check_tables(s):
     fit,context = s.values.get('fit', ''),s.values.get('context', {})
     if isinstance(fit, dict):
         method,args = fit_call(fit)
-        names = _parameters(_methods[method], method) if method in _methods else None
+        names = _parameters(_methods[method], method) if method in list(_methods) else None
         if names is None: s.fault(('fit','method'), f"one of {', '.join(_methods)} is needed")
         elif method=='fine_tune': names += _parameters(_methods[method], 'fit_one_cycle')
         _check_passed(s, 'fit', args, names, method)

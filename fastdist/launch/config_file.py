@@ -68,6 +68,8 @@ def _parse_override(word, texts=()):
     if not eq or not all(path): raise ValueError("what follows the config is like key=value, for instance epochs=3")
     try: found = tomllib.loads(f'x = {v}\n')
     except tomllib.TOMLDecodeError:
+        if re.fullmatch(r'True|False|None|[+-]?(\d+\.|\.\d+)([eE][+-]?\d+)?', v) and k.strip() not in texts: raise ValueError(
+            f"{v} would be a text: a config has true, false and 0.5, and what is None is left out; {k}='\"{v}\"' is the text") from None
         if v[:1] not in ('"',"'",'[','{'): return path,v
         raise ValueError(f"{v} is not complete: has the shell taken its quotes? Put '...' around all of it") from None
     return path,(v if len(found)>1 or k.strip() in texts and not isinstance(found['x'], str) else found['x'])

@@ -6,7 +6,7 @@
 __all__ = ['train', 'launch_args', 'main']
 
 # %% ../../nbs/launch/09_train.ipynb #4398c9ec
-import shlex,shutil,textwrap
+import os,shlex,shutil,sys,textwrap
 from argparse import RawDescriptionHelpFormatter
 from contextlib import contextmanager,nullcontext
 from importlib import import_module
@@ -114,7 +114,7 @@ def _fit(c, learn, cbs):
     with learn.distrib_ctx(sync_bn=c.sync_bn, split_batches=c.split_batches, cpu=not c.use_cuda_if_available, resume=resume, **strategy,
                            **c.context):
         getattr(learn, method)(c.epochs, *lr, cbs=[speed,*cbs], **args)
-        found = {'train_loss':learn.recorder.values[-1][0]}
+        found = {'train_loss':o[0] for o in learn.recorder.values[-1:]} # a callback may have ended the fit in its first epoch
         if evaluates:
             with learn.no_bar(),learn.no_logging(): found.update(zip(['valid_loss',*(o.name for o in learn.metrics)], learn.validate()))
         n = sum(all_gather_list(speed.n))
@@ -218,6 +218,7 @@ def main(args # Arguments after `fastdist train`
         ):
     "Train as a config says; the exit status"
     a = _parser().parse_intermixed_args(args)
+    if not {'',os.getcwd()} & set(sys.path): sys.path.append(os.getcwd()) # as `python -m fastdist` has it, and so the workers
     c = read_config(a.config, a.overrides)
     launch = None if _is_worker() else launch_args(c, [a.config,*a.overrides])
     if a.dry_run:

@@ -40,6 +40,9 @@ MINE = '''
         def __init__(self, word): self.word = word
         def after_fit(self): print('said', self.word, self.learn.gradient_clip.max_norm, flush=True)
 
+    class Ends(Callback):
+        def after_batch(self): raise CancelFitException
+
     def get(n=23, bs=5, fails=None):
         if fails is not None and int(os.environ.get('RANK', 0))==fails: raise ValueError("no data here")
         dls = DataLoaders(TfmdDL(Items(n), bs=bs, shuffle=True), TfmdDL(Items(17, 1), bs=bs))
@@ -66,6 +69,12 @@ def train(*words, cwd, timeout=150, env=None):
     res = launched([*TRAIN, *words], timeout, env={**NO_GPU, **(env or {})}, cwd=cwd)
     assert not res.left
     return res
+
+
+def test_no_epoch_is_done(folder):
+    "A callback ends the fit in its first epoch: what there is is said, and saved"
+    res = train('c.toml', 'callbacks={"mine:Ends" = {}}', 'save=l.pkl', cwd=folder)
+    assert res.returncode == 0 and 'fastdist: valid_loss ' in res.stdout and (folder/'l.pkl').exists(), res
 
 
 def figures(res):
@@ -113,6 +122,8 @@ FAULTS = [  # the config, words of the command line, and the beginnings of what 
     (f'{GOOD}\nfit = "fit_sgdr"', [], ['c.toml:2: fit = "fit_sgdr": one of fit, fit_one_cycle, fit_flat_cos, fine_tune, or a table is needed']),
     (f'{GOOD}\n[fit]\nmethod = "fit_flat_cos"\npct_strt = 0.5\nn_epoch = 3', [], [
         'c.toml:4: fit.pct_strt = 0.5: fit_flat_cos has no such argument: did you mean pct_start?', 'c.toml:5: fit.n_epoch = 3: it is the key epochs, and stands above the line [fit]']),
+    (f'{GOOD}\n[fit]\nmethod = ["fit"]', [], ['c.toml:3: fit.method = ["fit"]: one of fit, fit_one_cycle, fit_flat_cos, fine_tune is needed']),
+    (GOOD, ['learner_args.n=False', 'learner_args.bs=.5'], ['argument learner_args.n=False: False would be a text: a config has true, false', 'argument learner_args.bs=.5: .5 would be a text']),
     (f'{GOOD}\n[fit]\nmethod = "fit_sgdr"', [], ['c.toml:3: fit.method = "fit_sgdr": one of fit, fit_one_cycle, fit_flat_cos, fine_tune is needed']),
     (f'{GOOD}\n[context]\nwatchdg = 9\nsync_bn = true', [], [
         'c.toml:3: context.watchdg = 9: distrib_ctx has no such argument: did you mean watchdog?', 'c.toml:4: context.sync_bn = true: it is the key sync_bn, and stands above the line [context]']),
@@ -229,7 +240,8 @@ GradientClip = {max_norm = 0.05}
     assert res.stdout.count('said a b 0.05') == 1
     assert {o.name for o in (folder/'run').iterdir()} == {'config.toml', *(f'rank{r}.{o}.log' for r in range(2) for o in ('stdout', 'stderr'))}
     written = [o.partition(' # ')[0].rstrip() for o in (folder/'run'/'config.toml').read_text().splitlines()]
-    again = train('run/config.toml', '--dry-run', env={'PYTHONPATH': f'{ROOT}:{folder}'}, cwd=folder)
+    # as a user types it: its module is where the first run was, and not beside it
+    again = launched([str(Path(sys.executable).with_name('fastdist')), 'train', 'run/config.toml', '--dry-run'], 60, env={**NO_GPU, 'PYTHONPATH': str(ROOT)}, cwd=folder)
     assert again.returncode == 0, again.stderr
     shown = [o.partition(' # ')[0].rstrip() for o in again.stdout.splitlines()]
     assert written == shown[:len(written)] and 'fit = {method = "fit_flat_cos", pct_start = 0.5}' in written
