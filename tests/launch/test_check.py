@@ -115,7 +115,7 @@ def test_several_faults(tmp_path):
     assert 'NOTE   OMP_NUM_THREADS=5000' in res.stdout and 'one worker, so there is nothing to measure' in table(res)
 
 
-@pytest.mark.parametrize('args,why', [(['-n', '0'], '-n 0: at least 1 worker'), (['train.py'], "'train.py': it takes no script"), (['-m', 'train'], '-m: it takes no module')])
+@pytest.mark.parametrize('args,why', [(['-n', '0'], '-n 0: at least 1 worker'), (['train.py'], "'train.py': it takes no script"), (['--cpu', 'train.py'], "'train.py': it takes no script"), (['-m', 'train'], '-m: it takes no module')])
 def test_refused(args, why):
     res = check(*args)
     assert res.returncode == 2 and why in res.stderr and not res.stdout

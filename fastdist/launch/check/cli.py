@@ -126,7 +126,8 @@ def _parse(args):
     a,rest = p.parse_known_args(args)
     if a.n is not None and a.n < 1: p.error(f"-n {a.n}: at least 1 worker is needed")
     if not 0 < a.timeout < 1e6: p.error(f"--timeout {a.timeout:g}: it is a number of seconds, above 0")
-    script = next((o for i,o in enumerate(rest) if o in ('','--') or i==0 and not o.startswith('-')), None)
+    def is_script(i, o): return o in ('','--') or not o.startswith('-') and (i==0 or o.endswith(('.py','.ipynb')))
+    script = next((o for i,o in enumerate(rest) if is_script(i, o)), None)
     if script is not None: p.error(f"{script!r}: it takes no script, for it checks with a tiny model of its own")
     if '-m' in rest: p.error("-m: it takes no module, for it checks with a tiny model of its own")
     if a.timeout==int(a.timeout): a.timeout = int(a.timeout) # for messages
