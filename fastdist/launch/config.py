@@ -99,8 +99,9 @@ keys = dict(
     resume_every=_Key("how often it saves: so many steps, seconds, minutes, hours or epochs", '1 epoch', str,
                       "a text such as '200 steps', '10m' or '1 epoch'", _is_period),
     seed=_count("seed of all random numbers, the same in all workers", 0, first=0, end=2**32),
-    log_dir=_Key("folder of the workers' logs, and of config.toml, which has all values of the run; by default only the logs of a run that "
-                 "fails stay, in a folder for temporary files", need="the name of a folder", ok=lambda v: v.strip()!=''),
+    log_dir=_Key("folder of the workers' logs (one alone has the screen), and of config.toml, which has all values of the run; by default "
+                 "only the logs of a run that fails stay, in a folder for temporary files",
+                 need="the name of a folder", ok=lambda v: v.strip()!=''),
     save=_Key("file to export the trained learner to, for load_learner; by default it is not saved",
              need="the name of a file", ok=lambda v: v.strip()!=''))
 

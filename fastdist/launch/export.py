@@ -43,7 +43,7 @@ def main(args # Arguments after `fastdist export`
         ):
     "Write the weights of a checkpoint to one file; the exit status"
     p = Parser('fastdist export', description="Write the model's weights in a checkpoint to one plain file: "
-                       "model.pth for learn.load('model', with_opt=False), or model.safetensors.")
+                       "models/model.pth for learn.load('model', with_opt=False), or model.safetensors.")
     p.add_argument('path', help="the folder of Resume, of which the newest checkpoint is taken, or one of the folders step-... in it")
     p.add_argument('file', type=Path, help="what to write: a name that ends in .pth or .safetensors")
     p.add_argument('--best', action='store_true', help="the checkpoint with the best validation loss, instead of the newest")
