@@ -1846,6 +1846,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                        'fastdist.launch.nodes._is_here': ('launch/nodes.html#_is_here', 'fastdist/launch/nodes.py'),
                                        'fastdist.launch.nodes._n_nodes': ('launch/nodes.html#_n_nodes', 'fastdist/launch/nodes.py'),
                                        'fastdist.launch.nodes._number': ('launch/nodes.html#_number', 'fastdist/launch/nodes.py'),
+                                       'fastdist.launch.nodes._slurm_and': ('launch/nodes.html#_slurm_and', 'fastdist/launch/nodes.py'),
                                        'fastdist.launch.nodes._slurm_nodes': ('launch/nodes.html#_slurm_nodes', 'fastdist/launch/nodes.py'),
                                        'fastdist.launch.nodes.light_parser': ('launch/nodes.html#light_parser', 'fastdist/launch/nodes.py'),
                                        'fastdist.launch.nodes.node_address': ('launch/nodes.html#node_address', 'fastdist/launch/nodes.py'),

@@ -122,6 +122,14 @@ def _number(a, conf):
     option = '--rdzv-endpoint' if a.rdzv_endpoint else '--main_process_ip'
     raise ValueError(f"{option} {a.rdzv_endpoint or host}: how many machines are there? Give their number with --nnodes, on each of them")
 
+# %% ../../nbs/launch/04_nodes.ipynb #9757c03f
+def _slurm_and(a, nodes, host, port, rank):
+    "What `_slurm_nodes` returns, with the rendezvous that arguments give; a `ValueError` for a number of this node that is not Slurm's"
+    own_host,own_port,own_rank = node_address(a)
+    if own_rank not in (None,rank): raise ValueError(
+        f"--node-rank {own_rank}: Slurm has numbered the nodes, and this one is {rank}: leave it out, or give --nnodes as well")
+    return nodes,_first(own_host, host),_first(own_port, 0 if nodes==1 else port),rank
+
 # %% ../../nbs/launch/04_nodes.ipynb #5599e21c
 def rendezvous(a, # Parsed arguments
                conf=lambda name: None, # Function from a name to its value in Accelerate's config file
@@ -129,14 +137,14 @@ def rendezvous(a, # Parsed arguments
     "How the nodes find each other, as options for Accelerate; a `ValueError` for what is missing or wrong"
     nodes = _n_nodes(a)
     slurm = _slurm_nodes() if nodes is None else None
-    nodes,host,port,rank = slurm or (_number(a, conf) if nodes is None else nodes, *node_address(a, conf))
+    nodes,host,port,rank = _slurm_and(a, *slurm) if slurm else (_number(a, conf) if nodes is None else nodes, *node_address(a, conf))
     if nodes < 1: raise ValueError(f"--nnodes {nodes}: at least 1 machine is needed")
     if slurm and rank >= nodes:
         raise ValueError(f"SLURM_NODEID={rank} is no node of SLURM_STEP_NUM_NODES={nodes}, which are numbered from 0")
     if rank is not None and not 0 <= rank < nodes:
         raise ValueError(f"--node-rank {rank}: {nodes} node(s) are numbered from 0; --nnodes is their number")
     # by default any free port, so that two jobs can run side by side
-    if nodes==1: return dict(num_machines=1, main_process_port=0 if slurm else _first(port, 0))
+    if nodes==1: return dict(num_machines=1, main_process_port=_first(port, 0))
     if port==0: raise ValueError(f"port 0: {nodes} nodes need one that all of them know, such as --rdzv-endpoint {host or 'host1'}:29500")
     if not host: raise ValueError(
         f"--nnodes {nodes}: where is the rendezvous? Add --rdzv-endpoint HOST:29500 on each, with a name or address of one of them")

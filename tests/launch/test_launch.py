@@ -191,6 +191,17 @@ def test_wrong_arguments(tmp_path, args, says):
         assert 'it runs' not in res.stdout and not list(tmp_path.glob('fastdist_*')), res
 
 
+def test_rendezvous_in_a_task_of_slurms(tmp_path):
+    "What the arguments say of it counts; the number of the node is Slurm's"
+    env = dict(SLURM_JOB_ID='7', SLURM_STEP_ID='0', SLURM_PROCID='1', SLURM_NTASKS='2', SLURM_STEP_NUM_TASKS='2', SLURM_NODEID='1', SLURM_GTIDS='1',
+               SLURM_STEP_NUM_NODES='2', SLURM_STEP_NODELIST='n[1-2]')
+    file = script(tmp_path, '')
+    res = launched([*LAUNCH, '--dry-run', '--rdzv-endpoint', 'n1-ib:7', file], 60, env, tmp_path)
+    assert '--main_process_ip n1-ib --main_process_port 7 --machine_rank 1' in res.stdout, res
+    res = launched([*LAUNCH, '--dry-run', '--node-rank', '0', file], 60, env, tmp_path)
+    assert res.returncode == 2 and '--node-rank 0: Slurm has numbered the nodes' in res.stderr, res
+
+
 def test_nohup(tmp_path):
     "The end of a terminal, which sends SIGHUP, does not end what `nohup` has started"
     file = script(tmp_path, """
