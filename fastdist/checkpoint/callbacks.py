@@ -88,9 +88,10 @@ _clocks = 'start_epoch', # the recorder's: an epoch's time is that of this proce
 def take_callbacks(learn, # `Learner`
                    but=(), # Callbacks to leave out
                    ended=False, # Has the fit ended?
+                   shared=(), # As that of `attributes_of`
                   ):
     "What they remember, by name"
-    return {k:dict(attributes=attributes_of(cb, _clocks)[0], text=_text_of(cb), run=_run_of(cb, ended))
+    return {k:dict(attributes=attributes_of(cb, _clocks, shared)[0], text=_text_of(cb), run=_run_of(cb, ended))
             for k,cb in saved_callbacks(learn, but).items()}
 
 def put_callbacks(learn, # `Learner`

@@ -13,7 +13,7 @@ from fastai.basics import *
 from fastai.losses import BaseLoss
 from ..callbacks.fastai_patches import trainer_of
 from .callbacks import put_callbacks, take_callbacks
-from .plain import NotPlain, attributes_of, from_plain, set_attributes, to_plain
+from .plain import NotPlain, attributes_of, from_plain, is_link, memory_of, set_attributes, to_plain
 from .weights import sharded_of
 from ..comm.shards import TensorShard, is_dtensor, local
 from ..data.dl import DistributedDL
@@ -258,21 +258,23 @@ def _loss_modules(learn):
 # %% ../../nbs/checkpoint/05_state.ipynb #c51f5c2e
 _states = 'h','hidden' # names of hidden states, `None` before the first batch
 
-def _module_data(modules):
+def _module_data(modules, shared=()):
     "What modules, by name, remember in plain attributes, as the hidden state of a recurrent one"
     res = {}
     for nm,m in modules.items():
         for k,v in vars(m).items():
             fresh = v is None and k in _states
-            if k.startswith('_') or k=='training' or not fresh and isinstance(v, (nn.Parameter,bool,str,type(None))): continue
+            if k.startswith('_') or k=='training' or not fresh and isinstance(v, (nn.Parameter,str,type(None))): continue
+            if is_link(v, shared): continue
             try: res[f'{nm}|{k}'] = to_plain(v)
             except NotPlain: pass
     return res
 
-def _put_module_data(modules, saved, device):
+def _put_module_data(modules, saved, device, same=True):
     for k,v in saved.items():
         nm,_,attr = k.rpartition('|')
-        if nm in modules: vars(modules[nm])[attr] = from_plain(v, device)
+        # of other workers the numbers: a tensor may have a row for each sample of theirs
+        if nm in modules and (same or isinstance(v, (bool,int,float))): vars(modules[nm])[attr] = from_plain(v, device)
 
 def hidden_states(rest # From `take_rest`
                  ):
@@ -324,9 +326,10 @@ def take_rest(learn, # `Learner` in a fit
              ):
     "What this worker remembers beside tensors, as plain data"
     trainer,scaler = trainer_of(learn),getattr(learn, 'scaler', None)
+    shared = memory_of([*named_tensors(learn).values(), *_params(learn.opt).values()])
     return dict(
-        opt=_opt_rest(learn.opt), callbacks=take_callbacks(learn, but, ended), modules=_module_data(dict(learn.model.named_modules())),
-        loss=_module_data(_loss_modules(learn)),
+        opt=_opt_rest(learn.opt), callbacks=take_callbacks(learn, but, ended, shared),
+        modules=_module_data(dict(learn.model.named_modules()), shared), loss=_module_data(_loss_modules(learn), shared),
         metrics=[attributes_of(m)[0] for m in learn.metrics], keys={k:n for k,n in _state_keys(learn)},
         learner={k:to_plain(getattr(learn, k)) for k in _of_learner if hasattr(learn, k)},
         streams=stream_states(*random_of(learn)), generators=[generator_states(generators_in(o)) for o in _plain_loaders(learn)],
@@ -366,8 +369,8 @@ def put_rest(learn, # `Learner` in a fit
     for m,saved in zip(learn.metrics, rest['metrics']): m.reset() if saved is None else set_attributes(m, saved, device)
     left = put_callbacks(learn, rest['callbacks'], but, device, same)
     for k,v in rest['learner'].items(): setattr(learn, k, from_plain(v, device))
+    _put_module_data(dict(learn.model.named_modules()), rest['modules'], device, same)
     if same:
-        _put_module_data(dict(learn.model.named_modules()), rest['modules'], device)
         for n,b in learn.model.named_buffers():
             if n in rest['buffers']: b.data.copy_(from_plain(rest['buffers'][n]))
     _put_module_data(_loss_modules(learn), rest.get('loss', {}), device) # of an older version it has none

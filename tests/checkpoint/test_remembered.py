@@ -352,3 +352,54 @@ def test_what_has_not_changed_is_that_of_the_script(tmp_path):
         return learn
     fitted(tmp_path, partial(make, 22), None, 15)
     assert fitted(tmp_path, partial(make, 30), lambda l: (l.dls[0].sampler.n, l.dls[0].sampler.epoch))[2] == (30, 4)
+
+
+class Links(Callback):
+    "Has the model's parameters in a list of its own, and changes them after each step"
+    def before_fit(self): self.ps, self.data = list(self.model.parameters()), {'w': self.model[0].weight.data}
+    def after_step(self):
+        with torch.no_grad():
+            for p in self.ps: p.mul_(.9)
+            self.data['w'].add_(.01)
+
+
+class Layers(nn.Module):
+    "Its parameters in a list of its own, too; it begins by the first batch that it sees, and counts"
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.n, self.ready = nn.Linear(4, 8), nn.Linear(8, 3), 0, False
+        self.ws = [self.a.weight, self.b.weight]
+    def __iter__(self): return iter([self.a, self.b])
+    def __getitem__(self, i): return [self.a, self.b][i]
+    def forward(self, x):
+        self.n += self.training
+        if not self.ready:
+            self.ready = True
+            with torch.no_grad(): self.a.weight.div_(2)
+        return F.linear(F.linear(x, self.ws[0], self.a.bias), self.ws[1], self.b.bias)/(1+self.n/10)
+
+
+class Decays:
+    "A loss function with the model's parameters"
+    def __init__(self, model): self.ps = list(model.parameters())
+    def __call__(self, p, y): return (F.cross_entropy(p, y) + sum(o.pow(2).sum() for o in self.ps)/9).float()
+
+
+def linked(what, folder):
+    learn = simple(folder, Links() if what == 'callback' else None, model=(lambda: Layers().double()) if what == 'layers' else None)
+    if what == 'loss': learn.loss_func = Decays(learn.model)
+    return learn
+
+
+@pytest.mark.parametrize('what', ['callback', 'layers', 'loss'])
+def test_links_to_parameters_stay(what, tmp_path): compare(tmp_path, partial(linked, what), lambda l: None, [15], 2)
+
+
+def counted(folder, at): return fitted(folder, partial(linked, 'layers'), lambda l: l.model.n, at, 2, 'ddp')
+
+
+def test_what_layers_count_on_another_number_of_workers(worlds, tmp_path):
+    want = worlds(2)(counted, tmp_path/'whole', None)[0]
+    worlds(2)(counted, tmp_path/'part', 15)
+    for _, w, n in worlds(3)(counted, tmp_path/'part', None):
+        assert n == want[2] and max(diff(torch.tensor(v), torch.tensor(want[1][k])) for k, v in w.items()) < 1e-6
