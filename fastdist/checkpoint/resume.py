@@ -51,6 +51,12 @@ class Resume(Callback):
         "Ask for a checkpoint at the end of a step, the same in all workers; for signal handlers, of any worker"
         self.asked = 2**20 if stop else max(self.asked, 1)
 
+# %% ../../nbs/checkpoint/09_resume.ipynb #39e61e8f
+@patch
+def __getstate__(self:Resume):
+    "A copy, as one that `learn.export` writes, is in no fit"
+    return {**vars(self), 'active':False, 'wrapped':{}, 'between':None, **dict.fromkeys(('shared','fits','found','saver'))}
+
 # %% ../../nbs/checkpoint/09_resume.ipynb #03d93935
 @patch(as_prop=True)
 def many(self:Resume):
