@@ -18,7 +18,8 @@ from .fastai_dl import FastaiAdapter
 from .loaders import SeveralAdapter, counts_of, n_batches, set_counts
 from .orders import compare_with_rank0, same_order, same_shuffled
 from .partition import join_shares
-from .rng import OtherLoader, WorkerRandom, drawers, plain_state, seed_of, set_stream_states, shared_order, stream_states
+from .rng import (OtherLoader, WorkerRandom, drawers, generator_states, plain_state, seed_of, set_generator_states,
+                               set_stream_states, shared_order, stream_states)
 from .torch_dl import TorchAdapter, TorchDataLoader
 from ..comm.objects import all_gather_list
 from ..world.ranks import check_rank, get_rank, get_world_size
@@ -212,6 +213,8 @@ def _draw(self:DistributedDL, new=True):
         with shared_order(a.generators(), synced, pending['rng'] if pending else state, keep=not a.stream) as at:
             order = self._order(a.order(new, seeded), own)
         if not alone and state is None: _drawn().setdefault(self.dl, deque(maxlen=64)).append((self.world_size, at, {self.rank}))
+    if pending and pending['offset'] and not a.from_rng and pending['n']!=len(order): raise OtherLoader(
+        f"{a.nm} cannot go on where the loader of this state was: it had {pending['n']} samples or batches, this one has {len(order)}")
     if synced and (own or not a.from_rng): same_order(order, a.nm)
     if new and self._is_own_part(): compare_with_rank0(order, a.nm)
     if not new: a.seed = seed_of(at[0], at[2].numpy().tobytes(), repr(at[3])) # for who reads `fake_l` by himself; nothing is drawn
@@ -242,6 +245,20 @@ def new(self:DistributedDL,
     if cls is not None: kwargs['cls'] = cls # not all loaders' `new` takes it
     return self._like(self.dl.new(dataset, **kwargs))
 
+# %% ../../nbs/data/07_dl.ipynb #31d5c5e4
+@patch
+def _go_on(self:DistributedDL, pending, streams):
+    "Once the order of an epoch that goes on is drawn: with random numbers from `streams`, and generators where they were"
+    set_stream_states(streams, self._random)
+    if 'now' in pending: set_generator_states(self._adapter.generators(), pending['now']) # an older version has not saved it
+
+@patch
+def _begin_parts(self:DistributedDL):
+    "An epoch of several loaders: this one draws for all of them"
+    for o in self._adapter.parts: vars(o)['_random'] = self._random
+    if self._streams is not None: set_stream_states(self._streams, self._random)
+    self._streams = None
+
 # %% ../../nbs/data/07_dl.ipynb #462bd1cd
 @patch
 def _batches(self:DistributedDL):
@@ -250,12 +267,15 @@ def _batches(self:DistributedDL):
         found = drawers(self.dl)
         if self._pending: set_counts(found, self._pending.get('counts'))
         counts = counts_of(*found)
+        # of one loader of several the others have drawn before, and read
+        streams = stream_states(self._random, plain=False) if self._streams is True else self._streams
         pending,at = self._draw()
         self._random.restart(self._adapter.seed)
         if not self._alone:
-            if self._streams is not None: set_stream_states(self._streams, self._random)
+            if streams is not None: self._go_on(pending, streams)
             self._epoch,self._at = pending['epoch'] if pending else self._epoch+1,(*at,counts)
             self._steps,self._ended,self._streams = 0,False,None
+    else: self._begin_parts()
     self._live = True
     yield from self._adapter.batches()
 
@@ -373,29 +393,21 @@ def state_dict(self:DistributedDL, back=0 # Of the batches that it has handed ov
     if self._epoch >= 0 and not self._ended and (a.unsized or steps < len(a.plan)):
         rng,shuffled,seeded,counts = self._at
         at = dict(shuffled=shuffled, seeded=seeded, counts=counts)
+        at['now'] = generator_states(a.generators()) # a callback may have drawn since, as by `one_batch`
         return dict(epoch=self._epoch, offset=a.plan.done(steps), rng=plain_state(rng), **at, **state)
     with shared_order(a.generators(), sync=False) as now: pass
     at = dict(shuffled=a.shuffled(), seeded=a.seeds, counts=counts_of(*drawers(self.dl)))
     return dict(epoch=self._epoch+1, offset=0, rng=plain_state(now), **at, **state)
 
-# %% ../../nbs/data/07_dl.ipynb #d2f6a291
-@patch
-def load_state_dict(self:DistributedDL,
-                    state:dict, # What `state_dict` of a loader over the same data returned, in any worker; the same in all
-                    streams=None, # What `streams` returned in this worker: go on with its random numbers too
-                   ):
-    "Go on there at the next iteration, with the same global batches if a step is as large; a `ValueError` says what does not fit"
-    if self._adapter.parts is not None: return self._adapter.load_state_dict(state)
-    for why in self._misfits(state): raise OtherLoader(f"{self._adapter.nm} cannot go on where the loader of this state was: {why}")
-    self._pending,self._streams = dict(state),streams
-
+# %% ../../nbs/data/07_dl.ipynb #9264767c
 @patch
 def _misfits(self:DistributedDL, state):
     a = self._adapter
     missing = {'epoch','offset','rng','shuffled','seeded','n','mode','world_size','global_bs'}-{*state}
     if missing: return [f"{', '.join(sorted(missing))} missing"]
     res,n,had,have = [],None if a.unsized else len(a.expected()),len(state['rng'][3]),len(a.generators())
-    if state['offset'] and state['n']!=n and not a.unsized: res.append(f"it had {state['n']} samples or batches, this one has {n}")
+    # of an order of a user's own the length is known once it is drawn
+    if state['offset'] and a.from_rng and state['n']!=n and not a.unsized: res.append(f"it had {state['n']} samples or batches, this one has {n}")
     if had!=have: res.append(
         f"it had {had} random number generators of its own, this one has {have}: build the loader and its sampler in the same way")
     if state['mode']!=a.mode: res.append(f"it was cut in {state['mode']}, this one is in {a.mode} (split_batches, evaluate)")
@@ -404,6 +416,19 @@ def _misfits(self:DistributedDL, state):
     if state['offset'] and a.in_processes:
         res.append("it reads an iterable data set in several processes, each at its own position: use num_workers=0")
     return res
+
+# %% ../../nbs/data/07_dl.ipynb #d2f6a291
+@patch
+def load_state_dict(self:DistributedDL,
+                    state:dict, # What `state_dict` of a loader over the same data returned, in any worker; the same in all
+                    streams=None, # What `streams` returned in this worker: go on with its random numbers too
+                   ):
+    "Go on there at the next iteration, with the same global batches if a step is as large; a `ValueError` says what does not fit"
+    if self._adapter.parts is not None:
+        self._streams = streams
+        return self._adapter.load_state_dict(state, None if streams is None else True)
+    for why in self._misfits(state): raise OtherLoader(f"{self._adapter.nm} cannot go on where the loader of this state was: {why}")
+    self._pending,self._streams = dict(state),streams
 
 # %% ../../nbs/data/07_dl.ipynb #f806ce0c
 @patch

@@ -229,9 +229,9 @@ def state_dict(self:SeveralAdapter):
     return dict(loaders=[o.state_dict() for o in self.parts])
 
 @patch
-def load_state_dict(self:SeveralAdapter, state):
+def load_state_dict(self:SeveralAdapter, state, streams=None):
     "Its loaders go on there; raises a `ValueError` if `state` is that of another number of them"
     n,states = len(self.parts),state.get('loaders', ())
     if len(states)!=n: raise OtherLoader(
         f"{self.nm} has {n} loaders, and the state is that of {len(states)}: load what `state_dict` of the same kind of loader returned")
-    for o,s in zip(self.parts, states): o.load_state_dict(s)
+    for o,s in zip(self.parts, states): o.load_state_dict(s, streams)

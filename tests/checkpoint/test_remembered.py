@@ -403,3 +403,58 @@ def test_what_layers_count_on_another_number_of_workers(worlds, tmp_path):
     worlds(2)(counted, tmp_path/'part', 15)
     for _, w, n in worlds(3)(counted, tmp_path/'part', None):
         assert n == want[2] and max(diff(torch.tensor(v), torch.tensor(want[1][k])) for k, v in w.items()) < 1e-6
+
+
+class First(Callback):
+    "Looks at a first batch in the middle of an epoch"
+    def after_batch(self):
+        if self.training and self.iter in (1, 3): self.dls.train.one_batch()
+
+
+class Varies(T.Sampler):
+    "As many batches in each epoch as there come to be; how many it says is a guess"
+    def __len__(self): return 5
+    def __iter__(self):
+        left = torch.randperm(22).tolist()
+        while left:
+            k = int(torch.randint(3, 6, (1,)))
+            if len(left)-k < 3: k = len(left)
+            yield left[:k]
+            left = left[k:]
+
+
+def in_the_middle(kind, folder):
+    learn = simple(folder, First() if kind == 'first' else None)
+    if kind == 'noisy': learn.dls.loaders[0] = Side(*(DataLoader(Noisy(22), bs=4, shuffle=True) for _ in range(2)))
+    if kind == 'varies': learn.dls.loaders[0] = T.DataLoader(learn.dls.train_ds, batch_sampler=Varies())
+    return learn
+
+
+@pytest.mark.parametrize('kind', ['first', 'noisy', 'varies'])
+def test_goes_on_in_the_middle(kind, tmp_path): compare(tmp_path, partial(in_the_middle, kind), lambda l: None, [15], 2)
+
+
+def in_the_middle_of_all(folder, kind, every, at=None): return fitted(folder, partial(in_the_middle, kind), lambda l: None, at, every, 'ddp')
+
+
+@pytest.mark.parametrize('kind,every', [('first', 2), ('noisy', 2), ('noisy', None)])
+def test_goes_on_in_the_middle_in_two_workers(world2, kind, every, tmp_path):
+    want = world2(in_the_middle_of_all, tmp_path/'whole', kind, every)
+    assert world2(in_the_middle_of_all, tmp_path/'part', kind, every, 15) == [None]*2
+    assert repr(world2(in_the_middle_of_all, tmp_path/'part', kind, every)) == repr(want)
+
+
+class Exports(Callback):
+    "Keeps a copy of the learner as it is after an epoch"
+    def after_epoch(self): Exports.copy = deepcopy(self.learn)
+
+
+def test_a_learner_with_a_resume_is_copied_and_exported(tmp_path):
+    import fastdist.all
+    from fastdist.checkpoint.resume import Resume
+    from_the_start()
+    learn = simple(tmp_path, [Resume(tmp_path/'ckpt', every=2), Exports()])
+    learn.fit(1)
+    assert [o.active for o in Exports.copy.cbs if isinstance(o, Resume)] == [False]
+    learn.export()
+    assert [o.folder for o in load_learner(tmp_path/'export.pkl').cbs if isinstance(o, Resume)] == [tmp_path/'ckpt']
