@@ -11,7 +11,7 @@ from weakref import WeakSet
 
 from torch.nn.modules.module import register_module_forward_pre_hook
 from fastcore.basics import noop
-from ..data.dl import DistributedDL
+from ..data.dl import _NEW_EPOCH, DistributedDL
 from ..world.state import current_world
 from .batchnorm import GlobalBatchNorm, batch_norms, sync_batch_norm
 
@@ -31,28 +31,72 @@ def global_norms():
         hook.remove()
         for f in undo: f()
 
+# %% ../../nbs/model/05_own_loop.ipynb #fb334345
+def _places(dl):
+    "Of `dl`, and of the loaders that it may be made of: what of it, and of its adapter, is that of an epoch"
+    of_adapter = 'plan','drawn_n','seed','steps'
+    return [(vars(o),{k:vars(o)[k] for k in _NEW_EPOCH},vars(o._adapter),{k:v for k,v in vars(o._adapter).items() if k in of_adapter})
+            for o in (dl, *(dl._adapter.parts or ()))]
+
+def _go_to(places):
+    for own,at,adapters,at_adapter in places:
+        own.update(at)
+        adapters.update(at_adapter)
+
+@contextmanager
+def _beside(dl, places):
+    "Within, `dl` is where a loop beside the fit's is, if an epoch of the fit's is on; `places` follows it"
+    fits = _places(dl) if dl.fit_on else []
+    if fits: _go_to(places)
+    try: yield
+    finally:
+        places[:] = _places(dl)
+        _go_to(fits)
+
+# %% ../../nbs/model/05_own_loop.ipynb #8928f546
+def _beside_fit(dl, # `DistributedDL`
+                it, # A loop over it
+               ):
+    "The batches of `it` and their `Counts`; of the fit's epoch that may be on `dl` forgets nothing"
+    places = [(own,{**_NEW_EPOCH},a,{**at,'plan':None,'seed':None}) for own,_,a,at in _places(dl)]
+    try:
+        while True:
+            with _beside(dl, places):
+                try: b,counts = next(it),dl.counts
+                except StopIteration: return
+            yield b,counts
+    finally:
+        with _beside(dl, places): it.close()
+
+# %% ../../nbs/model/05_own_loop.ipynb #1f171b9c
+def _fits_loop(dl, it):
+    dl.fit_on = True
+    try: yield from it
+    finally: dl.fit_on = False
+
+def _own_loop(dl, it):
+    with global_norms() if dl.sync_bn else nullcontext():
+        end = noop
+        try:
+            for b,counts in _beside_fit(dl, it):
+                GlobalBatchNorm.expect(counts.mine!=0, counts.empty)
+                end = dl.begin_own(counts)
+                yield b
+                end()
+        finally:
+            end()
+            GlobalBatchNorm.expect()
+
 # %% ../../nbs/model/05_own_loop.ipynb #47a59a4b
 class OwnLoopDL(DistributedDL):
     "A learner's training loader: in a loop that is not its fit's, gradients and batch norm's statistics are those of the global batch too"
-    fit_next = False # Is the fit the next to read it?
+    fit_next,fit_on = False,False # Is the fit the next to read it? Is an epoch of the fit's on?
     sync_bn = True # Are batch norm's?
     begin_own = staticmethod(lambda counts: noop) # called with the `Counts` of each batch of such a loop; returns what ends it
     def __iter__(self):
         fits,self.fit_next = self.fit_next,False
-        return super().__iter__() if fits or self._alone or current_world().alone else self._own_loop()
-
-    def _own_loop(self):
-        with global_norms() if self.sync_bn else nullcontext():
-            end = noop
-            try:
-                for b in super().__iter__():
-                    GlobalBatchNorm.expect(self.counts.mine!=0, self.counts.empty)
-                    end = self.begin_own(self.counts)
-                    yield b
-                    end()
-            finally:
-                end()
-                GlobalBatchNorm.expect()
+        if self._alone or current_world().alone: return super().__iter__()
+        return (_fits_loop if fits else _own_loop)(self, super().__iter__())
 
     def __reduce__(self):
         new,args,state = super().__reduce__()

@@ -82,6 +82,7 @@ def before_batch(self:StrategyHooks):
     if self.trainer.follow_in_epoch(): # it has other ones of these now
         self.trainer.hooks.begin_batch()
         return self.trainer.hooks.before_batch()
+    GlobalBatchNorm.expect(step.counts, step.empty) # a loop of a callback's own may have had a batch since
     self.weigh_stats = weighed_stats(learn.model, step.samples*get_world_size()/step.total if step.total else 1)
     self.strategy.forward(self.sync)
 

@@ -64,3 +64,33 @@ def test_a_copy_is_nobodys(world2):
         import fastdist.all
         with (learn := quiet(learner(n=22))).distrib_ctx(split_batches=True): return [(type(o).__name__, 'begin_own' in vars(o)) for o in (learn.dls.train, deepcopy(learn.dls.train))]
     for o in world2(copied): assert o == [('OwnLoopDL', True), ('OwnLoopDL', False)]
+
+
+class Looks(Callback):
+    "Looks at a batch, or all, in the middle of an epoch: before its last batch, of which a worker has nothing, and after its first"
+    run_valid = False
+    def __init__(self, whole): self.whole = whole
+    def look(self):
+        for _ in self.dls.train:
+            if not self.whole: break
+    def before_batch(self):
+        if self.iter == 4: self.look()
+    def after_batch(self):
+        if self.iter == 0: self.look()
+
+
+def looks(whole, ctx=None):
+    import fastdist.all
+    learn = quiet(learner(n=22, n_val=9, bn=True, opt=partial(SGD, mom=.9), shuffle=False, cbs=Looks(whole)))
+    at = []
+    if ctx: learn.add_cb(Callback(after_batch=lambda self: learn.training and at.append(tuple(learn.dl.state_dict()[o] for o in ('epoch', 'offset')))))
+    with contextlib.nullcontext() if ctx is None else learn.distrib_ctx(**ctx): learn.fit(2)
+    return weights(learn), [float(o) for o in learn.recorder.losses], at
+
+
+@pytest.mark.parametrize('whole', [False, True])
+def test_a_look_in_the_middle_of_an_epoch(world3, whole):
+    w, losses, _ = looks(whole)
+    for w1, losses1, at in world3(looks, whole, ctx_of('ddp')):
+        assert diff(w, w1) < 2e-6 and diff(losses, losses1) < 2e-6
+        assert at == [(0, 5), (0, 10), (0, 15), (0, 20), (1, 0), (1, 5), (1, 10), (1, 15), (1, 20), (2, 0)]  # behind the last the next epoch comes
