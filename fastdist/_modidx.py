@@ -2452,6 +2452,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                          'fastdist/model/own_loop.py'),
                                          'fastdist.model.own_loop.OwnLoopDL.__reduce__': ( 'model/own_loop.html#ownloopdl.__reduce__',
                                                                                            'fastdist/model/own_loop.py'),
+                                         'fastdist.model.own_loop.OwnLoopDL._like': ( 'model/own_loop.html#ownloopdl._like',
+                                                                                      'fastdist/model/own_loop.py'),
                                          'fastdist.model.own_loop._beside': ('model/own_loop.html#_beside', 'fastdist/model/own_loop.py'),
                                          'fastdist.model.own_loop._beside_fit': ( 'model/own_loop.html#_beside_fit',
                                                                                   'fastdist/model/own_loop.py'),

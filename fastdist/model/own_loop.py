@@ -100,4 +100,9 @@ class OwnLoopDL(DistributedDL):
 
     def __reduce__(self):
         new,args,state = super().__reduce__()
-        return new,args,{k:v for k,v in state.items() if k!='begin_own'} # the learner's: a copy is nobody's
+        return new,args,{k:v for k,v in state.items() if k not in ('begin_own','fit_on')} # the learner's: a copy is nobody's
+
+    def _like(self, *args, **kwargs):
+        res = super()._like(*args, **kwargs)
+        vars(res).pop('fit_on', None) # the fit reads this one
+        return res
