@@ -63,17 +63,20 @@ class ParallelTrainer(Callback):
         "Wrap the model, which is on its device by now; a `ValueError` for one that cannot be copied"
         check_device_ids(self.device_ids)
         check_copies(self.learn, torch.cuda.device_count() if self.device_ids is None else len(self.device_ids))
-        self.wrapped = ReplicatedModel(self.learn.model, self.device_ids, self.sync_bn)
+        self._wrap()
+
+    def _wrap(self): self.wrapped = ReplicatedModel(self.learn.model, self.device_ids, self.sync_bn)
 
     def before_batch(self):
         "Let the forward that comes next be the wrapper's"
+        if self.wrapped is None: self._wrap() # an evaluation that a callback has made in the fit has ended as one does
         self.proxy = ForwardProxy(self.learn, self.wrapped)
 
 # %% ../../nbs/callbacks/01_data_parallel.ipynb #39463391
 @patch
 def after_batch(self:ParallelTrainer):
     "Give the model back, also where its forward was cancelled"
-    self.proxy.restore()
+    if self.proxy is not None: self.proxy.restore()
 
 @patch
 def close(self:ParallelTrainer):

@@ -92,6 +92,11 @@ def _of_all(pred, yb, step):
     parts[get_rank()] = mine
     return interleave(parts)
 
+# %% ../../nbs/metrics/02_losses.ipynb #67c76542
+def _by_sample(f): return ValueError(
+    f"rank {get_rank()}: a callback asks GlobalBatchLoss for the loss of each sample (reduction='none'), as MixUp and CutMix do, and takes "
+    f"the mean of them: give the learner the loss function itself, learn.loss_func = {getattr(f, '__name__', type(f).__name__)}(...)")
+
 # %% ../../nbs/metrics/02_losses.ipynb #8cbeeace
 class GlobalBatchLoss(GetAttr):
     """`loss_func` of the global batch, whatever it makes of its samples: in training each worker gathers the predictions and targets of
@@ -101,9 +106,15 @@ class GlobalBatchLoss(GetAttr):
         if not callable(loss_func): refuse('loss_func', loss_func, "it is a loss function")
         self.loss_func = loss_func
 
+    def __setattr__(self, nm, v): # such as `reduction`, where fastai wants the loss of each sample
+        if nm=='loss_func' or not hasattr(self.loss_func, nm): object.__setattr__(self, nm, v)
+        else: setattr(self.loss_func, nm, v)
+
     def __call__(self, pred, *yb, **kwargs):
         step = current_world().cache.get('global_batch')
-        if step is not None: pred,*yb = _of_all(pred, yb, step)
+        if step is not None:
+            if kwargs.get('reduction', getattr(self, 'reduction', None))=='none': raise _by_sample(self.loss_func)
+            pred,*yb = _of_all(pred, yb, step)
         return self.loss_func(pred, *yb, **kwargs)
 
     @staticmethod

@@ -182,3 +182,29 @@ def test_failed_before_the_forward(gpus):
     assert learn.model is model
     with pytest.raises(KeyError), around(learn, gpus): learn.fit(1, cbs=FailsLast())
     assert learn.model is model
+
+
+class Evaluates(Callback):
+    "Evaluates after the first batch, and after the first epoch"
+    order, busy = 70, False
+    def once(self, at):
+        if self.busy or at in vars(self): return
+        setattr(self, at, True)
+        self.busy = True
+        was = {k: getattr(self.learn, k) for k in ('epoch', 'train_iter', 'pct_train', 'dl', 'iter', 'n_iter', 'training')}
+        self.learn.validate()
+        for k, v in was.items(): setattr(self.learn, k, v)
+        self.learn.model.train(self.training)
+        self.busy = False
+    def after_batch(self):
+        if self.training: self.once('in_epoch')
+    def after_epoch(self): self.once('behind_it')
+
+
+def test_an_evaluation_in_a_fit():
+    "The fit goes on, with the numbers that it has without `parallel_ctx`"
+    import fastdist.all
+    one, learn = quiet(learner(cbs=Evaluates())), quiet(learner(cbs=Evaluates()))
+    one.fit(2)
+    with learn.parallel_ctx(): learn.fit(2)
+    assert diff({k: v.cpu() for k, v in one.model.state_dict().items()}, {k: v.cpu() for k, v in learn.model.state_dict().items()}) < 1e-12

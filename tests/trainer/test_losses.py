@@ -288,3 +288,32 @@ def counted():
 def test_messages(world2):
     "A loss of one's own costs no message, nor do targets that a callback changes; a divisor costs one in each of 10 steps"
     for n in world2(counted): assert n['own_mean'] == n['mean'] == n['marks'] and n['declared'] == n['mean'] + 10, n
+
+
+def single(f): return quiet(learner(n=12, loss=f, dtype=torch.float32))
+
+
+def test_whole_in_one_process():
+    "`GlobalBatchLoss` is the loss function there, also for who wants the loss of each sample: `Interpretation`, `MixUp`"
+    from fastai.callback.mixup import MixUp
+    def seen(f):
+        learn = single(f)
+        learn.fit(1, cbs=MixUp())
+        return [float(o) for o in learn.recorder.losses], learn.get_preds(with_loss=True)[-1], f.reduction
+    a, b = seen(CrossEntropyLossFlat()), seen(whole(CrossEntropyLossFlat()))
+    assert diff(a[0], b[0]) == diff(a[1], b[1]) == 0 and b[2] == 'mean'
+
+
+def mixed():
+    from fastai.callback.mixup import MixUp
+    import fastdist.all
+    learn = single(whole(CrossEntropyLossFlat()))
+    with learn.distrib_ctx(split_batches=True):
+        losses = learn.get_preds(with_loss=True)[-1]
+        with pytest.raises(ValueError) as e: learn.fit(1, cbs=MixUp())
+    return losses, str(e.value)
+
+
+def test_the_loss_of_each_sample(world2):
+    one = single(CrossEntropyLossFlat()).get_preds(with_loss=True)[-1]
+    for losses, text in world2(mixed): assert diff(one, losses) < 1e-6 and 'as MixUp and CutMix do' in text and 'learn.loss_func = CrossEntropyLossFlat' in text
