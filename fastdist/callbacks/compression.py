@@ -17,7 +17,7 @@ from ..strategy.backward import average_tensors
 from ..strategy.base import inner_opt
 from ..world.errors import refuse
 from ..comm.pack import tensors_in
-from .fastai_patches import trainer_of
+from .fastai_patches import in_evaluation, trainer_of
 from ..comm.call import same_text
 from ..comm.objects import all_gather_list
 from ..world.ranks import get_rank, whole_number
@@ -79,6 +79,7 @@ class GradientCompression(Callback):
 @patch
 def before_fit(self:GradientCompression):
     "Refuse what would have no effect"
+    if in_evaluation(self.learn): return
     self.state = None
     hook = self.hook if isinstance(self.hook, str) else self.hook[1].__name__
     trainer = _joined(self, GradientCompression, ('ddp','zero1'), hook=hook, **self.options)
@@ -92,6 +93,7 @@ def before_fit(self:GradientCompression):
 @patch
 def after_fit(self:GradientCompression):
     "Say so, where PowerSGD had nothing to do"
+    if in_evaluation(self.learn): return
     if self.state is not None and self.state.iter < self.state.start_powerSGD_iter: warn(
         f"rank {get_rank()}: GradientCompression('powersgd') has compressed nothing: "
         f"this fit ended within its first start_powerSGD_iter={self.state.start_powerSGD_iter} steps, "
@@ -126,6 +128,7 @@ class LocalSGD(Callback):
 @patch
 def before_fit(self:LocalSGD):
     "Count steps from here"
+    if in_evaluation(self.learn): return
     self.n,self.apart = 0,False
     self.trainer = _joined(self, LocalSGD, ('ddp',), every=self.every, warmup=self.warmup)
     if self.trainer is None: return
@@ -166,11 +169,12 @@ def after_train(self:LocalSGD):
 @patch
 def after_epoch(self:LocalSGD):
     "Where the epoch was cancelled"
-    self._average()
+    if not in_evaluation(self.learn): self._average()
 
 @patch
 def after_fit(self:LocalSGD):
     "Leave one model, and one optimizer"
+    if in_evaluation(self.learn): return
     self._average()
     if self.steps_alone() and self.n > self.warmup: _average_state(self._params(), self.learn.opt, self.trainer.device)
     self.trainer = None

@@ -19,7 +19,7 @@ from ..comm.objects import all_gather_list
 from ..comm.pack import as_bytes
 from ..comm.shards import is_dtensor, local
 from ..model.batchnorm import GlobalBatchNorm
-from .fastai_patches import trainer_of
+from .fastai_patches import in_evaluation, trainer_of
 
 # %% ../../nbs/callbacks/07_divergence.ipynb #d1fe0006
 _chunk = 2**18 # integers that are summed up at once, for the memory's sake
@@ -129,7 +129,7 @@ class DivergenceCheck(Callback):
 @patch
 def before_fit(self:DivergenceCheck):
     "Count steps from here"
-    self.n = 0
+    if not in_evaluation(self.learn): self.n = 0
 
 @patch
 def before_step(self:DivergenceCheck):

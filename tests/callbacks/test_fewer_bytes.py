@@ -379,3 +379,28 @@ def test_local_sgd_beside_the_model(world):
     for o in world(tempered, dict(split_batches=True)): assert diff(one, o) < 1e-7 # fastai keeps losses in float32
     res = world(tempered, dict(split_batches=True), 3)
     for o in res: assert diff(res[0], o) == 0
+
+
+def evaluated(kind, some):
+    "Weights of a fit with a callback, in all workers or in rank 0, that evaluates after the first epoch"
+    import fastdist.all
+    from fastdist.callbacks.compression import GradientCompression, LocalSGD
+    from fastdist.world import get_rank
+    class Evaluates(Callback):
+        order, done = 70, False
+        def after_epoch(self):
+            if not self.done and some != 'none':
+                self.done = True
+                self.learn.get_preds()
+    learn = quiet(learner(n=48, bs=12, opt=partial(SGD, mom=0.9), cbs=[LocalSGD(3) if kind == 'local' else GradientCompression('fp16')]))
+    if some != 'rank 0' or get_rank() == 0: learn.add_cb(Evaluates())
+    with learn.distrib_ctx(split_batches=True, watchdog=20): learn.fit(2)
+    return weights(learn)
+
+
+@pytest.mark.parametrize('kind', ['local', 'fp16'])
+def test_an_evaluation_in_the_fit(world, kind):
+    "It ends nothing: the callbacks go on as without it, also where one worker alone makes it"
+    for some in ('all', 'rank 0'):
+        want, *_ = world(evaluated, kind, 'none')
+        for o in world(evaluated, kind, some): assert diff(want, o) < 1e-12
