@@ -67,10 +67,12 @@ class ParallelTrainer(Callback):
 
     def _wrap(self): self.wrapped = ReplicatedModel(self.learn.model, self.device_ids, self.sync_bn)
 
-    def before_batch(self):
-        "Let the forward that comes next be the wrapper's"
-        if self.wrapped is None: self._wrap() # an evaluation that a callback has made in the fit has ended as one does
-        self.proxy = ForwardProxy(self.learn, self.wrapped)
+# %% ../../nbs/callbacks/01_data_parallel.ipynb #562eee0e
+@patch
+def before_batch(self:ParallelTrainer):
+    "Let the forward that comes next be the wrapper's"
+    if self.wrapped is None: self._wrap() # an evaluation that a callback has made in the fit has ended as one does
+    self.proxy = ForwardProxy(self.learn, self.wrapped)
 
 # %% ../../nbs/callbacks/01_data_parallel.ipynb #39463391
 @patch

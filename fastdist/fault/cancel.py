@@ -196,7 +196,7 @@ def by_itself(self:Decisions):
 
 # %% ../../nbs/fault/08_cancel.ipynb #06f1989f
 @patch
-def _has_all(self:Decisions, cb):
+def has_all(self:Decisions, cb):
     "Have all ranks this callback? What one that all have has added, they all have"
     return id(cb) not in self.keys or self.keys[id(cb)] in self.everywhere
 
@@ -218,7 +218,7 @@ def _callbacks(self:Decisions, event):
     if self.cbs!=now: self.cbs,self.found = now,{}
     res = self.found.get(event)
     if res is None:
-        how = lambda o: o if self._has_all(o) else partial(self._run_alone, o)
+        how = lambda o: o if self.has_all(o) else partial(self._run_alone, o)
         res = [(o,_responds(o, event),how(o)) for o in sorted(cbs, key=attrgetter('order'))]
         self.found[event] = res
     return res
@@ -230,7 +230,7 @@ def _undecided(self:Decisions, cb, event, e):
     if isinstance(e, KeyboardInterrupt) and _library(cb)!='fastdist' and self.interrupts.holds and not self.interrupted:
         self.interrupts.held = time.monotonic() # the others learn of it soon
     elif isinstance(e, KeyboardInterrupt) or self.inner or _library(cb) in _libraries: raise e
-    elif self._has_all(cb) and gone_on(f'{_name(cb)}.{event}') is None: self._raise_in_all(e)
+    elif self.has_all(cb) and gone_on(f'{_name(cb)}.{event}') is None: self._raise_in_all(e)
     else:
         said = 'its class says `may_cancel = False`: leave that out'
         how = said if self.keys.get(id(cb)) else 'it was added while they trained: add it before'

@@ -265,7 +265,8 @@ def _end_fit(self:DistributedTrainer):
     self.agree_buffers()
     if self.in_fit:
         self.strategy.average()
-        for cb in self.learn._grab_cbs(ActivationStats): gather_stats(cb)
+        for cb in self.learn._grab_cbs(ActivationStats):
+            if self.decisions.has_all(cb): gather_stats(cb) # else it is one worker's, which has its share
     self.random.leave()
     self.seen = versions(self.learn)
 

@@ -180,3 +180,18 @@ def refused():
 
 
 def test_refused(world2): assert all('use learn.to_fp16()' in o for o in world2(refused))
+
+
+def stats_in_rank_0():
+    from fastai.callback.hook import ActivationStats
+    from fastdist.world import get_rank
+    import fastdist.all
+    learn, stats = quiet(learner(n=24, bs=6)), ActivationStats()
+    with learn.distrib_ctx(split_batches=True, watchdog=20): learn.fit(1, cbs=stats if get_rank() == 0 else None)
+    return weights(learn), len(getattr(stats, 'stats', ()))
+
+
+def test_activation_stats_of_one_worker(world2):
+    "Those of its share: nobody waits for them"
+    (a, n), (b, none) = world2(stats_in_rank_0)
+    assert diff(a, b) == 0 and (n, none) == (4, 0)
