@@ -13,12 +13,13 @@ from fastai.basics import *
 from fastai.callback.fp16 import MixedPrecision
 from torch.nn.modules.batchnorm import _NormBase
 from ..world.errors import refuse
-from ..world.ranks import whole_number
+from ..world.ranks import get_rank, whole_number
 from ..comm.call import same_text
 from ..comm.objects import all_gather_list
 from ..comm.pack import as_bytes
 from ..comm.shards import is_dtensor, local
 from ..model.batchnorm import GlobalBatchNorm
+from .compression import LocalSGD
 from .fastai_patches import in_evaluation, trainer_of
 
 # %% ../../nbs/callbacks/07_divergence.ipynb #d1fe0006
@@ -128,8 +129,12 @@ class DivergenceCheck(Callback):
 # %% ../../nbs/callbacks/07_divergence.ipynb #ddd63ca1
 @patch
 def before_fit(self:DivergenceCheck):
-    "Count steps from here"
-    if not in_evaluation(self.learn): self.n = 0
+    "Count steps from here; a `ValueError` where workers train apart by design"
+    if in_evaluation(self.learn): return
+    self.n,trainer = 0,trainer_of(self.learn)
+    if trainer is not None and trainer.accelerator is not None and self.learn._grab_cbs(LocalSGD): raise ValueError(
+        f"rank {get_rank()}: DivergenceCheck and LocalSGD do not go together: each worker has weights of its own between two averages. "
+        "Leave one of them out")
 
 @patch
 def before_step(self:DivergenceCheck):
