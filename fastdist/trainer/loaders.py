@@ -181,6 +181,9 @@ def seeded_loaders(dls, # `DataLoaders`
     for dl in inner:
         if not hasattr(dl, 'rng'):
             refuse('dataloader_config.data_seed', seed, f"{type(dl).__name__} is no loader of fastai's: seed its generator yourself")
+        names = [o.__name__ for o in dl.__class__.__mro__]
+        if dl.shuffle and any(o in names for o in ('WeightedDL','PartialDL','SortedDL','LMDataLoader')): refuse(
+            'dataloader_config.data_seed', seed, f"{names[0]} draws its order from the global generators: call set_seed({seed}) instead")
     old = [dl.rng for dl in inner]
     for dl in inner: dl.rng = random.Random(seed)
     try: yield

@@ -446,3 +446,12 @@ def test_wrong_calls(world2, tmp_path):
     "Each names the argument and the value in all workers, none of which waits for another"
     for said in world2(wrong_calls, WRONG, str(tmp_path/'ckpt')):
         for text, name in zip(said, NAMES, strict=True): assert name in text and len(text) > len(name) + 15, (name, text)
+
+
+def test_a_seed_that_a_loader_does_not_draw_by():
+    import fastdist.all
+    from fastai.basics import DataLoaders, Learner, MSELossFlat, nn
+    from fastai.callback.data import PartialDL
+    learn = Learner(DataLoaders(PartialDL(list(range(9)), bs=4, partial_n=8, shuffle=True), []), nn.Linear(1, 1), loss_func=MSELossFlat())
+    with pytest.raises(ValueError, match=r'PartialDL draws its order from the global generators: call set_seed\(3\)'):
+        with learn.distrib_ctx(dataloader_config=DataLoaderConfiguration(data_seed=3)): pass
