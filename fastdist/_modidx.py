@@ -2854,6 +2854,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                               'fastdist/strategy/sharded_opt.py'),
                                                'fastdist.strategy.sharded_opt._func': ( 'strategy/sharded_opt.html#_func',
                                                                                         'fastdist/strategy/sharded_opt.py'),
+                                               'fastdist.strategy.sharded_opt._has_own_step': ( 'strategy/sharded_opt.html#_has_own_step',
+                                                                                                'fastdist/strategy/sharded_opt.py'),
                                                'fastdist.strategy.sharded_opt._in_rows': ( 'strategy/sharded_opt.html#_in_rows',
                                                                                            'fastdist/strategy/sharded_opt.py'),
                                                'fastdist.strategy.sharded_opt._lamb_step': ( 'strategy/sharded_opt.html#_lamb_step',

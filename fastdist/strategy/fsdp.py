@@ -208,14 +208,15 @@ def _after(self:FullyShard, p):
 
 @patch
 def _add_hooks(self:FullyShard):
-    for p in self.replicated:
+    def may_train(p): return p.is_floating_point() or p.is_complex()
+    for p in filter(may_train, self.replicated):
         needs = p.requires_grad
         p.requires_grad_() # torch puts none on a frozen one, which may be unfrozen later
         self.handles += [BeforeAdding([p], self._before), p.register_post_accumulate_grad_hook(self._after)]
         p.requires_grad_(needs)
-    frozen = [p for p in self.params if not p.requires_grad]
+    frozen = [p for p in self.params if may_train(p) and not p.requires_grad]
     for p in frozen: p.requires_grad_()
-    self.handles += [p.register_hook(partial(self._penalty, p)) for p in self.params] # on a node, the model could not be moved
+    self.handles += [p.register_hook(partial(self._penalty, p)) for p in self.params if may_train(p)] # on a node, it could not be moved
     for p in frozen: p.requires_grad_(False)
     if hasattr(self.model, 'reset'): self.handles += self._wrap_reset()
     if self.cpu_offload: self.handles += self._keep_offloaded()
@@ -325,6 +326,9 @@ def check_used(self:FullyShard):
 @patch
 def explain(self:FullyShard, error):
     "Raise an error that names the strategy, where a gradient of a gradient needs parameters that torch has let go of, or of shards"
+    if isinstance(error, NotImplementedError) and re.search('fsdp::.*Sparse', str(error)): raise RuntimeError(
+        f"rank {get_rank()}: strategy={self.name!r} does not shard sparse gradients: use strategy='ddp' or 'zero1', or "
+        "nn.Embedding(sparse=False)") from error
     if not isinstance(error, RuntimeError) or not any(o in str(error) for o in _gone): return explain_shards(self, error)
     raise RuntimeError(
         f"rank {get_rank()}: strategy={self.name!r} lets go of the parameters that a forward has gathered, which "

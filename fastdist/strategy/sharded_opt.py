@@ -13,6 +13,7 @@ import torch.distributed as dist
 from fastai.basics import *
 from fastai.optimizer import *
 from fastai.optimizer import average_grad,average_sqr_grad,debias # and what is in no `__all__`
+from ..model.foreach import ForeachOptimizer
 from ..comm.shards import is_dtensor, local
 from .backward import buckets
 from .base import inner_opt
@@ -48,9 +49,21 @@ _by_element = {sgd_step, weight_decay, l2_reg, average_grad, average_sqr_grad, m
                adam_step, radam_step, qhadam_step, larc_step}
 _torch_by_element = {getattr(torch.optim, o) for o in 'SGD Adam AdamW RMSprop Adagrad Adadelta Adamax NAdam RAdam ASGD Rprop'.split()}
 
+def _has_own_step(opt):
+    "Does more than fastai's, or torch's, functions run in a step? What comes with it may go by a norm of all parameters"
+    inner,o = inner_opt(opt),opt
+    if getattr(inner, '_optimizer_step_pre_hooks', None) or getattr(inner, '_optimizer_step_post_hooks', None): return True
+    while True:
+        f = vars(o).get('step')
+        if f is not None and not hasattr(f, '_wrapped_by_lr_sched'): return True # torch's schedulers count steps by it
+        if o is inner: return isinstance(o, Optimizer) and type(o).step not in (Optimizer.step,ForeachOptimizer.step)
+        if getattr(type(o), 'step', None) not in (None,Lookahead.step): return True
+        o = o.opt
+
 def _steps_rows(opt):
     "Is each number stepped by itself, but for norms of its parameter that can be added up?"
     inner = inner_opt(opt)
+    if _has_own_step(opt): return False
     if isinstance(inner, Optimizer): return {_func(o) for o in inner.cbs} <= _by_element | _by_norms.keys()
     return type(inner) in _torch_by_element
 
@@ -95,11 +108,15 @@ def move_state(opt, # A fastai optimizer
     _each_state(opt, moved)
 
 # %% ../../nbs/strategy/05_sharded_opt.ipynb #42a6827a
+_replaced = 'step','zero_grad','state_dict','load_state_dict' # methods of the optimizer
+
 class _OptRows:
     "This worker's rows of the parameters of `opt`, of their gradients, and of its state"
     def __init__(self, opt, rows_of, on_zero):
         self.opt,self.inner,self.rows_of,self.on_zero = opt,inner_opt(opt),rows_of,on_zero
         self.parts,self.whole_norm = {},not _steps_rows(opt)
+        # what a script has put on it, but for what another learner's context has
+        self.own = {k:f for k,f in vars(opt).items() if k in _replaced and not isinstance(getattr(f, '__self__', None), _OptRows)}
 
     def params(self): return [p for pg in self.opt.param_lists for p in pg]
 
@@ -112,6 +129,7 @@ class _OptRows:
 
     def _call(self, nm, *args, **kwargs):
         "What the optimizer itself does when `nm` is called"
+        if nm in self.own: return self.own[nm](*args, **kwargs)
         f = getattr(type(self.opt), nm, None) # an `OptimWrapper` has the torch optimizer's
         return getattr(self.inner, nm)(*args, **kwargs) if f is None else f(self.opt, *args, **kwargs)
 
@@ -128,7 +146,8 @@ def _in_rows(g):
 def part(self:_OptRows, p):
     "This worker's rows of a parameter, as the optimizer wants them; not to be called where gradients are recorded"
     old,mine = self.parts.get(p),self.rows(p)
-    if old is None or local(old).data_ptr()!=mine.data_ptr(): old = self.parts[p] = self.as_wanted(p, mine.detach())
+    same = old is not None and old.dtype==mine.dtype and local(old).data_ptr()==mine.data_ptr()
+    if not same: old = self.parts[p] = self.as_wanted(p, mine.detach())
     return old
 
 @patch
@@ -137,6 +156,7 @@ def _grad(self:_OptRows, p):
     if p.grad is None: return
     g = _in_rows(p.grad)
     if g is not p.grad: p.grad = g
+    if g.layout!=torch.strided: g = g.to_dense() # no rows can be cut out of a sparse one
     sharded = is_dtensor(g) and g.placements[-1].is_shard()
     return self.as_wanted(p, local(g) if sharded else self.rows_of.of(local(g)))
 
@@ -190,10 +210,13 @@ def _whole_shape(self:_OptRows, p, o):
 def zero_grad(self:_OptRows, *args, **kwargs):
     "Zero the gradients, each worker its own; a torch optimizer leaves none"
     self.on_zero()
-    if not isinstance(self.inner, Optimizer): return self._call('zero_grad', *args, **kwargs)
+    f = self.own.get('zero_grad') or getattr(type(self.opt), 'zero_grad', None)
+    fastais = isinstance(self.inner, Optimizer) and f in (Optimizer.zero_grad,ForeachOptimizer.zero_grad)
+    if not fastais: return self._call('zero_grad', *args, **kwargs)
     with torch.no_grad():
-        for p in self.params():
-            if p.grad is not None: local(p.grad).zero_()
+        for g in (p.grad for p in self.params() if p.grad is not None):
+            if g.requires_grad: g.detach_() # of a backward that was itself recorded
+            local(g).zero_()
 
 # %% ../../nbs/strategy/05_sharded_opt.ipynb #ca951c3a
 @patch
@@ -255,7 +278,7 @@ class ShardedOptimizer(_OptRows):
                 ):
         super().__init__(opt, rows_of, on_zero)
         _each_state(opt, self._shard)
-        for nm in ('step','zero_grad','state_dict','load_state_dict'): setattr(opt, nm, getattr(self, nm))
+        for nm in _replaced: setattr(opt, nm, getattr(self, nm))
 
     def step(self, *args, **kwargs):
         "Step this worker's rows, and get those that the others have stepped"
@@ -271,7 +294,8 @@ class ShardedOptimizer(_OptRows):
 @patch
 def release(self:ShardedOptimizer, group=None, device=None):
     "Give the optimizer back, with its whole state; that of sharded parameters goes to `device`, by default to theirs"
-    for nm in ('step','zero_grad','state_dict','load_state_dict'): vars(self.opt).pop(nm, None)
+    for nm in _replaced: vars(self.opt).pop(nm, None)
+    vars(self.opt).update(self.own)
     gathered = ()
     if group is False: self.opt.clear_state() # without the others it is not to be had
     else: gathered = self._gather(group)

@@ -142,6 +142,35 @@ class Replaces(OwnTorch):
                 if p.grad is not None: p.data = p.data-g['lr']*p.grad
 
 
+def clip(opt, *_): nn.utils.clip_grad_norm_([p for pg in opt.param_lists for p in pg], .05)
+class Clipping(Optimizer):
+    "Goes by a norm of all in a step of its own, though each of its functions steps number by number"
+    def step(self, closure=None):
+        clip(self)
+        super().step(closure)
+class ClippingWrapper(OptimWrapper):
+    def step(self):
+        clip(self)
+        self.opt.step()
+class ClippingLookahead(Lookahead):
+    def step(self, closure=None):
+        clip(self)
+        super().step(closure)
+def clipping(params, lr, **kwargs): return Clipping(params, SGD(params, lr, mom=.9).cbs, lr=lr, mom=.9)
+def clips_in_a_hook(params, lr, **kwargs):
+    opt = OptimWrapper(params, torch.optim.SGD, lr=lr)
+    opt.opt.register_step_pre_hook(lambda *_: clip(opt))
+    return opt
+def clips_in_its_place(params, lr, **kwargs):
+    opt = SGD(params, lr)
+    step = opt.step
+    def clipped():
+        clip(opt)
+        step()
+    opt.step = clipped
+    return opt
+
+
 class Clamps(Callback):
     def after_step(self):
         for p in self.model.parameters(): p.data = p.data.clamp(-.2, .2)
@@ -200,6 +229,9 @@ def of_object(o, y): return F.cross_entropy(o.logits, y).float()
 
 CASES = dict(seen=lambda: dict(cbs=Seen()), decides=lambda: dict(cbs=Decides()), signs=lambda: dict(cbs=Signs()), inits=lambda: dict(cbs=Inits()), noise=lambda: dict(cbs=Noise()),
              own=lambda: dict(opt=own), rows=lambda: dict(opt=rows), own_torch=lambda: dict(opt=partial(OptimWrapper, opt=OwnTorch)),
+             clipping=lambda: dict(opt=clipping), clipping_wrapper=lambda: dict(opt=partial(ClippingWrapper, opt=torch.optim.SGD)),
+             clipping_lookahead=lambda: dict(opt=lambda params, lr, **kwargs: ClippingLookahead(SGD(params, lr, mom=.9), k=3)),
+             clips_in_a_hook=lambda: dict(opt=clips_in_a_hook), clips_in_its_place=lambda: dict(opt=clips_in_its_place),
              replaces=lambda: dict(opt=partial(OptimWrapper, opt=Replaces)), clamps=lambda: dict(cbs=Clamps()), swaps=lambda: dict(cbs=Swaps()),
              assigns=lambda: dict(cbs=Assigns(), model=few_rows), penalty=lambda: dict(cbs=Penalty()), zeroes=lambda: dict(cbs=Zeroes()),
              copies=lambda: dict(cbs=Copies()), hooked=lambda: dict(before=hooked), hooked_after=lambda: dict(before=hooked_after),

@@ -78,6 +78,37 @@ class OfParameters(Callback):
         self.learn.loss_grad = self.loss_grad+sum(g.pow(2).sum() for g in gs)
 
 
+class Looked(nn.Module):
+    "Gradients of the rows that a batch looks up"
+    def __init__(self):
+        super().__init__()
+        self.emb, self.lin = nn.Embedding(9, 4, sparse=True), nn.Linear(8, 3)
+    def forward(self, x): return self.lin(self.emb(x[:, :2].abs().mul(4).long().clamp(0, 8)).flatten(1))
+
+
+class Whole(nn.Module):
+    "With parameters of whole numbers, as of masks and quantized layers, which are never trained"
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 6).double(), nn.Linear(6, 3).double()
+        for nm, o in dict(mask=torch.arange(6)%3 > 0, codes=torch.arange(3, dtype=torch.int8), times=torch.tensor(2)).items(): setattr(self, nm, nn.Parameter(o, requires_grad=False))
+    def forward(self, x): return self.b(self.a(x)*self.mask)*self.times+self.codes
+
+
+def to_float(ctx):
+    "Trained in another type from the second fit on, with a layer of which some workers have no rows"
+    import fastdist.all
+    class Float(Callback):
+        def before_batch(self): self.learn.xb = (self.xb[0].float(),)
+    torch.manual_seed(3)
+    learn = quiet(learner(n=20, n_val=7, opt=SGD, model=lambda: Few().double()))
+    with contextlib.nullcontext() if ctx is None else learn.distrib_ctx(**ctx):
+        learn.fit(1)
+        learn.model.float()
+        learn.fit(1, cbs=Float())
+    return weights(learn)
+
+
 def smooth(): return nn.Sequential(nn.Linear(4, 5), nn.Sigmoid(), nn.Linear(5, 3)).double()
 def lazy(): return nn.Sequential(nn.LazyLinear(5), nn.LazyBatchNorm1d(), nn.ReLU(), nn.LazyLinear(3)).double()
 def materialised():
@@ -94,6 +125,8 @@ def each(strategy):
     res = {f'clip {o}': clipped(ctx, o) for o in (INF, 'inf', 1, 3.)}
     res |= {'dropped': dropped(find, (2, 5)), 'dropped, not allowed': dropped(ctx, (2, 5)), 'dropped at last': dropped(ctx, (6,))}
     res |= dict(mixed=trained_in(units, Mixed), penalty=trained_in(ctx, smooth, cbs=Penalty()), materialised=trained_in(ctx, materialised))
+    res |= dict(sparse=trained_in(ctx, lambda: Looked().double(), opt=partial(SGD, mom=.9)), whole=trained_in(ctx, Whole))
+    if strategy in (None, 'ddp', 'zero1'): res |= dict(to_float=to_float(ctx))
     if strategy is not None: res |= dict(lazy=trained_in(ctx, lazy), grows=trained_in(ctx, lambda: Grows().double(), n=22, epochs=2))
     if strategy in (None, 'fsdp'): res['of parameters'] = trained_in(ctx, smooth, cbs=OfParameters())
     return res
@@ -106,6 +139,7 @@ ERRORS = {
     'dropped at last': ('ddp zero1 zero2', 'the loss does not depend on spare.weight, spare.bias, .*find_unused_parameters=True'),
     'mixed': ('fsdp', "strategy='fsdp' gathers parameters of one type together, and .*a.weight is of torch.float32.*use strategy='zero2'"),
     'penalty': ('fsdp', "strategy='fsdp' lets go of the parameters .*use strategy='zero2'"),
+    'sparse': ('zero2 fsdp', "strategy='(zero2|fsdp)' does not shard sparse gradients.*use strategy='ddp'"),
     'of parameters': ('fsdp', "strategy='fsdp' lets go of the parameters .*use strategy='zero2'")}
 ONE = {}
 
@@ -117,7 +151,7 @@ def test_exact_or_an_error(worlds, size, strategy):
         for nm, o in found.items():
             fails, text = ERRORS.get(nm, ('', None))
             if strategy in fails.split(): assert isinstance(o, str) and re.search(text, o, re.S), (nm, r, o)
-            else: assert isinstance(o, dict) and diff(ONE[nm], o) < (1e-6 if nm == 'mixed' else 1e-7), (nm, r, o if isinstance(o, str) else diff(ONE[nm], o))
+            else: assert isinstance(o, dict) and diff(ONE[nm], o) < (1e-6 if nm in ('mixed', 'to_float') else 1e-7), (nm, r, o if isinstance(o, str) else diff(ONE[nm], o))
 
 
 def embedded(ctx, **kwargs):
