@@ -7,10 +7,10 @@ __all__ = ['global_norms', 'OwnLoopDL']
 
 # %% ../../nbs/model/05_own_loop.ipynb #dfbac84e
 from contextlib import contextmanager, nullcontext
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 from torch.nn.modules.module import register_module_forward_pre_hook
-from fastcore.basics import noop
+from fastcore.basics import noop, patch
 from ..data.dl import _NEW_EPOCH, DistributedDL
 from ..world.state import current_world
 from .batchnorm import GlobalBatchNorm, batch_norms, sync_batch_norm
@@ -74,20 +74,25 @@ def _fits_loop(dl, it):
     try: yield from it
     finally: dl.fit_on = False
 
+def _ended(end):
+    GlobalBatchNorm.expect()
+    end() # which knows better, in a batch of a fit's
+
 def _own_loop(dl, it):
     with global_norms() if dl.sync_bn else nullcontext():
-        end = noop
+        end = None
         try:
             for b,counts in _beside_fit(dl, it):
-                GlobalBatchNorm.expect(counts.mine!=0, counts.empty)
                 end = dl.begin_own(counts)
+                GlobalBatchNorm.expect(counts.mine!=0, counts.empty)
                 yield b
-                end()
+                end = _ended(end)
         finally:
-            end()
-            GlobalBatchNorm.expect()
+            if end is not None: _ended(end)
 
 # %% ../../nbs/model/05_own_loop.ipynb #47a59a4b
+_loops = WeakKeyDictionary() # those that have begun, by their loaders
+
 class OwnLoopDL(DistributedDL):
     "A learner's training loader: in a loop that is not its fit's, gradients and batch norm's statistics are those of the global batch too"
     fit_next,fit_on = False,False # Is the fit the next to read it? Is an epoch of the fit's on?
@@ -96,7 +101,10 @@ class OwnLoopDL(DistributedDL):
     def __iter__(self):
         fits,self.fit_next = self.fit_next,False
         if self._alone or current_world().alone: return super().__iter__()
-        return (_fits_loop if fits else _own_loop)(self, super().__iter__())
+        if fits: return _fits_loop(self, super().__iter__())
+        loop = _own_loop(self, super().__iter__())
+        _loops.setdefault(self, WeakSet()).add(loop)
+        return loop
 
     def __reduce__(self):
         new,args,state = super().__reduce__()
@@ -106,3 +114,10 @@ class OwnLoopDL(DistributedDL):
         res = super()._like(*args, **kwargs)
         vars(res).pop('fit_on', None) # the fit reads this one
         return res
+
+# %% ../../nbs/model/05_own_loop.ipynb #4bbbe4bb
+@patch
+def close(self:OwnLoopDL):
+    "End the loops, too, that have been left in their middle: what they change is the whole process's"
+    for o in [*_loops.pop(self, ())]: o.close()
+    DistributedDL.close(self)

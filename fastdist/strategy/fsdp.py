@@ -95,6 +95,8 @@ def _check_types(self:FullyShard):
             f"{', '.join(f'{n} is of {t}' for t,n in found.items())}: use strategy='zero2', or give them one type (learn.model.float())")
 
 # %% ../../nbs/strategy/08_fsdp.ipynb #9a9b98a6
+def _may_train(p): return p.is_floating_point() or p.is_complex()
+
 def _hooks(p): return {**(p._backward_hooks or {}), **(getattr(p, '_post_accumulate_grad_hooks', None) or {})}
 
 @patch
@@ -208,15 +210,14 @@ def _after(self:FullyShard, p):
 
 @patch
 def _add_hooks(self:FullyShard):
-    def may_train(p): return p.is_floating_point() or p.is_complex()
-    for p in filter(may_train, self.replicated):
+    for p in filter(_may_train, self.replicated):
         needs = p.requires_grad
         p.requires_grad_() # torch puts none on a frozen one, which may be unfrozen later
         self.handles += [BeforeAdding([p], self._before), p.register_post_accumulate_grad_hook(self._after)]
         p.requires_grad_(needs)
-    frozen = [p for p in self.params if may_train(p) and not p.requires_grad]
+    frozen = [p for p in self.params if _may_train(p) and not p.requires_grad]
     for p in frozen: p.requires_grad_()
-    self.handles += [p.register_hook(partial(self._penalty, p)) for p in self.params if may_train(p)] # on a node, it could not be moved
+    self.handles += [p.register_hook(partial(self._penalty, p)) for p in self.params if _may_train(p)] # on a node, it could not be moved
     for p in frozen: p.requires_grad_(False)
     if hasattr(self.model, 'reset'): self.handles += self._wrap_reset()
     if self.cpu_offload: self.handles += self._keep_offloaded()

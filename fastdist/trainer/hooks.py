@@ -62,16 +62,25 @@ def begin_own(self:StrategyHooks, counts # `Counts` of a batch of such a loop
              ):
     "Before the loop has the batch: look after the backward passes of the learner's parameters. Returns a function that ends it"
     trainer,strategy,watch = self.trainer,self.strategy,getattr(self.strategy, 'backwards', None)
-    if watch is None or watch.previous is not None: return noop # in a batch of the fit's, or of another loop
+    if watch is None: return noop
+    inside,outer,expected = watch.previous is not None,trainer.own,dict(vars(GlobalBatchNorm.share)) # of the fit's batch, or another loop's
     # of batches whose size only their reader knows each counts as much as another
     scale = get_world_size()*counts.mine/counts.total if counts.total else float(counts.mine!=0)
     own = trainer.own = SimpleNamespace(share_scale=lambda added=False: scale)
     strategy.begin_batch(True)
     def end():
-        if trainer.own is not own: return # a batch of a fit's has begun since
-        trainer.own = None
-        strategy.after_batch()
+        if trainer.own is not own: return # a batch of a fit's has begun since, or its forward
+        trainer.own = outer
+        if not inside: return strategy.after_batch()
+        strategy.begin_batch(self.sync or outer is not None)
+        GlobalBatchNorm.expect(**expected)
     return end
+
+@patch
+def _begin_again(self:StrategyHooks):
+    "A callback has read from the loader by itself, and goes on with that in a later batch"
+    self.trainer.own = None
+    self.strategy.begin_batch(self.sync)
 
 # %% ../../nbs/trainer/04_hooks.ipynb #030eb3d1
 @patch
@@ -82,6 +91,7 @@ def before_batch(self:StrategyHooks):
     if self.trainer.follow_in_epoch(): # it has other ones of these now
         self.trainer.hooks.begin_batch()
         return self.trainer.hooks.before_batch()
+    if self.trainer.own is not None: self._begin_again()
     GlobalBatchNorm.expect(step.counts, step.empty) # a loop of a callback's own may have had a batch since
     self.weigh_stats = weighed_stats(learn.model, step.samples*get_world_size()/step.total if step.total else 1)
     self.strategy.forward(self.sync)

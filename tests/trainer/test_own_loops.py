@@ -25,6 +25,14 @@ class Beside(Callback):
         if self.train_iter%5 < 3: next(self.batches)
 
 
+class Within(Callback):
+    "Fine-tunes between two batches, when one has begun, and when one has ended"
+    def after_batch(self):
+        if self.training and self.iter == 1: loop(self.learn)
+    def before_batch(self):
+        if self.training and self.iter == 4: loop(self.learn)
+
+
 class Before(Callback):
     "Fine-tunes before the fit reads, which in the second epoch does not happen"
     def before_train(self):
@@ -34,7 +42,7 @@ class Before(Callback):
 
 def looped(kind, ctx=None):
     import fastdist.all
-    learn = quiet(learner(n=22, n_val=9, bn=True, opt=partial(SGD, mom=.9), shuffle=False, cbs=dict(after=After, beside=Beside, before=Before).get(kind)))
+    learn = quiet(learner(n=22, n_val=9, bn=True, opt=partial(SGD, mom=.9), shuffle=False, cbs=dict(after=After, beside=Beside, before=Before, within=Within).get(kind)))
     with contextlib.nullcontext() if ctx is None else learn.distrib_ctx(**ctx):
         if kind in ('script', 'broken'):
             learn.create_opt()
@@ -53,9 +61,23 @@ ONE = {}
 @pytest.mark.parametrize('world', [2, 3])
 def test_as_one_process(worlds, world, strategy):
     "22 samples in batches of 5: two workers of three have none, or one, of the last"
-    for kind in ('script', 'broken', 'after', 'beside', 'before'):
+    for kind in ('script', 'broken', 'after', 'beside', 'before', 'within'):
         if kind not in ONE: ONE[kind] = looped(kind)
         for w, values in worlds(world)(looped, kind, ctx_of(strategy)): assert diff(ONE[kind][0], w) < 2e-6 and diff(ONE[kind][1], values) < 2e-6, kind # fastai keeps losses in float32
+
+
+def test_nothing_is_left_of_a_loop_that_does_not_end(world2):
+    "It is still there after the context, as in a notebook, where a variable has it"
+    def left():
+        import fastdist.all
+        from torch.nn.modules import module
+        hooks, backward = len(module._global_forward_pre_hooks), torch.autograd.backward
+        with (learn := quiet(learner(n=22, bn=True))).distrib_ctx(split_batches=True):
+            learn.create_opt()
+            next(batches := iter(learn.dls.train))
+        (other := nn.BatchNorm1d(4).double())(torch.randn(5, 4).double())
+        return type(other) is nn.BatchNorm1d, len(module._global_forward_pre_hooks)-hooks, torch.autograd.backward is backward
+    for o in world2(left): assert o == (True, 0, True)
 
 
 def test_a_copy_is_nobodys(world2):
