@@ -2360,6 +2360,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                     'fastdist/model/batchnorm.py'),
                                           'fastdist.model.batchnorm._reduce_scatter': ( 'model/batchnorm.html#_reduce_scatter',
                                                                                         'fastdist/model/batchnorm.py'),
+                                          'fastdist.model.batchnorm._refuse_apart': ( 'model/batchnorm.html#_refuse_apart',
+                                                                                      'fastdist/model/batchnorm.py'),
                                           'fastdist.model.batchnorm._statistics': ( 'model/batchnorm.html#_statistics',
                                                                                     'fastdist/model/batchnorm.py'),
                                           'fastdist.model.batchnorm.batch_norms': ( 'model/batchnorm.html#batch_norms',

@@ -14,6 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 from fastai.basics import *
 from ..comm.pack import named
+from ..world.ranks import get_rank
 from ..world.state import current_world
 
 # %% ../../nbs/model/03_batchnorm.ipynb #65d54f6e
@@ -164,6 +165,11 @@ def _kernel_grads(g, needs, eps, counts, x, weight, bias, mean, invstd, n):
     return _input_grad(g, x, weight, mean, invstd, *(both/n).to(mean.dtype).chunk(2)),gw,gb
 
 # %% ../../nbs/model/03_batchnorm.ipynb #de1329e0
+def _refuse_apart(): raise RuntimeError(
+    f"rank {get_rank()}: a batch norm layer is in training mode in an evaluation, in which workers have batches of their own, so that "
+    "there is no global batch, and running statistics would not be those of one process: let it evaluate (m.eval()), as fastai's "
+    "MCDropoutCallback does, or evaluate after the context")
+
 def _check_count(n, x):
     "A `ValueError` as torch's, if the global batch has one value of each channel"
     msg = f"Expected more than 1 value per channel when training, got input size {tuple(x.shape)} in one worker alone"
@@ -173,7 +179,7 @@ def _check_count(n, x):
 # %% ../../nbs/model/03_batchnorm.ipynb #87723bed
 class GlobalBatchNorm(_BatchNorm):
     "What a batch norm layer becomes while it trains: torch's `SyncBatchNorm`, that also runs on the CPU and with empty local batches"
-    share = SimpleNamespace(counts=True, empty=False) # of the batch that goes forward, see `expect`
+    share = SimpleNamespace(counts=True, empty=False, apart=False) # of the batch that goes forward, see `expect`
 
     def forward(self, x):
         self._check_input_dim(x)
@@ -182,6 +188,7 @@ class GlobalBatchNorm(_BatchNorm):
         compiling,args = torch.compiler.is_compiling(),(x,self.weight,self.bias,self.eps,self.share.counts)
         # what one worker does alone leaves the running statistics as all have them
         if not compiling and current_world().alone: return F.batch_norm(x, None, None, *args[1:3], True, 0., self.eps)
+        if self.share.apart: _refuse_apart()
         y,mean,var,n = _global_norm(*args) if compiling else _norm_by_kernels(*args)
         # to look at the number is to wait for a GPU
         if self.share.empty or x.device.type=='cpu' and not compiling: _check_count(n, x)
@@ -196,9 +203,10 @@ class GlobalBatchNorm(_BatchNorm):
 @patch(cls_method=True)
 def expect(cls:GlobalBatchNorm, counts=True, # Does this worker's local batch count?
            empty=False, # Is there a worker whose local batch does not?
+           apart=False, # Have the workers batches of their own, which are no parts of a global one, as in an evaluation?
           ):
     "What the batch is like that goes forward next"
-    vars(cls.share).update(counts=counts, empty=empty)
+    vars(cls.share).update(counts=counts, empty=empty, apart=apart)
 
 # %% ../../nbs/model/03_batchnorm.ipynb #7706f4ef
 def _norm_by_kernels(x, weight, bias, eps, counts=True):
@@ -250,6 +258,7 @@ class _GlobalFunction(TorchFunctionMode):
     def norm(self, input, running_mean, running_var, weight=None, bias=None, training=False, momentum=.1, eps=1e-5, *, plain):
         if not training: return plain()
         share,compiling = GlobalBatchNorm.share,torch.compiler.is_compiling()
+        if share.apart: _refuse_apart()
         y,mean,var,n = (_global_norm if compiling else _norm_by_kernels)(input, weight, bias, eps, share.counts)
         if share.empty or input.device.type=='cpu' and not compiling: _check_count(n, input)
         some = share.counts or compiling or n.item()

@@ -424,9 +424,11 @@ def validate_together(self:DistributedTrainer):
     try:
         alone = self.in_fit or self.is_inner or not self.evaluation.shared
         with nullcontext() if alone else self._fail_together(), self.evaluation.together():
+            GlobalBatchNorm.expect(apart=self.evaluation.shared and not self.evaluation.by_rows)
             yield
             self.evaluated |= self.evaluation.shared
     finally:
+        GlobalBatchNorm.expect()
         self.evaluation = outer
         if self.in_fit and self.trains is not None: learn.dl = self.trains # a callback's, in the middle of an epoch that is trained
         random.exit()

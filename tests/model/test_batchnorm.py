@@ -134,3 +134,21 @@ def test_a_forward_of_its_own(worlds, size, momentum, kwargs):
     one = own_forward(False, momentum)
     for o in worlds(size)(own_forward, True, momentum, split_batches=True, **kwargs):
         assert diff(one.weights, o.weights) < 1e-7 and diff(one.values, o.values) < 1e-6
+
+
+def in_training_mode(n_val, kind):
+    "Each worker has other batches to evaluate, and another number of them"
+    import fastdist.all
+    from strategies import Callback, learner, quiet
+    class Trains(Callback):
+        def before_validate(self): self.learn.model.train()
+    learn = quiet(learner(n=20, n_val=n_val, bn=True, cbs=Trains()))
+    try:
+        with learn.distrib_ctx(split_batches=True): learn.validate() if kind == 'validate' else learn.fit(1) if kind == 'fit' else learn.get_preds()
+    except RuntimeError as e: return str(e)
+
+
+@pytest.mark.parametrize('kind', ['validate', 'fit', 'get_preds'])
+def test_training_mode_in_an_evaluation(world2, kind):
+    "Layers mixed the statistics of different batches, and gloo ended the process where a batch was one too many"
+    for o in world2(in_training_mode, 13, kind): assert 'a batch norm layer is in training mode in an evaluation' in o and 'm.eval()' in o, o
