@@ -20,6 +20,7 @@ class Backwards:
     def __init__(self, strategy # Its `begin_backward` and `end_backward` are called
                 ):
         self.strategy,self.loss,self.previous,self.running,self.hook = strategy,None,None,False,None
+        self.recorded = False # has the last pass been recorded itself (create_graph=True)?
 
     def begin_batch(self):
         "From here on, in this thread"
@@ -66,6 +67,7 @@ def _backward(self:Backwards, tensors, *args, **kwargs):
     if not inside or current_world().alone: return self.real(tensors, *args, **kwargs)
     roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     own = len(roots)==1 and roots[0] is self.loss
+    self.recorded = bool(kwargs.get('create_graph') or args[2:3] and args[2])
     self.running = 'own' if own else 'other'
     try:
         if own:

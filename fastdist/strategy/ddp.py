@@ -166,6 +166,7 @@ def _check_reduced(self:Replica):
 def begin_backward(self:Replica):
     "Let `DistributedDataParallel` average what this backward pass adds up to"
     if not self.sync or self.reduced or self.ddp.static_graph: return
+    if self.backwards.recorded: return # torch refuses gradients that have a graph
     self.ddp.reducer.prepare_for_backward([self.learn.loss_grad] if self.ddp.find_unused_parameters else [])
 
 @patch
@@ -176,7 +177,7 @@ def end_backward(self:Replica, own):
     if not self.sync:
         self.unsynced = True
         return
-    if not own or self.reduced: self._average_all()
+    if not own or self.reduced or self.backwards.recorded: self._average_all()
     else: average_used(self.loose) # the others are on their way
     self.reduced |= own
 
