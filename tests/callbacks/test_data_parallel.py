@@ -208,3 +208,23 @@ def test_an_evaluation_in_a_fit():
     one.fit(2)
     with learn.parallel_ctx(): learn.fit(2)
     assert diff({k: v.cpu() for k, v in one.model.state_dict().items()}, {k: v.cpu() for k, v in learn.model.state_dict().items()}) < 1e-12
+
+
+class Looks(Callback):
+    "Passes over the first batch, and evaluates within the fit"
+    def before_batch(self):
+        if self.training and self.learn.train_iter == 0 and self.iter == 0: raise CancelBatchException()
+    def after_train(self): self.learn.get_preds()
+
+
+def looked(ctx=None):
+    import fastdist.all
+    learn = quiet(learner(n=11, bs=4, cbs=Looks()))
+    with contextlib.nullcontext() if ctx is None else getattr(learn, ctx[0])(**ctx[1]): learn.fit(2)
+    return weights(learn)
+
+
+@pytest.mark.parametrize('ctx', [('parallel_ctx', {}), ('distrib_ctx', dict(strategy='dp'))], ids=['context', 'dp'])
+def test_a_first_batch_without_a_forward_and_an_evaluation_in_the_fit(ctx):
+    "The end of the evaluation dropped what the fit went on with; here on the CPU"
+    assert diff(looked(), looked(ctx)) == 0
