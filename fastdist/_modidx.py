@@ -3457,6 +3457,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                         'fastdist/trainer/trainer.py'),
                                           'fastdist.trainer.trainer.DistributedTrainer.follow_loader': ( 'trainer/trainer.html#distributedtrainer.follow_loader',
                                                                                                          'fastdist/trainer/trainer.py'),
+                                          'fastdist.trainer.trainer.DistributedTrainer.inside': ( 'trainer/trainer.html#distributedtrainer.inside',
+                                                                                                  'fastdist/trainer/trainer.py'),
                                           'fastdist.trainer.trainer.DistributedTrainer.is_inner': ( 'trainer/trainer.html#distributedtrainer.is_inner',
                                                                                                     'fastdist/trainer/trainer.py'),
                                           'fastdist.trainer.trainer.DistributedTrainer.join_group': ( 'trainer/trainer.html#distributedtrainer.join_group',

@@ -96,7 +96,7 @@ def trainer_of(learn # Any `Learner`, or `None`
 # %% ../../nbs/callbacks/00_fastai_patches.ipynb #e61337f9
 def in_evaluation(learn # Any `Learner`, in an event of its callbacks
                  ):
-    """Is it in an evaluation that a callback makes within a fit of many workers, or one worker alone? For that fastai calls
+    """Is it in an evaluation that a callback makes within a fit, maybe in one worker alone? For that fastai calls
     `before_fit`, `before_epoch`, `after_epoch` and `after_fit` too"""
     return getattr(trainer_of(learn), 'is_inner', False)
 
@@ -106,6 +106,7 @@ _call = GradientAccumulation.__call__
 @patch
 def __call__(self:GradientAccumulation, event_name):
     "fastai's; the samples of all workers count, from here on: a callback before this one may have cancelled the step"
+    if event_name=='before_fit' and in_evaluation(self.learn): return # what has been accumulated is not counted anew
     if event_name=='before_step' and self.run: self.count += getattr(getattr(trainer_of(self.learn), 'step', None), 'others', 0)
     return _call(self, event_name)
 

@@ -9,6 +9,7 @@ __all__ = ['divisor', 'grads_of', 'scale_all', 'AccumulateSteps', 'looked_at']
 from fastai.basics import *
 from fastai.callback.fp16 import MixedPrecision
 from fastai.callback.training import GradientAccumulation
+from .fastai_patches import in_evaluation
 from ..metrics.losses import is_summed, kept_labels, loss_divisor
 from ..world.ranks import get_rank
 
@@ -57,6 +58,7 @@ class AccumulateSteps(Callback):
 @patch
 def before_fit(self:AccumulateSteps):
     "Begin with no batches"
+    if in_evaluation(self.learn): return
     if self.learn._grab_cbs(GradientAccumulation): raise ValueError(
         f"rank {get_rank()}: gradient_accumulation_steps={self.plugin.num_steps} and fastai's GradientAccumulation callback "
         "both accumulate gradients: use one of them")
@@ -117,7 +119,7 @@ def after_cancel_train(self:AccumulateSteps):
 @patch
 def after_fit(self:AccumulateSteps):
     "Drop what has been accumulated"
-    self.drop()
+    if not in_evaluation(self.learn): self.drop()
 
 # %% ../../nbs/callbacks/04_grad_accumulation.ipynb #a1d57568
 def _is_users(cb, event):

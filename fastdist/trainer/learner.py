@@ -281,7 +281,7 @@ def _with_events(self:Learner, f, event_type, ex, final=noop):
 def validation_context(self:Learner, cbs=None, inner=False):
     "fastai's `validation_context`; the workers do not agree on what callbacks decide in it"
     res,decisions,trainer = _validation_context(self, cbs, inner),_decisions(self),trainer_of(self)
-    own = [] if trainer is None else [_by_one_thread(trainer)]
+    own = [] if trainer is None else [_by_one_thread(trainer), trainer.inside()]
     if decisions is not None: own.append(decisions.inside())
     return _AllOrNone([*own, *res.default])
 

@@ -61,7 +61,7 @@ class DistributedTrainer(ArgumentSteps):
         self.args,self.watchdog = {**own, **not_default(kwargs)},own['watchdog']
         self.accelerator = self.device = self.precision = self.decisions = self.strategy = None
         self.step = self.evaluation = self.loggers = self.random = self.hooks = None
-        self.by_fit = self.in_fit = self.in_scope = self.evaluated = False
+        self.by_fit = self.in_fit = self.within = self.in_scope = self.evaluated = False
         self.hypers = self.seen = self.own = None
         self.trains = None # the loader of the epoch, while that is trained
         self.asked = {} # of the next evaluation, by `get_preds`: see `Evaluation`
@@ -233,7 +233,15 @@ def attach(self:DistributedTrainer):
 @patch(as_prop=True)
 def is_inner(self:DistributedTrainer):
     "Is this the business of one worker, or of a callback's evaluation, in the fit of all?"
-    return self.decisions is not None and bool(self.decisions.alone or self.decisions.inner)
+    return self.within or self.decisions is not None and bool(self.decisions.alone or self.decisions.inner)
+
+@patch
+@contextmanager
+def inside(self:DistributedTrainer):
+    "Around an evaluation, which may be one that a callback makes in a fit, in one process too"
+    outer,self.within = self.within,self.in_fit
+    try: yield
+    finally: self.within = outer
 
 # %% ../../nbs/trainer/09_trainer.ipynb #72021c52
 @patch
@@ -274,6 +282,7 @@ def _end_fit(self:DistributedTrainer):
 @patch
 def before_epoch(self:DistributedTrainer):
     "The workers have shared no evaluation since the epoch began, and stepped by no numbers"
+    if self.is_inner: return
     self.evaluated,self.hypers,self.trains = False,None,None
 
 @patch
