@@ -28,8 +28,10 @@ def hook(self:ActivationStats, m, i, o):
 def _merge_stats(parts # What each worker has noted of one output: `dict`s with mean, std, near_zero, numel and perhaps hist
                 ):
     "The same of all numbers together; variances are added up as by Chan, Golub and LeVeque (1979)"
-    if is_listy(parts[0]): return [_merge_stats(o) for o in zip(*parts)]
+    parts = [o for o in parts if o is not None] # of a layer that has not run, in this worker or in all
+    if parts and is_listy(parts[0]): return [_merge_stats(o) for o in zip(*parts)]
     parts = [o for o in parts if o['numel']]
+    if not parts: return
     n = sum(o['numel'] for o in parts)
     mean = sum(o['mean']*o['numel'] for o in parts)/n
     squares = sum((o['std']**2*(o['numel']-1) if o['numel'] > 1 else 0.) + (o['mean']-mean)**2*o['numel'] for o in parts)

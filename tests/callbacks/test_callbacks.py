@@ -171,6 +171,33 @@ def test_hooks_and_summary(world3):
     for got in world3(looked_at, True): assert got[:3] == want[:3] and diff(got[3], want[3]) < 2e-6 and got[4] == want[4] and len(got[3]) == 6
 
 
+class SecondLater(nn.Module):
+    "Its second layer does not run in the first batch"
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.n = nn.Linear(4, 3), nn.Linear(4, 3), 0
+    def forward(self, x):
+        self.n += 1
+        return self.a(x)+(self.b(x) if self.n > 1 else 0.*(self.b.weight.sum()+self.b.bias.sum()))
+
+
+def stats_of(distrib, alone=False):
+    from fastai.callback.hook import ActivationStats
+    from fastdist.world import get_rank
+    torch.manual_seed(3)
+    learn = quiet(learner(n=22, bs=4, model=lambda: SecondLater().double()))
+    stats = ActivationStats()
+    with ctx_of(learn, distrib): learn.fit(1, cbs=[stats] if not alone or get_rank() == 0 else [])
+    return [[d and d['mean'] for d in o] for o in getattr(stats, 'stats', [])]
+
+
+def test_stats_of_a_layer_that_has_not_run_and_of_one_worker(world2):
+    want = stats_of(False)
+    assert want[0][1] is None and all(d is not None for o in want[1:] for d in o)
+    for got in world2(stats_of, True): assert got[0][1] is None and diff(got[0][0], want[0][0]) < 2e-6 and diff(got[1:], want[1:]) < 2e-6
+    assert [len(o) for o in world2(stats_of, True, alone=True)] == [len(want), 0] # the other waited for the watchdog
+
+
 def refused():
     from fastai.callback.fp16 import NonNativeMixedPrecision
     learn = quiet(learner(n=21, dtype=torch.float32, cbs=NonNativeMixedPrecision()))
