@@ -111,7 +111,8 @@ class GlobalBatchLoss(GetAttr):
         else: setattr(self.loss_func, nm, v)
 
     def __call__(self, pred, *yb, **kwargs):
-        step = current_world().cache.get('global_batch')
+        world = current_world()
+        step = None if world.alone else world.cache.get('global_batch')
         if step is not None:
             if kwargs.get('reduction', getattr(self, 'reduction', None))=='none': raise _by_sample(self.loss_func)
             pred,*yb = _of_all(pred, yb, step)
@@ -121,6 +122,15 @@ class GlobalBatchLoss(GetAttr):
     def expect(step=None):
         "The loss that is computed next is that of `step`, a `TrainingStep`; without one it is of what it is given"
         current_world().cache['global_batch'] = step
+
+    @staticmethod
+    @contextmanager
+    def apart():
+        "A context, such as an evaluation in the middle of a batch, in which each loss is of what it is given"
+        cache = current_world().cache
+        step,cache['global_batch'] = cache.get('global_batch'),None
+        try: yield
+        finally: cache['global_batch'] = step
 
 # %% ../../nbs/metrics/02_losses.ipynb #e505fa49
 def _is_known(f):

@@ -120,13 +120,17 @@ def before_step(self:StrategyHooks):
 
 # %% ../../nbs/trainer/04_hooks.ipynb #4ce0bf1b
 @patch
-def after_batch(self:StrategyHooks):
-    "Give the model back, where the forward was cancelled, and the metrics their state, where this batch does not count"
+def _end_batch(self:StrategyHooks):
     self.fit_failed()
     if self.training and self.trainer.step is not None: self.trainer.step.restore_metrics()
 
 # a callback that ends the pass in `after_batch` has been before this one
-StrategyHooks.after_cancel_train = StrategyHooks.after_cancel_epoch = StrategyHooks.after_cancel_fit = StrategyHooks.after_batch
+StrategyHooks.after_cancel_train = StrategyHooks.after_cancel_epoch = StrategyHooks.after_cancel_fit = StrategyHooks._end_batch
+
+@patch
+def after_batch(self:StrategyHooks):
+    "Give the model back, where the forward was cancelled, and the metrics their state, where this batch does not count"
+    if self.training: self._end_batch() # else a callback may have evaluated in the middle of a batch that is trained
 
 @patch
 def fit_failed(self:StrategyHooks, error=None # That ended the fit

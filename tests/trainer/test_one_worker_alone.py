@@ -71,3 +71,22 @@ def test_predictions_within_a_fit_begin_no_other(world2, kind):
     want = world2(predicted, kind, None)
     for how in 'if', 'alone', 'all': assert [diff(a, b) for a, b in zip(want, world2(predicted, kind, how))] == [0, 0], how
     if kind == 'steps': assert diff(predicted(kind, None), predicted(kind, 'all')) == 0
+
+
+class OwnLoss(Callback):
+    def before_batch(self):
+        if self.training: self.learn.loss_func(self.learn.model(self.xb[0]), self.yb[0])
+
+
+def with_own_loss(distrib):
+    import fastdist.all
+    from fastdist.all import GlobalBatchLoss
+    from fastdist.world import get_rank
+    learn = quiet(learner(n=22, loss=GlobalBatchLoss(Double()), cbs=[OwnLoss()] if get_rank() == 0 else []))
+    with learn.distrib_ctx(split_batches=True) if distrib else contextlib.nullcontext(): learn.fit(1)
+    return weights(learn)
+
+
+def test_a_loss_of_its_own(world2):
+    "Of what it is given, also where the fit's is one of the global batch"
+    for w in world2(with_own_loss, True): assert diff(w, with_own_loss(False)) < 2e-7
