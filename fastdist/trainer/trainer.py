@@ -21,7 +21,7 @@ from ..data.loaders import same_data
 from ..data.rng import WorkerRandom, rank0_stream, rejoin_streams
 from ..fault.cancel import Decisions
 from ..fault.supervisor import catchable, check_watchdog, handler_kept, interrupt_deferred, rejoin, scope, watchdog_time
-from ..metrics.losses import GlobalBatchLoss
+from ..metrics.losses import losses_apart
 from ..metrics.metrics import EpochTotals
 from ..model.batchnorm import GlobalBatchNorm, sync_batch_norm
 from ..model.foreach import Foreach
@@ -433,7 +433,7 @@ def validate_together(self:DistributedTrainer):
     self.evaluation = Evaluation(learn, self.decisions, self.strategy.shards_params, **asked)
     try:
         alone = self.in_fit or self.is_inner or not self.evaluation.shared
-        with nullcontext() if alone else self._fail_together(), GlobalBatchLoss.apart(), self.evaluation.together():
+        with nullcontext() if alone else self._fail_together(), losses_apart(), self.evaluation.together():
             GlobalBatchNorm.expect(apart=self.evaluation.shared and not self.evaluation.by_rows)
             yield
             self.evaluated |= self.evaluation.shared
