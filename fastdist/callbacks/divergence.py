@@ -28,7 +28,7 @@ _mult = 0x5851F42D4C957F2D # the weight of one such sum in the next, odd too
 
 @lru_cache(None)
 def _weights(device):
-    ints = torch.randint(-2**63, 2**63-1, (_chunk,), generator=torch.Generator().manual_seed(0))
+    ints = torch.randint(-2**63, 2**63-1, (_chunk,), generator=torch.Generator().manual_seed(0), device='cpu')
     return (ints | 1).to(device)
 
 @torch.no_grad()

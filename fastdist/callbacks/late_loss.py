@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 def send_to_host(t # Tensor on a GPU
                 ):
     "(memory on the CPU where `t` will be, event that says that it is)"
-    copied,done = torch.empty(t.shape, dtype=t.dtype, pin_memory=True),torch.cuda.Event()
+    copied,done = torch.empty(t.shape, dtype=t.dtype, device='cpu', pin_memory=True),torch.cuda.Event()
     copied.copy_(t, non_blocking=True)
     done.record()
     return copied,done

@@ -601,8 +601,23 @@ def fitted_by_default(strategy, device, folder):
     finally: torch.set_default_device(None)
 
 
+def late_by_default():
+    "Where a number that the host will look at later goes, and whether the models are the same, where tensors are made on the GPU by default"
+    from fastdist.callbacks.divergence import _weights, check_same
+    from fastdist.callbacks.late_loss import send_to_host
+    from fastdist.world import setup_distrib
+    setup_distrib()
+    _weights.cache_clear()
+    torch.set_default_device(own_gpu())
+    try:
+        check_same(nn.Linear(2, 1).requires_grad_(False).eval().apply(lambda m: [p.fill_(1.) for p in m.parameters()]), grads=False)
+        return send_to_host(torch.ones(2))[0].device.type
+    finally: torch.set_default_device(None)
+
+
 def test_a_default_device(gpu_worlds, tmp_path):
     world = gpu_worlds(2)
+    assert world(late_by_default) == ['cpu']*2 # torch pins no other memory
     assert world(from_rank0_by_default) == [['x', 'x'*3000]]*2
     for strategy in ('ddp', 'zero2', 'fsdp'):
         assert world(fitted_by_default, strategy, True, str(tmp_path/strategy)) == world(fitted_by_default, strategy, False, str(tmp_path/f'plain_{strategy}'))
