@@ -407,7 +407,8 @@ def _misfits(self:DistributedDL, state):
     if missing: return [f"{', '.join(sorted(missing))} missing"]
     res,n,had,have = [],None if a.unsized else len(a.expected()),len(state['rng'][3]),len(a.generators())
     # of an order of a user's own the length is known once it is drawn
-    if state['offset'] and a.from_rng and state['n']!=n and not a.unsized: res.append(f"it had {state['n']} samples or batches, this one has {n}")
+    if state['offset'] and a.from_rng and state['n']!=n and not a.unsized:
+        res.append(f"it had {state['n']} samples or batches, this one has {n}")
     if had!=have: res.append(
         f"it had {had} random number generators of its own, this one has {have}: build the loader and its sampler in the same way")
     if state['mode']!=a.mode: res.append(f"it was cut in {state['mode']}, this one is in {a.mode} (split_batches, evaluate)")
