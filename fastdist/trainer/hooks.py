@@ -99,7 +99,7 @@ def before_batch(self:StrategyHooks):
 @patch
 def after_loss(self:StrategyHooks):
     "Send the loss"
-    if not self.training: return
+    if not self.learn.training: return
     self.trainer.step.send_loss(self.trainer.decisions.interrupted)
     self.trainer.step.settle_loss()
 
@@ -130,7 +130,7 @@ StrategyHooks.after_cancel_train = StrategyHooks.after_cancel_epoch = StrategyHo
 @patch
 def after_batch(self:StrategyHooks):
     "Give the model back, where the forward was cancelled, and the metrics their state, where this batch does not count"
-    if self.training: self._end_batch() # else a callback may have evaluated in the middle of a batch that is trained
+    if self.learn.training: self._end_batch() # else a callback may have evaluated in the middle of a batch that is trained
 
 @patch
 def fit_failed(self:StrategyHooks, error=None # That ended the fit
