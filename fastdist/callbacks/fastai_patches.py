@@ -21,6 +21,7 @@ from fastai.torch_core import nested_reorder,to_concat
 from ..fault.same_call import after_rank0
 from ..metrics.predictions import Concatenated
 from ..strategy.sharded_opt import move_state
+from ..world.ranks import get_world_size
 
 # %% ../../nbs/callbacks/00_fastai_patches.ipynb #90dfbe92
 def _maybe_gather(x, axis=0):
@@ -106,7 +107,9 @@ _call = GradientAccumulation.__call__
 @patch
 def __call__(self:GradientAccumulation, event_name):
     "fastai's; the samples of all workers count, from here on: a callback before this one may have cancelled the step"
-    if event_name=='before_fit' and in_evaluation(self.learn): return # what has been accumulated is not counted anew
+    if in_evaluation(self.learn) and get_world_size()>1: # maybe in one worker alone: fastai counts anew then, and this where all do
+        if event_name=='before_fit': return
+        if event_name=='before_validate' and trainer_of(self.learn).evaluation.shared: self.count = 0
     if event_name=='before_step' and self.run: self.count += getattr(getattr(trainer_of(self.learn), 'step', None), 'others', 0)
     return _call(self, event_name)
 

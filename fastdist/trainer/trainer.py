@@ -283,8 +283,8 @@ def _end_fit(self:DistributedTrainer):
 @patch
 def before_epoch(self:DistributedTrainer):
     "The workers have shared no evaluation since the epoch began, and stepped by no numbers"
-    if self.is_inner: return
-    self.evaluated,self.hypers,self.trains = False,None,None
+    self.evaluated = False
+    if not self.is_inner: self.hypers,self.trains = None,None
 
 @patch
 def after_epoch(self:DistributedTrainer):

@@ -612,7 +612,9 @@ def late_by_default():
     try:
         check_same(nn.Linear(2, 1).requires_grad_(False).eval().apply(lambda m: [p.fill_(1.) for p in m.parameters()]), grads=False)
         return send_to_host(torch.ones(2))[0].device.type
-    finally: torch.set_default_device(None)
+    finally:
+        torch.set_default_device(None)
+        _weights.cache_clear() # tests after this one measure the GPU's memory
 
 
 def test_a_default_device(gpu_worlds, tmp_path):

@@ -90,3 +90,23 @@ def with_own_loss(distrib):
 def test_a_loss_of_its_own(world2):
     "Of what it is given, also where the fit's is one of the global batch"
     for w in world2(with_own_loss, True): assert diff(w, with_own_loss(False)) < 2e-7
+
+
+class Validates(Callback):
+    "In all workers, with the validation loader, of which each has its part"
+    run_valid = False
+    def after_train(self): self.learn.validate()
+
+
+def counted_anew():
+    import fastdist.all
+    learn = quiet(learner(n=22, bs=5, cbs=[GradientAccumulation(14), Validates()], opt=partial(SGD, mom=.9)))
+    with learn.distrib_ctx(split_batches=True): learn.fit(3)
+    return weights(learn)
+
+
+@pytest.mark.parametrize('n', [2, 3])
+def test_an_evaluation_of_all_counts_samples_anew(worlds, n):
+    "As fastai's `GradientAccumulation.before_fit` does in one process"
+    want = counted_anew()
+    for o in worlds(n)(counted_anew): assert diff(o, want) < 2e-7
