@@ -7,7 +7,7 @@ __all__ = ['global_norms', 'OwnLoopDL']
 
 # %% ../../nbs/model/05_own_loop.ipynb #dfbac84e
 from contextlib import contextmanager, nullcontext
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakSet
 
 from torch.nn.modules.module import register_module_forward_pre_hook
 from fastcore.basics import noop, patch
@@ -91,11 +91,9 @@ def _own_loop(dl, it):
             if end is not None: _ended(end)
 
 # %% ../../nbs/model/05_own_loop.ipynb #47a59a4b
-_loops = WeakKeyDictionary() # those that have begun, by their loaders
-
 class OwnLoopDL(DistributedDL):
     "A learner's training loader: in a loop that is not its fit's, gradients and batch norm's statistics are those of the global batch too"
-    fit_next,fit_on = False,False # Is the fit the next to read it? Is an epoch of the fit's on?
+    fit_next,fit_on,loops = False,False,() # Is the fit the next to read it? Is an epoch of the fit's on? Loops of others that have begun
     sync_bn = True # Are batch norm's?
     begin_own = staticmethod(lambda counts: noop) # called with the `Counts` of each batch of such a loop; returns what ends it
     def __iter__(self):
@@ -103,21 +101,21 @@ class OwnLoopDL(DistributedDL):
         if self._alone or current_world().alone: return super().__iter__()
         if fits: return _fits_loop(self, super().__iter__())
         loop = _own_loop(self, super().__iter__())
-        _loops.setdefault(self, WeakSet()).add(loop)
+        vars(self).setdefault('loops', WeakSet()).add(loop)
         return loop
 
     def __reduce__(self):
         new,args,state = super().__reduce__()
-        return new,args,{k:v for k,v in state.items() if k not in ('begin_own','fit_on')} # the learner's: a copy is nobody's
+        return new,args,{k:v for k,v in state.items() if k not in ('begin_own','fit_on','loops')} # a copy is nobody's
 
     def _like(self, *args, **kwargs):
         res = super()._like(*args, **kwargs)
-        vars(res).pop('fit_on', None) # the fit reads this one
+        for k in ('fit_on','loops'): vars(res).pop(k, None) # the fit reads this one
         return res
 
 # %% ../../nbs/model/05_own_loop.ipynb #4bbbe4bb
 @patch
 def close(self:OwnLoopDL):
     "End the loops, too, that have been left in their middle: what they change is the whole process's"
-    for o in [*_loops.pop(self, ())]: o.close()
+    for o in [*vars(self).pop('loops', ())]: o.close()
     DistributedDL.close(self)
