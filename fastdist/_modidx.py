@@ -548,6 +548,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                   'fastdist/checkpoint/state.py'),
                                            'fastdist.checkpoint.state._drawing': ( 'checkpoint/state.html#_drawing',
                                                                                    'fastdist/checkpoint/state.py'),
+                                           'fastdist.checkpoint.state._extra_state': ( 'checkpoint/state.html#_extra_state',
+                                                                                       'fastdist/checkpoint/state.py'),
                                            'fastdist.checkpoint.state._first_row': ( 'checkpoint/state.html#_first_row',
                                                                                      'fastdist/checkpoint/state.py'),
                                            'fastdist.checkpoint.state._grads': ( 'checkpoint/state.html#_grads',

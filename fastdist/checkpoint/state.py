@@ -258,8 +258,14 @@ def _loss_modules(learn):
 # %% ../../nbs/checkpoint/05_state.ipynb #c51f5c2e
 _states = 'h','hidden' # names of hidden states, `None` before the first batch
 
+def _extra_state(m):
+    try: return to_plain(m.get_extra_state())
+    except NotPlain as e: raise NotPlain(
+        f"rank {get_rank()}: {type(m).__name__}.get_extra_state returns what Resume cannot save (a {e}): "
+        "let it return numbers, texts, tensors, arrays, and lists, tuples, sets and dicts of them") from None
+
 def _module_data(modules, shared=()):
-    "What modules, by name, remember in plain attributes, as the hidden state of a recurrent one"
+    "What modules, by name, remember in plain attributes, as the hidden state of a recurrent one, and as `get_extra_state`"
     res = {}
     for nm,m in modules.items():
         for k,v in vars(m).items():
@@ -268,13 +274,15 @@ def _module_data(modules, shared=()):
             if is_link(v, shared): continue
             try: res[f'{nm}|{k}'] = to_plain(v)
             except NotPlain: pass
+        if isinstance(m, nn.Module) and type(m).get_extra_state is not nn.Module.get_extra_state: res[f'{nm}|'] = _extra_state(m)
     return res
 
 def _put_module_data(modules, saved, device, same=True):
     for k,v in saved.items():
         nm,_,attr = k.rpartition('|')
+        if nm in modules and not attr: modules[nm].set_extra_state(from_plain(v, device))
         # of other workers the numbers: a tensor may have a row for each sample of theirs
-        if nm in modules and (same or isinstance(v, (bool,int,float))): vars(modules[nm])[attr] = from_plain(v, device)
+        elif nm in modules and (same or isinstance(v, (bool,int,float))): vars(modules[nm])[attr] = from_plain(v, device)
 
 def hidden_states(rest # From `take_rest`
                  ):

@@ -379,6 +379,13 @@ class Layers(nn.Module):
         return F.linear(F.linear(x, self.ws[0], self.a.bias), self.ws[1], self.b.bias)/(1+self.n/10)
 
 
+class Extra(Layers):
+    "What it counts is part of its `state_dict`, and nowhere else that others would look"
+    n = property(lambda self: self._extra[0], lambda self, v: setattr(self, '_extra', [v]))
+    def get_extra_state(self): return torch.tensor(self.n)
+    def set_extra_state(self, state): self.n = state.item()
+
+
 class Decays:
     "A loss function with the model's parameters"
     def __init__(self, model): self.ps = list(model.parameters())
@@ -386,22 +393,23 @@ class Decays:
 
 
 def linked(what, folder):
-    learn = simple(folder, Links() if what == 'callback' else None, model=(lambda: Layers().double()) if what == 'layers' else None)
+    learn = simple(folder, Links() if what == 'callback' else None, model=(lambda: dict(layers=Layers, extra=Extra)[what]().double()) if what in ('layers', 'extra') else None)
     if what == 'loss': learn.loss_func = Decays(learn.model)
     return learn
 
 
-@pytest.mark.parametrize('what', ['callback', 'layers', 'loss'])
+@pytest.mark.parametrize('what', ['callback', 'layers', 'extra', 'loss'])
 def test_links_to_parameters_stay(what, tmp_path): compare(tmp_path, partial(linked, what), lambda l: None, [15], 2)
 
 
-def counted(folder, at): return fitted(folder, partial(linked, 'layers'), lambda l: l.model.n, at, 2, 'ddp')
+def counted(what, folder, at): return fitted(folder, partial(linked, what), lambda l: l.model.n, at, 2, 'ddp')
 
 
-def test_what_layers_count_on_another_number_of_workers(worlds, tmp_path):
-    want = worlds(2)(counted, tmp_path/'whole', None)[0]
-    worlds(2)(counted, tmp_path/'part', 15)
-    for _, w, n in worlds(3)(counted, tmp_path/'part', None):
+@pytest.mark.parametrize('what', ['layers', 'extra'])
+def test_what_layers_count_on_another_number_of_workers(worlds, what, tmp_path):
+    want = worlds(2)(counted, what, tmp_path/'whole', None)[0]
+    worlds(2)(counted, what, tmp_path/'part', 15)
+    for _, w, n in worlds(3)(counted, what, tmp_path/'part', None):
         assert n == want[2] and max(diff(torch.tensor(v), torch.tensor(want[1][k])) for k, v in w.items()) < 1e-6
 
 
