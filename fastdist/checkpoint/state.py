@@ -393,9 +393,10 @@ def put_rest(learn, # `Learner` in a fit
 # %% ../../nbs/checkpoint/05_state.ipynb #576103c8
 def read_state(c # `Checkpoint`
               ):
-    "Its tensors in CPU memory, in one process, whoever wrote them: `model`, as `model.state_dict()` has it, and `opt`, by name"
+    "What it has of tensors in CPU memory, in one process, whoever wrote them: `model`, as `model.state_dict()` has it, and `opt`, by name"
     rest = torch.load(c.verify().path/'rank-0.pt', weights_only=True)
     from fastdist.checkpoint.tensors import read_shards, stored
     whole = {nm:torch.empty(shape, dtype=dtype) for nm,(shape,dtype) in stored(c).items()}
     read_shards(c, {nm:(0,t) for nm,t in whole.items()})
-    return dict(model={k:whole[nm] for k,nm in rest['keys'].items()}, opt={nm:t for nm,t in whole.items() if nm.startswith('opt.')})
+    extra = {f'{k[:-1]}._extra_state'.lstrip('.'):from_plain(v) for k,v in rest['modules'].items() if k.endswith('|')}
+    return dict(model={k:whole[nm] for k,nm in rest['keys'].items()} | extra, opt={nm:t for nm,t in whole.items() if nm.startswith('opt.')})

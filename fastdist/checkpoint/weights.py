@@ -38,7 +38,7 @@ def _full_states(model, opt, keep):
     all_at('a save of the model')
     for k,o in state.items():
         o = o.full_tensor() if is_dtensor(o) else o
-        state[k] = o.cpu() if keep else None
+        state[k] = None if not keep else o.cpu() if isinstance(o, Tensor) else o # the extra state of a module may be anything
     return _Stated(state),opt
 
 def is_sharded(model, opt=None):

@@ -24,19 +24,20 @@ def choose(found, # `Checkpoint`s, the newest first
 
 # %% ../../nbs/launch/12_export.ipynb #0fda2df9
 def _write(c, file):
-    "Write the model's tensors"
+    "Write the model's `state_dict`; returns the tensors of it"
     import torch
     from fastdist.checkpoint.state import read_state
     state = read_state(c)['model']
+    tensors = {k:t for k,t in state.items() if isinstance(t, torch.Tensor)}
     new = file.with_name(f'.{file.name}.{os.getpid()}')
     try:
         if file.suffix=='.pth': torch.save(state, new)
         else:
             from safetensors.torch import save_file
-            save_file({k:t.clone().contiguous() for k,t in state.items()}, new) # it takes no tensor by two names
+            save_file({k:t.clone().contiguous() for k,t in tensors.items()}, new) # it takes no tensor by two names
         os.replace(new, file)
     finally: new.unlink(missing_ok=True)
-    return state
+    return tensors
 
 # %% ../../nbs/launch/12_export.ipynb #3d7c8200
 def main(args # Arguments after `fastdist export`
@@ -54,7 +55,7 @@ def main(args # Arguments after `fastdist export`
     if not a.file.absolute().parent.is_dir(): sys.exit(f"fastdist export: there is no folder {a.file.absolute().parent}")
     try:
         c = choose(find_checkpoints(a.path, 'export'), a.best)
-        state = _write(c, a.file)
+        tensors = _write(c, a.file)
     except (DamagedCheckpoint,OSError) as e: sys.exit(f"fastdist export: {e}")
-    print(f"{a.file}: {len(state)} tensors of {c.path}")
+    print(f"{a.file}: {len(tensors)} tensors of {c.path}")
     return 0

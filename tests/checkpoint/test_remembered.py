@@ -466,3 +466,38 @@ def test_a_learner_with_a_resume_is_copied_and_exported(tmp_path):
     assert [o.active for o in Exports.copy.cbs if isinstance(o, Resume)] == [False]
     learn.export()
     assert [o.folder for o in load_learner(tmp_path/'export.pkl').cbs if isinstance(o, Resume)] == [tmp_path/'ckpt']
+
+
+class Scaled(nn.Linear):
+    "By how often it has been trained, which is no tensor"
+    n = 0
+    def forward(self, x):
+        self.n += self.training
+        return super().forward(x)*(1+self.n/10)
+    def get_extra_state(self): return dict(n=self.n)
+    def set_extra_state(self, state): self.n = state['n']
+
+
+def extra_saved(folder, strategy):
+    "(What the model has counted: as it was saved, as it was loaded again, and as what `fastdist export` writes has it)"
+    import fastdist.all
+    from fastdist.checkpoint.resume import Resume
+    from fastdist.launch.export import main
+    from fastdist.world import get_rank, rank0_first
+    from_the_start()
+    learn = simple(folder, model=lambda: nn.Sequential(Scaled(4, 8), nn.Linear(8, 3)).double())
+    with learn.distrib_ctx(**ctx_of(strategy)):
+        learn.fit(1, cbs=Resume(folder/'ckpt'))
+        n = learn.model[0].n
+        learn.save('saved')
+        learn.fit(1)
+        learn.load('saved')
+    loaded = learn.model[0].n
+    rank0_first(lambda: get_rank() == 0 and main([str(folder/'ckpt'), str(folder/'models'/'exported.pth')]))
+    learn.load('exported', with_opt=False)
+    return n, loaded, learn.model[0].n
+
+
+@pytest.mark.parametrize('strategy', ['ddp', 'fsdp'])
+def test_the_extra_state_of_a_model_is_saved_and_exported(world2, strategy, tmp_path):
+    for o in world2(extra_saved, tmp_path, strategy): assert len({*o}) == 1 and o[0], o
