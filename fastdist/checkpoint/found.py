@@ -131,5 +131,5 @@ def put_loader(self:FoundFit, dl # The training loader of the epoch, a `Distribu
     streams = loader['streams'] if self.same else {**loader['streams'], 'own':[]}
     with self._other_loaders_told(): dl.load_state_dict(loader['state'], streams)
     first = n-len(dl)
-    if (first,n)!=(s['batch'],s['n_iter']): learn.pct_train = (learn.epoch+first/n)/learn.n_epoch
+    if (first,n)!=(s['batch'],s['n_iter']): learn.n_iter,learn.pct_train = n,(learn.epoch+first/n)/learn.n_epoch
     return first

@@ -55,7 +55,7 @@ class Resume(Callback):
 @patch
 def __getstate__(self:Resume):
     "A copy, as one that `learn.export` writes, is in no fit"
-    return {**vars(self), 'active':False, 'wrapped':{}, 'between':None, **dict.fromkeys(('shared','fits','found','saver'))}
+    return {**vars(self), 'active':False, 'wrapped':{}, **dict.fromkeys(('between','loop','shared','fits','found','saver'))}
 
 # %% ../../nbs/checkpoint/09_resume.ipynb #03d93935
 @patch(as_prop=True)
@@ -101,7 +101,7 @@ def _begin(self:Resume):
     self.found = FoundFit(learn, self.shared, self.fit_no, [self], self._warn_once)
     self.found.tell()
     self.step = self.found.steps(self.step)
-    self.due,self.stepped,self.between,self.stops,self.in_batch,self.depth,self.now = False,False,None,False,False,0,0
+    self.due,self.stepped,self.between,self.stops,self.in_batch,self.depth,self.now,self.loop = False,False,None,False,False,0,0,None
     self.saver = Saver(self.folder, self.shared.run_id, self.rank, workers, self.keep, self._agree)
     self.next_time = time.monotonic()+self.every
 
@@ -153,10 +153,10 @@ def after_batch(self:Resume):
 def _after_step(self:Resume):
     "The batch was the last of a step"
     if self.unit=='steps' and self.step%self.every==0: self.due = self.due or True
-    if not isinstance(self.learn.dl, DistributedDL) or self._keeps_batches(): return
-    if self.due: self._save(self.now, self.learn.iter+1)
+    if not isinstance(getattr(self.loop, 'dl', None), DistributedDL) or self._keeps_batches(): return
+    if self.due: self._save(self.now, self.loop.i+1)
     if not self.on_error: return
-    self.between,self.in_batch = self.learn.dl.streams(*random_of(self.learn), plain=False),False
+    self.between,self.in_batch = self.loop.dl.streams(*random_of(self.learn), plain=False),False
 
 @patch
 def ends_after_batch(self:Resume):
@@ -207,7 +207,7 @@ def _summary(self:Resume, epoch, batch, validated, ended):
     last = zip(rec.metric_names[1:], rec.values[-1]) if rec is not None and rec.values else ()
     strategy = getattr(getattr(trainer, 'strategy', None), 'name', None)
     return dict(step=self.step, fit=self.fit_no, epoch=epoch, batch=batch, ended=ended, validated=validated,
-                n_epoch=learn.n_epoch, n_iter=getattr(learn, 'n_iter', 0),
+                n_epoch=learn.n_epoch, n_iter=getattr(self.loop, 'n', 0),
                 metrics={k:float(v) for k,v in last if isinstance(v, (int,float))},
                 workers=self.saver.n, strategy=strategy, **signature(learn))
 
@@ -232,8 +232,8 @@ def _save(self:Resume, epoch, batch, validated=False, ended=False, **place):
     "All workers: copy, and begin to write; wait for the end where that is wanted. `place` in the loader, if it is not that of now"
     learn,wait = self.learn,self.due=='now'
     self.saver.finish()
-    dl = learn.dl if batch and batch < learn.n_iter else None
-    if dl is None and batch: batch = learn.n_iter
+    dl = self.loop.dl if batch and batch < self.loop.n else None
+    if dl is None and batch: batch = self.loop.n
     tensors = take_tensors(learn, validated and self._gradients_wait()) # within an epoch it saves after a step
     rest = take_rest(learn, dl, [self], ended=ended, **place)
     self._tell_unmade()
@@ -249,7 +249,7 @@ def _save(self:Resume, epoch, batch, validated=False, ended=False, **place):
 @patch
 def _counted(self:Resume):
     "May a callback, or a loader of several, remember of the batch that has failed before its step?"
-    return self.learn.dl.state_dict(back=1) is None or any(
+    return self.loop.dl.state_dict(back=1) is None or any(
         attributes_of(cb)[0] for cb in users_callbacks(self.learn) if hasattr(cb, 'before_batch'))
 
 @patch
@@ -273,7 +273,7 @@ def _save_after(self:Resume, e):
     set_stream_states(dict(self.between, own=self.between['own'][1:]), *randoms)
     try:
         self.due = 'now'
-        self._save(self.now, self.learn.iter+(not self.in_batch), back=int(self.in_batch), streams=self.between)
+        self._save(self.now, self.loop.i+(not self.in_batch), back=int(self.in_batch), streams=self.between)
     finally: set_stream_states(now, *randoms)
 
 # %% ../../nbs/checkpoint/09_resume.ipynb #b68659b9
@@ -374,9 +374,9 @@ def before_train(self:Resume):
 @patch
 def _handed(self:Resume, batches):
     "Note whether the training has the batch, or the loader is at work"
-    for o in batches:
-        self.in_batch = True
-        yield o
+    for i,b in batches:
+        self.loop.i,self.in_batch = i,True
+        yield i,b
         self.in_batch = False
     self._after_batches()
 
@@ -384,7 +384,8 @@ def _handed(self:Resume, batches):
 def batches(self:Resume, dl # The training loader
            ):
     "The numbered batches of an epoch, from the first that was not trained"
-    first = 0
+    # a callback's evaluation in between changes what the learner has of these
+    first,self.loop = 0,SimpleNamespace(dl=dl, n=self.learn.n_iter, i=0)
     if self.active and self.found.place is not None:
         first = self.found.put_loader(dl)
         self.found.place = None

@@ -323,7 +323,7 @@ def _state_keys(learn):
     return [(k,names[id(t)]) for k,t in learn.model.state_dict(keep_vars=True).items() if id(t) in names]
 
 # %% ../../nbs/checkpoint/05_state.ipynb #b95cd682
-_of_learner = 'train_iter pct_train loss smooth_loss final_record epoch'.split()
+_of_learner = 'train_iter n_iter pct_train loss smooth_loss final_record epoch'.split()
 
 def take_rest(learn, # `Learner` in a fit
               dl=None, # The `DistributedDL` that is trained on, in the middle of an epoch

@@ -501,3 +501,30 @@ def extra_saved(folder, strategy):
 @pytest.mark.parametrize('strategy', ['ddp', 'fsdp'])
 def test_the_extra_state_of_a_model_is_saved_and_exported(world2, strategy, tmp_path):
     for o in world2(extra_saved, tmp_path, strategy): assert len({*o}) == 1 and o[0], o
+
+
+class Validates(Callback):
+    "In the middle of an epoch, and trains on; fastai counts `train_iter` anew then"
+    run_valid, seen = False, 0
+    def __init__(self, at): self._ends = lambda: at
+    def before_batch(self):
+        if self.seen == self._ends(): 1/0
+    def after_batch(self):
+        self.seen += 1
+        if self.learn.iter != 2: return
+        self.learn.validate()
+        self.learn.training = True
+        self.model.train()
+
+
+def validating(folder, at=None):
+    return fitted(folder, lambda f: simple(f, [Validates(at), ParamScheduler({'lr': SchedCos(.1, .01)})]), lambda l: None, None, 2, 'ddp')
+
+
+def test_goes_on_after_a_validation_in_the_middle(world2, tmp_path):
+    "The number of the batch, and of all, are those of the training, and the loader is"
+    for k, world in enumerate((lambda f, *args: [f(*args)], world2)):
+        want = world(validating, tmp_path/f'whole{k}')
+        world(validating, tmp_path/f'part{k}', 17)
+        assert (tmp_path/f'part{k}'/'ckpt'/'step-00000014').exists(), k
+        assert repr(world(validating, tmp_path/f'part{k}')) == repr(want), k
