@@ -122,9 +122,9 @@ def _check_loading(config, # `DataLoaderConfiguration` or `None`
     if config.use_stateful_dataloader: no('use_stateful_dataloader', "fastai's loaders stay what they are: leave it out")
     if config.data_seed is not None and (isinstance(config.data_seed, bool) or not isinstance(config.data_seed, int)):
         no('data_seed', "it is an integer")
-    if split is not None and split!=config.split_batches:
-        refuse('split_batches', split, f"dataloader_config says {config.split_batches}: give one of them")
-    return config.split_batches,config.data_seed,config.non_blocking
+    if split is False and config.split_batches: # its own False is what it has where nobody has said anything
+        refuse('split_batches', split, "dataloader_config says True: give one of them")
+    return bool(split) or config.split_batches,config.data_seed,config.non_blocking
 
 # %% ../../nbs/trainer/01_args.ipynb #c4d76ca8
 _handler_names = {DistributedDataParallelKwargs:'ddp', InitProcessGroupKwargs:'init', AutocastKwargs:'autocast', GradScalerKwargs:'scaler'}

@@ -317,6 +317,7 @@ def test_dataloader_config():
     o = asked(dataloader_config=DataLoaderConfiguration(split_batches=True, even_batches=False, use_seedable_sampler=True, data_seed=5, non_blocking=True))
     assert (o.split, o.data_seed) == (True, 5)
     assert asked(split_batches=True).split is True and asked(dataloader_config=DataLoaderConfiguration(dispatch_batches=False)).split is False
+    assert asked(split_batches=True, dataloader_config=DataLoaderConfiguration(non_blocking=True)).split is True  # whose False nobody has said
 
 
 @pytest.mark.parametrize('k,v', [('dispatch_batches', True), ('data_seed', 'x'), ('data_seed', True), ('split_batches', 1), ('even_batches', None), ('non_blocking', 2), ('use_seedable_sampler', 'yes'),
