@@ -220,7 +220,7 @@ def close(self:ShardedGradients, group=None):
     self.sums.kept.clear()
     for ps in buckets([p for p in self.model.parameters() if is_dtensor(p.grad)], gathered_at_once):
         grads = [None]*len(ps) if group is not None else gather_rows([local(p.grad) for p in ps], [p.shape for p in ps], self.rows_of)
-        for p,g in zip(ps, grads): p.grad = g
+        for p,g in zip(ps, grads): p.grad = None if g is None else g.to(p.dtype) # `model.float()` leaves it what it was
     self.release(group)
 
 # %% ../../nbs/strategy/06_zero.ipynb #663ae664

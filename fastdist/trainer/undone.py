@@ -65,7 +65,8 @@ class FollowsModel(UndoneCallback):
         self.strategy.sync_params()
         whole = whole_model(self.learn)
         parts = whole.modules() if whole is self.learn.model else (m for o in whole for m in o.modules())
-        self.parts = [self.learn.model, *parts, *whole.parameters()]
+        ps = [*whole.parameters()]
+        self.parts = [self.learn.model, *parts, *ps, *[p.dtype for p in ps]]
         self.params = self.strategy.model_params()
 
     def agree_buffers(self):
@@ -97,7 +98,7 @@ def _undo_model(self:FollowsModel):
 # %% ../../nbs/trainer/07_undone.ipynb #3fb29151
 @patch
 def follow_model(self:FollowsModel):
-    "Shape the model anew, where it has other modules or parameters than it had; rank 0's weights are those of all. `True` if it had"
+    "Shape the model anew, where it has other modules or parameters than it had, or of another type; rank 0's weights are those of all. `True` if it had"
     check_trainable(self.learn.model)
     old,_ = self.parts,self.note_parts()
     if len(old)==len(self.parts) and all(a is b for a,b in zip(old, self.parts)): return False

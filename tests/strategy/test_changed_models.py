@@ -271,3 +271,30 @@ def weighted(ctx=None):
 def test_buffer_of_a_loss(world2):
     one = weighted()
     for o in world2(weighted, ctx_of('ddp')): assert diff(one, o) < 1e-7
+
+
+class Casts(Callback):
+    def before_batch(self): self.learn.xb = (self.x.to(self.model[0].weight.dtype),)
+
+
+def retyped(ctx=None):
+    "`learn.model.float()` between two fits; what it raises"
+    import fastdist.all
+    learn, error = quiet(learner(model=partial(model, bn=False), loss=CrossEntropyLossFlat(), cbs=Casts())), None
+    try:
+        with contextlib.nullcontext() if ctx is None else learn.distrib_ctx(**ctx):
+            learn.fit(1)
+            learn.model.float()
+            learn.fit(1)
+    except RuntimeError as e: error = str(e)
+    return [p.dtype for p in learn.model.parameters()], weights(learn), error, {type(p.grad).__name__ for p in learn.model.parameters()}
+
+
+def test_another_type_between_fits(world2):
+    types, one, *_ = retyped()
+    for got, w, error, grads in world2(retyped, ctx_of('fsdp')): assert error is None and got == types and diff(one, w) < 1e-6
+
+
+def test_another_type_of_shards_of_gradients(world2):
+    "An error that says so, and the learner is given back: torch refused gradients of the type that they had"
+    for _, _, error, grads in world2(retyped, ctx_of('zero2')): assert 'parameters and gradients are in shards' in error and grads == {'Tensor'}
