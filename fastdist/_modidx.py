@@ -3738,6 +3738,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                    'fastdist/world/rendezvous.py'),
                                            'fastdist.world.rendezvous._check_alone': ( 'world/rendezvous.html#_check_alone',
                                                                                        'fastdist/world/rendezvous.py'),
+                                           'fastdist.world.rendezvous._check_ours': ( 'world/rendezvous.html#_check_ours',
+                                                                                      'fastdist/world/rendezvous.py'),
                                            'fastdist.world.rendezvous._clear': ( 'world/rendezvous.html#_clear',
                                                                                  'fastdist/world/rendezvous.py'),
                                            'fastdist.world.rendezvous._client': ( 'world/rendezvous.html#_client',

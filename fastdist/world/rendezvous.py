@@ -266,6 +266,18 @@ def _clear(path):
     for o in os.listdir(path.parent):
         if o==path.name or re.fullmatch(re.escape(path.name)+r'\.[0-9a-f]{16}\.\d+', o): path.with_name(o).unlink(missing_ok=True)
 
+# %% ../../nbs/world/07_rendezvous.ipynb #5f0417ac
+def _check_ours(path):
+    "Another file than what a run that was killed, or torch's own rendezvous, has left there is nobody's to write over, and to take away"
+    try: text = path.read_bytes()
+    except FileNotFoundError: return
+    except IsADirectoryError: text = b'a folder'
+    if not text or b'refcount/' in text[:16]: return # torch's
+    try: ours = isinstance(o := json.loads(text), dict) and ('ask' in o or 'nonce' in o)
+    except ValueError: ours = False
+    if not ours: raise ValueError(f"init_method='file://{path}' is not accepted: what is there already is no rendezvous: "
+                                  "name a file that is not there yet, in a folder that all workers share")
+
 # %% ../../nbs/world/07_rendezvous.ipynb #1f1d5e00
 def _serve_by_file(path, limit, local=False):
     "Rank 0: start a store, and write its address into the file; `local`: are all workers on this machine?"
@@ -305,6 +317,7 @@ def _store_by_file(path, s, limit):
 
 def _by_file(path, s, limit, local):
     "The part of a store that is for all workers, by a file"
+    _check_ours(path)
     try:
         if s.rank==0 and s.local_world_size is None: local = _all_here(path, s, limit)
         raw = _serve_by_file(path, limit, local) if s.rank==0 else _store_by_file(path, s, limit)

@@ -84,7 +84,7 @@ def test_tcp_in_the_url():
     assert [o[0][:2] for o in res] == [[0, 2], [1, 2]]
 
 
-@pytest.mark.parametrize('left', ['nothing', 'of an earlier run', 'of a run that was killed', 'rubbish'])
+@pytest.mark.parametrize('left', ['nothing', 'of an earlier run', 'of a run that was killed', 'by torch'])
 def test_file(tmp_path, left):
     "A file that an earlier run has left does not hang the next, nor does another of torch's"
     import torch.distributed as dist
@@ -94,13 +94,20 @@ def test_file(tmp_path, left):
     if left == 'of a run that was killed':
         store = dist.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)  # its port is another's now
         path.write_text(json.dumps(dict(addresses=['127.0.0.1'], port=store.port, nonce='x')))
-    if left == 'rubbish': path.write_bytes(b'\0\xff{')
+    if left == 'by torch': dist.FileStore(str(path), 3).set('a', b'\0\xff{')
     if left == 'of a run that was killed': (tmp_path/'meet.0123456789abcdef.2').write_text('here')  # rank 2 had replied to its rank 0
     for _ in range(2):
         for r, o in enumerate(each(3, lambda r: by_hand(url, r, 3))): assert o[0][0] == [r, 3, r, 3, 0, 'none', [0, 1, 2]] and o[1] == [], o
         assert not list(tmp_path.iterdir())
     # the store, and gloo; nothing says beforehand that all are on one machine
     if left == 'nothing': assert each(3, lambda r: listening(url, r, 3)) == [['127.0.0.1']]*3
+
+
+def test_a_file_of_somebody_else(tmp_path):
+    "Nobody writes over it, takes it away, or waits"
+    (tmp_path/'notes').write_text('mine')
+    for name, text, _ in each(2, lambda r: by_hand(f'file://{tmp_path}/notes', r, 2)): assert name == 'ValueError' and 'is no rendezvous' in text, text
+    assert (tmp_path/'notes').read_text() == 'mine' and len(list(tmp_path.iterdir())) == 1
 
 
 def test_env_without_local_rank():
