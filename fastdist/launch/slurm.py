@@ -109,6 +109,8 @@ def _check_size(p, a):
                 "to train on the CPU leave it out, and give --workers")
     n = a.gpus and int(_gpus(a.gpus)[2])
     a.workers = a.workers or n
+    if a.max_restarts and a.nodes*a.workers==1: p.error(f"--max-restarts {a.max_restarts}: the launcher starts 2 workers or more again; "
+        "one that a lost node has ended Slurm begins again by itself, and --requeue K one that its time limit has")
     if n and a.workers > n: p.error(f"--workers {a.workers}: each needs a GPU of its own, and --gpus {a.gpus} is {n}")
     if a.cpus_per_gpu and not n: p.error(f"--cpus-per-gpu {a.cpus_per_gpu}: there is no --gpus; use --cpus-per-task")
     if a.cpus_per_gpu and a.cpus_per_task: p.error("--cpus-per-gpu and --cpus-per-task: give one of them")

@@ -185,6 +185,7 @@ def test_rejected(slurm, tmp_path):
     (['--gpus', '2'], 'script'),
     (['--nodes', '0', '--gpus', '2', 'train.py'], '--nodes 0'),
     (['--gpus', '-1', 'train.py'], '--gpus -1'),
+    (['--gpus', '1', '--max-restarts', '3', 'train.py'], '--max-restarts 3: the launcher'),  # as it would say when the job begins
     (['--gpus', '2', '--time', 'tomorrow', 'train.py'], '--time tomorrow'),
     (['--gpus', '2', '--submit', 'train.py'], 'there is no `sbatch` on this machine')])
 def test_wrong(tmp_path, args, says):
