@@ -733,6 +733,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                   'fastdist/comm/pack.py'),
                                     'fastdist.comm.pack._tensor': ('comm/pack.html#_tensor', 'fastdist/comm/pack.py'),
                                     'fastdist.comm.pack.as_bytes': ('comm/pack.html#as_bytes', 'fastdist/comm/pack.py'),
+                                    'fastdist.comm.pack.byte_array': ('comm/pack.html#byte_array', 'fastdist/comm/pack.py'),
                                     'fastdist.comm.pack.bytes_in': ('comm/pack.html#bytes_in', 'fastdist/comm/pack.py'),
                                     'fastdist.comm.pack.gather_single': ('comm/pack.html#gather_single', 'fastdist/comm/pack.py'),
                                     'fastdist.comm.pack.named': ('comm/pack.html#named', 'fastdist/comm/pack.py'),

@@ -14,7 +14,7 @@ from fastcore.basics import patch
 from ..world.errors import is_library, text_of
 from ..world.ranks import check_member, get_rank, get_world_size
 from ..world.secret import SignatureError
-from .pack import as_bytes, gather_single, unpack
+from .pack import as_bytes, byte_array, gather_single, unpack
 
 # %% ../../nbs/comm/01_call.ipynb #94fd0ed1
 _frame_size = 1024 # bytes
@@ -94,7 +94,7 @@ def _frame(name, group, info=None, t=None, error=None):
     device = size = small = None
     if t is not None:
         device,size = route(t.device, group).type if dist.is_initialized() else 'cpu', t.numel()*t.element_size()
-        if size < _frame_size: small = as_bytes(t.cpu()).numpy().tobytes()
+        if size < _frame_size: small = byte_array(t).tobytes()
     text = _text(dict(name=trim(name, 100), caller=_caller(), error=error, info=info, device=device, size=size))
     return text+small if small is not None and len(text)+len(small) <= _frame_size else text[:-1]
 

@@ -17,7 +17,7 @@ from fastai.data.load import DataLoader as FastaiDataLoader
 from torch.utils.data import ConcatDataset, Subset
 from ..comm.call import same_text
 from ..comm.objects import all_gather_list
-from ..comm.pack import as_bytes
+from ..comm.pack import byte_array
 from .adapter import Adapter
 from .fastai_dl import text_order
 from .rng import OtherLoader, seed_of
@@ -72,7 +72,7 @@ def _held(ds):
 def _plain(o):
     "What can be compared of an item: of a path its name, as hosts may have the same files in folders of different names"
     if isinstance(o, (str,Path)): return str(o).rsplit('/', 1)[-1]
-    if isinstance(o, Tensor) and o.layout==torch.strided: o = as_bytes(o.detach().cpu()).numpy()
+    if isinstance(o, Tensor) and o.layout==torch.strided: o = byte_array(o)
     if isinstance(o, np.ndarray) and o.dtype!=object: return o.shape,zlib.crc32(np.ascontiguousarray(o))
     if isinstance(o, (tuple,list,L,np.ndarray)): return [_plain(v) for v in o]
     return o if isinstance(o, (int,float,bytes,np.number)) else type(o).__name__ # of other types the text may hold an address

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 from fastai.basics import *
-from ..comm.pack import as_bytes
+from ..comm.pack import byte_array
 from ..world.ranks import get_rank, get_world_size
 from ..world.state import current_world
 
@@ -30,7 +30,7 @@ def weighed_stats(model, # Any
     return weigh
 
 # %% ../../nbs/model/04_running_stats.ipynb #56338b6f
-def _digest(b): return zlib.crc32(as_bytes(b.detach().cpu()).numpy())
+def _digest(b): return zlib.crc32(byte_array(b))
 
 def average_buffers(model # Whose buffers have the same names and shapes in all workers
                    ):

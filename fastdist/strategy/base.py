@@ -14,7 +14,7 @@ from fastai.basics import *
 from torch.nn.parameter import is_lazy
 from ..comm.call import route, same_and_most, same_text, who_has
 from ..comm.objects import all_gather_list, from_rank0
-from ..comm.pack import as_bytes, tensors_in
+from ..comm.pack import as_bytes, byte_array, tensors_in
 from ..comm.shards import is_dtensor
 from ..model.batchnorm import GlobalBatchNorm
 from ..model.params import ModelParams
@@ -276,7 +276,7 @@ def _same_grads(params):
 # %% ../../nbs/strategy/00_base.ipynb #86f70022
 def _checksums(ts):
     "Of each of `ts`, which are in CPU memory: to compare these takes a fraction of the time that sending the tensors does"
-    return [zlib.crc32(as_bytes(t.detach()).numpy()) for t in ts]
+    return [zlib.crc32(byte_array(t)) for t in ts]
 
 # %% ../../nbs/strategy/00_base.ipynb #214a3586
 def same_everywhere(model, # The same layers in all workers

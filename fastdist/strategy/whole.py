@@ -15,7 +15,7 @@ from fastai.basics import *
 from torch.nn.utils import clip_grad
 from torch.utils._pytree import tree_leaves, tree_map
 from ..comm.call import route, same_text
-from ..comm.pack import as_bytes
+from ..comm.pack import byte_array
 from ..comm.shards import is_dtensor, local
 from ..world.ranks import get_rank
 
@@ -164,7 +164,7 @@ def _random_ops():
 def _same_numbers(op, args):
     "An error, where plain tensors that shards are changed by are not the same in all workers"
     ts = [o.detach().cpu().contiguous() for o in tree_leaves(args) if isinstance(o, Tensor) and not is_dtensor(o)]
-    if not ts or same_text(''.join(hashlib.sha256(as_bytes(o).numpy()).hexdigest() for o in ts)): return
+    if not ts or same_text(''.join(hashlib.sha256(byte_array(o)).hexdigest() for o in ts)): return
     raise RuntimeError(
         f"rank {get_rank()}: {op} changes a parameter or gradient in shards by a tensor that is not the same in all workers: "
         "make it the same (all_reduce, all_gather) first")

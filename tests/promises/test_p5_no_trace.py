@@ -16,6 +16,7 @@ def snapshot(learn):
     return dict(model=(id(learn.model), type(learn.model)), modules=[(id(m), type(m)) for m in mods], keys=list(learn.model.state_dict()),
                 vars=[sorted(vars(m)) for m in mods], hooks=[(len(m._forward_hooks), len(m._forward_pre_hooks), len(m._backward_hooks)) for m in mods],
                 grads=[p.requires_grad for p in learn.model.parameters()], params=[sorted(vars(p)) for p in learn.model.parameters()], param_hooks=[bool(p._backward_hooks) for p in learn.model.parameters()],
+                memory=[t.untyped_storage().resizable() for t in learn.model.state_dict().values()],
                 dls=(id(learn.dls), [id(o) for o in learn.dls.loaders], [type(o) for o in learn.dls.loaders], [sorted(vars(o)) for o in learn.dls.loaders]),
                 cbs=[id(o) for o in learn.cbs], metrics=[(id(o), type(o)) for o in learn.metrics], logger=learn.logger, opt=type(learn.opt),
                 loss=id(learn.loss_func), attrs=sorted(o for o in vars(learn) if o not in FIT_LEAVES))
