@@ -9,7 +9,7 @@ __all__ = ['DistributedDL']
 import operator
 from collections import deque
 from contextlib import contextmanager, nullcontext
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 from fastai.basics import *
 from fastai.data.load import DataLoader as FastaiDataLoader
@@ -139,7 +139,8 @@ def close(self:DistributedDL):
 
 # %% ../../nbs/data/07_dl.ipynb #f94c3771
 @patch
-def __reduce__(self:DistributedDL): return object.__new__, (type(self),), {**vars(self), '_live':False}
+def __reduce__(self:DistributedDL):
+    return object.__new__, (type(self),), {**{k:v for k,v in vars(self).items() if k!='_family'}, '_live':False}
 
 @patch
 def _like(self:DistributedDL, dl, place=None, **state):
@@ -149,6 +150,7 @@ def _like(self:DistributedDL, dl, place=None, **state):
     if place is not None: vars(res).update(grouped=False, rank=place[0], world_size=place[1])
     res._wrap(dl, **state)
     vars(res)['_device'] = self._device
+    if '_family' in vars(res): self._family.add(res)
     return res
 
 @patch
@@ -157,6 +159,22 @@ def __copy__(self:DistributedDL):
     a,b = self._adapter,res._adapter
     b.plan,b.drawn_n,b.seed = a.plan,a.drawn_n,a.seed
     return res
+
+# %% ../../nbs/data/07_dl.ipynb #a0b5604a
+@patch
+def _found(self:DistributedDL, family, # `WeakSet`
+          ):
+    "Have this loader, and those that are made of it, in `family`"
+    vars(self)['_family'] = family
+    family.add(self)
+    return self
+
+@patch
+def _make_whole(self:DistributedDL):
+    "From now on this process has all of the loader, where it puts it: it stands in for the loader itself"
+    vars(self).pop('_family', None)
+    vars(self).update(grouped=False, rank=0, world_size=1)
+    self._wrap(self.dl, _epoch=self._epoch)
 
 # %% ../../nbs/data/07_dl.ipynb #03dfc298
 @patch

@@ -98,7 +98,7 @@ class OwnLoopDL(DistributedDL):
     begin_own = staticmethod(lambda counts: noop) # called with the `Counts` of each batch of such a loop; returns what ends it
     def __iter__(self):
         fits,self.fit_next = self.fit_next,False
-        if self._alone or current_world().alone: return super().__iter__()
+        if self.world_size==1 or self._alone or current_world().alone: return super().__iter__()
         if fits: return _fits_loop(self, super().__iter__())
         loop = _own_loop(self, super().__iter__())
         vars(self).setdefault('loops', WeakSet()).add(loop)

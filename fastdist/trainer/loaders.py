@@ -9,6 +9,7 @@ __all__ = ['SharedLoaders', 'plain_dls', 'move_learner', 'back_on_device', 'seed
 import random
 from contextlib import contextmanager
 from copy import copy
+from weakref import WeakSet
 
 from fastai.basics import *
 from fastai.data.load import DataLoader as FastaiDataLoader
@@ -41,6 +42,7 @@ class SharedLoaders:
                 ):
         self.learn,self.split_batches,self.sync_bn,self.non_blocking,self.begin_own = learn,split_batches,sync_bn,non_blocking,begin_own
         self.device = None if device.type=='cpu' else device
+        self.made = WeakSet() # the parts, and what is made of them: a script may keep some
 
     def can_share(self, dl # Loader, not a `DistributedDL`
                  ):
@@ -66,7 +68,7 @@ def part(self:SharedLoaders, dl, evaluate, rank, world_size):
     res = kind(dl, *place, device=self.device, split_batches=self.split_batches, evaluate=evaluate)
     vars(res)['non_blocking'] = self.non_blocking
     if kind is OwnLoopDL: vars(res).update(sync_bn=self.sync_bn, **({'begin_own':self.begin_own} if self.begin_own else {}))
-    return res
+    return res._found(self.made)
 
 # %% ../../nbs/trainer/02_loaders.ipynb #45e9e2ab
 def _check_steps(dl):
@@ -170,6 +172,7 @@ def on_learner(self:SharedLoaders):
         for dl in parts: getattr(dl, 'close', noop)()
         dl = vars(learn).get('dl')
         if isinstance(dl, DistributedDL): learn.dl = dl.dl
+        for o in [*self.made]: o._make_whole()
 
 # %% ../../nbs/trainer/02_loaders.ipynb #5d54afa0
 @contextmanager

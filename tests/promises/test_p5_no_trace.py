@@ -261,6 +261,28 @@ def share_after_a_fit():
     return dict(vars(GlobalBatchNorm.share))
 
 
+def kept():
+    "Loaders that a script has made, or kept, in a context, and uses after it"
+    import fastdist.all
+    from fastai.interpret import ClassificationInterpretation
+    items = Items(21)
+    dsets = Datasets(range(21), [[lambda i: items[i][0]], [lambda i: int(items[i][1]), Categorize(vocab=[0, 1, 2])]], splits=[range(11), range(11, 21)])
+    learn = quiet(learner())
+    learn.dls = dsets.dataloaders(bs=3, num_workers=0, drop_last=False)
+    with learn.distrib_ctx():
+        learn.fit(1)
+        dls = learn.dls.valid, learn.dls.test_dl(range(7), with_labels=True, bs=2), learn.dls.train.new(bs=4)
+        interp = ClassificationInterpretation.from_learner(learn)
+        inside = [learn.validate(dl=dl)[0] for dl in dls[:2]]
+    one = [learn.validate(dl=dl)[0] for dl in (learn.dls.valid, learn.dls.test_dl(range(7), with_labels=True))]
+    after = [learn.validate(dl=dl)[0] for dl in dls[:2]]
+    with learn.distrib_ctx(): again = [learn.validate(dl=dl)[0] for dl in dls[:2]]
+    return np.allclose([inside, after, again], [one]*3), [(len(dl), sum(len(o[0]) for o in dl)) for dl in dls], interp.confusion_matrix().sum()
+
+
+def test_loaders_that_a_script_keeps(world2): assert world2(kept) == [(True, [(4, 10), (4, 7), (3, 11)], 10)]*2
+
+
 def memory(learn): return [o.data_ptr() for o in (*learn.model.parameters(), *learn.model.buffers(), *(v for s in learn.opt.state.values() for v in s.values() if isinstance(v, Tensor)))]
 
 
