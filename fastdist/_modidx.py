@@ -3273,6 +3273,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                    'fastdist/trainer/loaders.py'),
                                           'fastdist.trainer.loaders._keeps_state': ( 'trainer/loaders.html#_keeps_state',
                                                                                      'fastdist/trainer/loaders.py'),
+                                          'fastdist.trainer.loaders._trains_norms': ( 'trainer/loaders.html#_trains_norms',
+                                                                                      'fastdist/trainer/loaders.py'),
                                           'fastdist.trainer.loaders.back_on_device': ( 'trainer/loaders.html#back_on_device',
                                                                                        'fastdist/trainer/loaders.py'),
                                           'fastdist.trainer.loaders.move_learner': ( 'trainer/loaders.html#move_learner',

@@ -179,7 +179,7 @@ def _check_count(n, x):
 # %% ../../nbs/model/03_batchnorm.ipynb #87723bed
 class GlobalBatchNorm(_BatchNorm):
     "What a batch norm layer becomes while it trains: torch's `SyncBatchNorm`, that also runs on the CPU and with empty local batches"
-    share = SimpleNamespace(counts=True, empty=False, apart=False) # of the batch that goes forward, see `expect`
+    share = SimpleNamespace(counts=True, empty=False, apart=False, whole=False) # of the batch that goes forward, see `expect`
 
     def forward(self, x):
         self._check_input_dim(x)
@@ -188,6 +188,7 @@ class GlobalBatchNorm(_BatchNorm):
         compiling,args = torch.compiler.is_compiling(),(x,self.weight,self.bias,self.eps,self.share.counts)
         # what one worker does alone leaves the running statistics as all have them
         if not compiling and current_world().alone: return F.batch_norm(x, None, None, *args[1:3], True, 0., self.eps)
+        if self.share.whole and not compiling: return super().forward(x)
         if self.share.apart: _refuse_apart()
         y,mean,var,n = _global_norm(*args) if compiling else _norm_by_kernels(*args)
         # to look at the number is to wait for a GPU
@@ -204,9 +205,10 @@ class GlobalBatchNorm(_BatchNorm):
 def expect(cls:GlobalBatchNorm, counts=True, # Does this worker's local batch count?
            empty=False, # Is there a worker whose local batch does not?
            apart=False, # Have the workers batches of their own, which are no parts of a global one, as in an evaluation?
+           whole=False, # Has each worker all of it, as in an evaluation that is not shared?
           ):
     "What the batch is like that goes forward next"
-    vars(cls.share).update(counts=counts, empty=empty, apart=apart)
+    vars(cls.share).update(counts=counts, empty=empty, apart=apart, whole=whole)
 
 # %% ../../nbs/model/03_batchnorm.ipynb #7706f4ef
 def _norm_by_kernels(x, weight, bias, eps, counts=True):
@@ -258,6 +260,7 @@ class _GlobalFunction(TorchFunctionMode):
     def norm(self, input, running_mean, running_var, weight=None, bias=None, training=False, momentum=.1, eps=1e-5, *, plain):
         if not training: return plain()
         share,compiling = GlobalBatchNorm.share,torch.compiler.is_compiling()
+        if share.whole and not compiling: return plain()
         if share.apart: _refuse_apart()
         y,mean,var,n = (_global_norm if compiling else _norm_by_kernels)(input, weight, bias, eps, share.counts)
         if share.empty or input.device.type=='cpu' and not compiling: _check_count(n, input)

@@ -13,6 +13,7 @@ from weakref import WeakSet
 
 from fastai.basics import *
 from fastai.data.load import DataLoader as FastaiDataLoader
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.data import DataLoader as TorchDataLoader
 from ..callbacks.fastai_patches import has_state, leave_on_cpu
 from ..data.dl import DistributedDL
@@ -25,6 +26,10 @@ from ..world.errors import refuse
 from ..world.ranks import get_rank, get_world_size
 
 # %% ../../nbs/trainer/02_loaders.ipynb #c4e68ff2
+def _trains_norms(learn):
+    "Do layers keep statistics of what is evaluated? fastai's `GANTrainer(switch_eval=True)` has the generator in training mode there"
+    return any(getattr(cb, 'switch_eval', False) for cb in learn.cbs) and any(isinstance(m, _NormBase) for m in learn.model.modules())
+
 def _keeps_state(learn):
     "Do workers that evaluate in turn need the batches between, too?"
     # fastai's classifiers begin anew with each text
@@ -47,7 +52,7 @@ class SharedLoaders:
     def can_share(self, dl # Loader, not a `DistributedDL`
                  ):
         "Can workers share an evaluation of `dl`? Otherwise all of them evaluate all of it, which takes longer, and gives the same numbers"
-        if reads_in_processes(dl): return False # each would read a stream of its own
+        if reads_in_processes(dl) or _trains_norms(self.learn): return False # each would read a stream, or have statistics, of its own
         if not reads_rows(dl): return not _keeps_state(self.learn)
         # one file for each whole batch
         saves = any(getattr(cb, o, None) is not None for cb in self.learn.cbs for o in ('save_preds','save_targs'))

@@ -434,7 +434,8 @@ def validate_together(self:DistributedTrainer):
     try:
         alone = self.in_fit or self.is_inner or not self.evaluation.shared
         with nullcontext() if alone else self._fail_together(), losses_apart(), self.evaluation.together():
-            GlobalBatchNorm.expect(apart=self.evaluation.shared and not self.evaluation.by_rows)
+            shared = self.evaluation.shared
+            GlobalBatchNorm.expect(apart=shared and not self.evaluation.by_rows, whole=not shared)
             yield
             self.evaluated |= self.evaluation.shared
     finally:

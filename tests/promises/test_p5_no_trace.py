@@ -305,4 +305,4 @@ def test_nothing_is_copied_on_the_cpu(world2):
 
 def test_no_share_is_left(worlds):
     "A loop of one's own with global batch norm, after a fit whose last batch had no sample for this worker"
-    assert worlds(3)(share_after_a_fit)==[dict(counts=True, empty=False, apart=False)]*3
+    assert worlds(3)(share_after_a_fit)==[dict(counts=True, empty=False, apart=False, whole=False)]*3

@@ -513,22 +513,24 @@ class Noise:
     def __getitem__(self, i): return self.z[i], self.x[i]
 
 
-def gan(distrib):
+def gan(distrib, n_val=6, switch_eval=False):
     from fastai.vision.gan import FixedGANSwitcher, GANLearner, basic_critic, basic_generator
     set_seed(0)
-    dls = DataLoaders(TfmdDL(Noise(24), bs=6, shuffle=True, num_workers=0), TfmdDL(Noise(6), bs=6, num_workers=0))
+    dls = DataLoaders(TfmdDL(Noise(24), bs=6, shuffle=True, num_workers=0), TfmdDL(Noise(n_val), bs=6, num_workers=0))
     generator, critic = basic_generator(16, 3, in_sz=100, n_features=8, n_extra_layers=0), basic_critic(16, 3, n_features=8, n_extra_layers=0, act_cls=partial(nn.LeakyReLU))
-    learn = quiet(GANLearner.wgan(dls, generator, critic, opt_func=SGD, lr=1e-3, switch_eval=False, switcher=FixedGANSwitcher(n_crit=1, n_gen=1)))
+    learn = quiet(GANLearner.wgan(dls, generator, critic, opt_func=SGD, lr=1e-3, switch_eval=switch_eval, switcher=FixedGANSwitcher(n_crit=1, n_gen=1)))
     before = weights(learn)
     with in_ctx(learn, distrib): learn.fit(2)
     return weights(learn), diff(before, weights(learn))
 
 
-def test_gan(world2):
-    "fastai's own, whose callbacks reach into learn.model and freeze one half of it at a time"
-    w, moved = gan(False)
+@pytest.mark.parametrize('args', [(), (15, True)], ids=['wgan', 'default'])
+def test_gan(world2, args):
+    """fastai's own, whose callbacks reach into learn.model and freeze one half of it at a time. By default its generator is in training mode
+    in a validation, so that batch norm's running statistics have all batches of it"""
+    w, moved = gan(False, *args)
     assert moved > 1e-4
-    for w1, _ in world2(gan, True): assert diff(w, w1) < 2e-6
+    for w1, _ in world2(gan, True, *args): assert diff(w, w1) < 2e-6
 
 
 def test_no_bar_where_nobody_sees_it_in_one_process_either(monkeypatch):
