@@ -3267,6 +3267,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                        'fastdist/trainer/loaders.py'),
                                           'fastdist.trainer.loaders._check_steps': ( 'trainer/loaders.html#_check_steps',
                                                                                      'fastdist/trainer/loaders.py'),
+                                          'fastdist.trainer.loaders._counts_batches': ( 'trainer/loaders.html#_counts_batches',
+                                                                                        'fastdist/trainer/loaders.py'),
                                           'fastdist.trainer.loaders._give_back': ( 'trainer/loaders.html#_give_back',
                                                                                    'fastdist/trainer/loaders.py'),
                                           'fastdist.trainer.loaders._is_on_cpu': ( 'trainer/loaders.html#_is_on_cpu',

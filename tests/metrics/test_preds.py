@@ -263,6 +263,24 @@ def test_what_builds_on_predictions(world, tmp_path):
     for got in world(around, True, tmp_path): assert not {k for k in want if not close(want[k], got[k])}, {k: (want[k], got[k]) for k in want if not close(want[k], got[k])}
 
 
+def by_count(distrib):
+    "Transforms that do something else in each batch"
+    from fastai.vision.all import DeterministicDihedral, DeterministicFlip, TensorImage
+    class Flat(Transform):
+        order = 200
+        def encodes(self, o: TensorImage): return o.flatten(1).as_subclass(Tensor)
+    set_seed(0)
+    pics = [(TensorImage(o), i % 3) for i, o in enumerate(torch.rand(17, 3, 4, 4))]
+    dsets = Datasets(pics, [[ItemGetter(0)], [ItemGetter(1)]], splits=[list(range(9)), list(range(9, 17))])
+    dls = dsets.dataloaders(bs=4, after_batch=[DeterministicFlip(), DeterministicDihedral(), Flat()], num_workers=0, drop_last=False)
+    learn = quiet(Learner(dls, nn.Linear(48, 3), loss_func=CrossEntropyLossFlat(), opt_func=SGD, lr=.1))
+    with ctx_of(learn, distrib): return plain([learn.tta(n=3)[0], learn.get_preds(0)[0], learn.tta(n=2)[0]])
+
+
+def test_transforms_that_count_batches(world):
+    for o in world(by_count, True): assert close(o, by_count(False))
+
+
 def fetched(distrib):
     "In a fit, by fastai's callback, or by one of the user's"
     from fastai.callback.core import FetchPredsCallback
