@@ -659,6 +659,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                           'fastdist/checkpoint/weights.py'),
                                              'fastdist.checkpoint.weights._mark_written': ( 'checkpoint/weights.html#_mark_written',
                                                                                             'fastdist/checkpoint/weights.py'),
+                                             'fastdist.checkpoint.weights._save_for_finder': ( 'checkpoint/weights.html#_save_for_finder',
+                                                                                               'fastdist/checkpoint/weights.py'),
                                              'fastdist.checkpoint.weights._save_in_this_rank': ( 'checkpoint/weights.html#_save_in_this_rank',
                                                                                                  'fastdist/checkpoint/weights.py'),
                                              'fastdist.checkpoint.weights._save_model': ( 'checkpoint/weights.html#_save_model',

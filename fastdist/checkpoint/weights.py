@@ -67,9 +67,16 @@ def _check_written(file):
         "save under the same path in all ranks (a temporary folder is another one in each)")
 
 # %% ../../nbs/checkpoint/00_weights.ipynb #dbc7face
+def _save_in_this_rank(file, model, opt, pickle_protocol=2, **kwargs):
+    "fastai's `save_model`, in ranks in which that would not write as well"
+    state = get_model(model).state_dict()
+    if opt is not None: state = dict(model=state, opt=opt.state_dict())
+    torch.save(state, file, pickle_protocol=pickle_protocol, **kwargs)
+
 def _save_model(file, model, opt=None, with_opt=True, **kwargs):
-    if is_sharded(model, opt): model,opt = _full_states(model, opt if with_opt else None, get_rank()==0)
-    if not isinstance(file, (str,Path)): return _fastai_save(file, model, opt, with_opt, **kwargs)
+    own = not isinstance(file, (str,Path)) # a file that is open, or in memory, is this process's
+    if is_sharded(model, opt): model,opt = _full_states(model, opt if with_opt else None, own or get_rank()==0)
+    if own: return _save_in_this_rank(file, model, opt if with_opt else None, **kwargs)
     tmp = Path(f'{file}.{os.getpid()}.tmp') # so that the file is whole at any time, or not there
     try:
         _fastai_save(tmp, model, opt, with_opt, **kwargs)
@@ -87,13 +94,13 @@ _fastai_save,_fastai_load = fastai.learner.save_model,fastai.learner.load_model
 replace_in_fastai({_fastai_save:_save_model, _fastai_load:_load_model})
 
 # %% ../../nbs/checkpoint/00_weights.ipynb #37edaff5
-def _save_in_this_rank(learn, file):
+def _save_for_finder(learn, file):
     "`learn.save` in a rank in which fastai would not write, for a file of its own. All ranks call it; rank 0 has saved already"
     model,opt = learn.model,learn.opt
     if is_sharded(model, opt): model,opt = _full_states(model, opt, get_rank()>0)
     if get_rank()==0: return
     path = join_path_file(file, learn.path/learn.model_dir, ext='.pth')
-    torch.save(dict(model=get_model(model).state_dict(), opt=opt.state_dict()), path)
+    _save_in_this_rank(path, model, opt)
     if dist.is_initialized(): _files()[1].discard(str(path.absolute()))
 
 _finder_before_fit = LRFinder.before_fit
@@ -102,4 +109,4 @@ _finder_before_fit = LRFinder.before_fit
 def before_fit(self:LRFinder):
     "fastai's, and save what is restored in the end in ranks other than 0 as well"
     _finder_before_fit(self)
-    _save_in_this_rank(self.learn, f'{self.tmp_p}/_tmp')
+    _save_for_finder(self.learn, f'{self.tmp_p}/_tmp')

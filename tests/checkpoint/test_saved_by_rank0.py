@@ -126,3 +126,23 @@ def test_encoder(world3, strategy, tmp_path):
     one = encoder(None, tmp_path/'one')
     for found in world3(encoder, ctx_of(strategy), tmp_path/'many'):
         for k in one: assert diff(one[k], found[k]) < 1e-7, (k, diff(one[k], found[k]))
+
+
+def into_memory(ctx):
+    "A fit that goes back to weights kept in memory"
+    import fastdist.all, io
+    learn = quiet(learner(n=9, bs=4, opt=Adam))
+    with contextlib.nullcontext() if ctx is None else learn.distrib_ctx(**ctx):
+        learn.fit(1)
+        learn.save(kept := io.BytesIO())
+        learn.fit(1)
+        kept.seek(0)
+        learn.load(kept)
+        learn.fit(1)
+    return weights(learn)
+
+
+@pytest.mark.parametrize('strategy', ['ddp', 'fsdp'])
+def test_a_file_in_memory_is_of_each_worker(world2, strategy):
+    one = into_memory(None)
+    for many in world2(into_memory, ctx_of(strategy)): assert diff(one, many) < 1e-7
