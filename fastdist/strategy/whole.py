@@ -114,7 +114,8 @@ def _of_whole(nm):
     return wraps(f)(read)
 
 def _set_data(self, new):
-    if is_dtensor(new) and local(new).data_ptr()==local(self).data_ptr(): return # as `learn.model.to` does
+    old = local(self)
+    if is_dtensor(new) and (local(new).data_ptr()==old.data_ptr() or local(new).equal(old)): return # as `learn.model.to` does
     raise RuntimeError(
         f"rank {get_rank()}: parameters and gradients are in shards, of which each worker has its own, and p.data = ... would change "
         "nothing: change the numbers in place, by p.copy_(...) under torch.no_grad(), or use strategy='ddp'")

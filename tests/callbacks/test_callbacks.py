@@ -6,10 +6,10 @@ import pytest, torch
 from learners import *
 
 
-def ctx_of(learn, distrib):
+def ctx_of(learn, distrib, **kwargs):
     if not distrib: return contextlib.nullcontext()
     import fastdist.all
-    return learn.distrib_ctx(split_batches=True)
+    return learn.distrib_ctx(split_batches=True, **kwargs)
 
 
 def conv():
@@ -56,6 +56,24 @@ EXACT = ['none', 'fp16', 'bf16', 'BnFreeze', 'ChannelsLast', 'GradientClip', 'Gr
 def test_as_in_one_process(world2, nm):
     w, losses, values = fitted(False, nm)
     for w1, l1, v1 in world2(fitted, True, nm): assert diff(w, w1) < 2e-6 and diff(losses, l1) < 2e-6 and diff(values, v1) < 2e-6
+
+
+def in_two_fits(distrib, strategy):
+    from fastai.callback.channelslast import ChannelsLast
+    def model(): return nn.Sequential(nn.Unflatten(1, (2, 2, 1)), nn.Conv2d(2, 4, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(8, 3))
+    learn = quiet(learner(n=13, bs=5, cbs=ChannelsLast(), **noisy(model)))
+    with ctx_of(learn, distrib, strategy=strategy):
+        learn.fit(1)
+        learn.get_preds()
+        learn.fit(1)
+    learn.fit(1)
+    return weights(learn), learn.model[1].weight.is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize('strategy', ['zero2', 'fsdp'])
+def test_channels_last_with_shards(world2, strategy):
+    w, last = in_two_fits(False, strategy)
+    for w1, last1 in world2(in_two_fits, True, strategy): assert diff(w, w1) < 2e-6 and last and last1
 
 
 def mixed(nm):
