@@ -69,8 +69,9 @@ def route(device:torch.device, # Of a tensor
     "The device by which `group` sends what is on `device`"
     if isinstance(group, dist.ProcessGroupGloo): return torch.device('cpu') # one that torch has not made keeps no list of its own
     backends = dict(o.split(':') for o in dist.get_backend_config(group).split(','))
-    if backends.get(device.type, 'gloo')!='gloo': return device
-    return torch.device('cpu') if 'cpu' in backends else torch.device('cuda', torch.cuda.current_device())
+    own = backends.get(device.type, 'gloo')!='gloo' # by this worker's GPU, whichever of them it is on: nccl joins no two of one GPU
+    if not own and 'cpu' in backends: return torch.device('cpu')
+    return torch.device(device.type if own else 'cuda', torch.cuda.current_device())
 
 def group_ranks(group # A process group; `None` for that of all workers
                ):

@@ -134,13 +134,15 @@ def callbacks_of(learn, # Any `Learner`
     return [cb for cb in learn.cbs if isinstance(cb, kind)]
 
 # %% ../../nbs/strategy/00_base.ipynb #dc0a26aa
-def _broadcast(ts # Tensors, in the same order and shapes in all workers
-                     ):
+def _broadcast(ts, # Tensors, in the same order and shapes in all workers
+               mixed=False, # Are some on the GPU in one worker, and on the CPU in another?
+              ):
     "Overwrite `ts` with rank 0's, in place"
-    here,elsewhere = partition([t.detach() for t in ts if t.numel()], lambda t: route(t.device, None)==t.device)
+    def to(t): return route(torch.device('cpu') if mixed else t.device, None)
+    here,elsewhere = partition([t.detach() for t in ts if t.numel()], lambda t: not mixed and to(t).type==t.device.type)
     for some in (here, *([t] for t in elsewhere)): # one by one: the device that they are sent from may not have room for all
         # as bytes: gloo knows neither bfloat16 nor bool, and takes no strides
-        flat = [as_bytes(t.to(route(t.device, None))) for t in some]
+        flat = [as_bytes(t.to(to(t))) for t in some]
         large,small = partition(flat, lambda b: b.nbytes > 2**16) # these as they are, for a copy of them takes memory
         works = [dist.broadcast(b, src=0, async_op=True) for b in large]
         if small: dist._broadcast_coalesced(dist.group.WORLD, small, 25*2**20, 0)
@@ -263,7 +265,7 @@ def _some_wait(params):
 
 # %% ../../nbs/strategy/00_base.ipynb #978f1dbd
 @torch.no_grad()
-def _same_grads(params):
+def _same_grads(params, mixed):
     "Give all workers rank 0's gradients of `params`"
     has = torch.tensor([p.grad is not None for p in params], dtype=torch.uint8, device='cpu')
     _broadcast([has])
@@ -271,7 +273,7 @@ def _same_grads(params):
         if not h: p.grad = None
         elif p.grad is None: p.grad = torch.zeros_like(p)
         elif p.grad.layout!=torch.strided: p.grad = p.grad.to_dense()
-    _broadcast([p.grad for p in params if p.grad is not None])
+    _broadcast([p.grad for p in params if p.grad is not None], mixed)
 
 # %% ../../nbs/strategy/00_base.ipynb #86f70022
 def _checksums(ts):
@@ -298,7 +300,8 @@ def same_everywhere(model, # The same layers in all workers
         r = next(i for i,o in enumerate(every) if o!=every[0])
         raise ValueError(f"rank {get_rank()}: the model or the optimizer state of rank {r} has other tensors than rank 0's "
                          f"({len(every[r])} and {len(every[0])} of them): build the same learner in all workers")
-    with torch.no_grad(): _broadcast(elsewhere if same else ts)
+    mixed = not (same or same_text(repr([t.device.type for t in (*ts,*ps)])))
+    with torch.no_grad(): _broadcast(elsewhere if same else ts, mixed)
     if not same:
         for (s,k),v in zip(numbers, from_rank0(values)): s[k] = v
-    if waits: _same_grads(ps)
+    if waits: _same_grads(ps, mixed)

@@ -132,6 +132,34 @@ def test_what_users_call(gpu_worlds, strategy, tmp_path):
             assert len(want[2]) == len(got[2]) and max(diff(want[0], got[0]), diff(want[1], got[1]), *map(diff, want[2], got[2]), 0) < 1e-6, nm
 
 
+def found_elsewhere(where):
+    "In one process and in 'fsdp': a learner that has trained on the GPU 0 in all workers, before they knew their own, or whose model is on its GPU in one worker alone"
+    import fastdist.all
+    from fastdist.world import get_rank, setup_distrib
+    if where == 'one alone': setup_distrib()
+    res = []
+    for ctx in (None, ctx_of('fsdp')):
+        learn = quiet(learner(n=20, bs=6, bn=True, opt=Adam, lr=0.05))
+        if where == 'one alone': learn.dls.to(torch.device('cuda', torch.cuda.current_device()))
+        else:
+            torch.cuda.set_device(0)
+            learn.dls.to('cuda:0')
+            learn.fit(1)
+        if where == 'one alone' and get_rank() == 1: learn.model.to(learn.dls.device)
+        with contextlib.nullcontext() if ctx is None else learn.distrib_ctx(**ctx, watchdog=20): learn.fit(1)
+        learn.fit(1)
+        res.append(report(learn))
+    return *res, own_gpu()
+
+
+@pytest.mark.parametrize('where', ['all on 0', 'one alone'])
+def test_shards_of_what_is_on_another_gpu(gpu_worlds, where):
+    "nccl joins no two of one GPU, and gloo and nccl do not meet"
+    for alone, many, own in gpu_worlds(2)(found_elsewhere, where):
+        same(alone, many)
+        assert many.devices == {own}
+
+
 def goes_on(strategy, opt):
     "A fit of a model that has been left on the CPU, with a parameter that is a number, in a context or not, and one after it, by this process alone on its GPU"
     import fastdist.all
