@@ -140,11 +140,15 @@ def leave_on_cpu(opt, # A fastai optimizer, or `None`
 
 @patch
 def before_fit(self:TrainEvalCallback):
-    "fastai's; what the optimizer remembers follows the model"
-    _to_loaders_device(self)
-    if self.learn.opt in _left_on_cpu and getattr(trainer_of(self.learn), 'accelerator', None) is None:
-        leave_on_cpu(self.learn.opt, False)
-        move_state(self.learn.opt)
+    "fastai's, in a context with this worker's device, whatever the loaders are for; what the optimizer remembers follows the model"
+    learn,trainer = self.learn,trainer_of(self.learn)
+    dls,many = learn.dls,getattr(trainer, 'accelerator', None) is not None
+    if many: learn.dls = SimpleNamespace(device=trainer.device)
+    try: _to_loaders_device(self)
+    finally: learn.dls = dls
+    if learn.opt in _left_on_cpu and not many:
+        leave_on_cpu(learn.opt, False)
+        move_state(learn.opt)
 
 # %% ../../nbs/callbacks/00_fastai_patches.ipynb #5cac6b1e
 _to_channels_last = ChannelsLast.before_fit

@@ -70,7 +70,9 @@ class SharedLoaders:
 def part(self:SharedLoaders, dl, evaluate, rank, world_size):
     "`DistributedDL` of `dl`; the one that is given, where it is that already"
     if isinstance(dl, DistributedDL):
-        if (dl.evaluate,dl.rank,dl.world_size)==(evaluate,rank,world_size): return dl
+        if (dl.evaluate,dl.rank,dl.world_size)==(evaluate,rank,world_size):
+            if self.device not in (None,dl.device): dl.to(self.device) # a script has sent it elsewhere
+            return dl
         dl = dl.dl
     place = (0,1) if world_size==1 else () # those of the process group
     if self.non_blocking and self.device is not None and not getattr(dl, 'pin_memory', False): refuse(
@@ -155,6 +157,8 @@ def back_on_device(learn, # Any `Learner`
                 move_learner(learn, torch.device('cpu'), loss=True)
                 leave_on_cpu(learn.opt)
             if given is not None: dls.to(back) # the transforms are shared with this worker's loaders, and are on its device
+            new = getattr(learn.dls, '_device', None) # of loaders that the learner was given meanwhile
+            if new is not None and torch.device(new).type!='cpu': learn.dls.to(device)
 
 # %% ../../nbs/trainer/02_loaders.ipynb #2851f712
 def _give_back(user, shared, parts, noted):

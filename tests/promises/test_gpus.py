@@ -160,6 +160,33 @@ def test_shards_of_what_is_on_another_gpu(gpu_worlds, where):
         assert many.devices == {own}
 
 
+def with_other_loaders(strategy):
+    "In one process and in a context: a learner is given loaders that were made for the GPU 0 in all workers, before they knew their own; or its own are sent there"
+    import fastdist.all
+    res = []
+    for ctx in (None, ctx_of(strategy)):
+        torch.cuda.set_device(0)
+        learn, later = quiet(learner(n=20, bs=6, opt=Adam)), dls_of(16, 9, 4, seed=3).to('cuda:0')
+        learn.dls.to('cuda:0')
+        with contextlib.nullcontext() if ctx is None else learn.distrib_ctx(**ctx):
+            learn.fit(1)
+            learn.dls.to('cuda:0')
+            learn.fit(1)
+            learn.dls = later
+            learn.fit(1)
+            preds = [o.cpu() for o in learn.get_preds()]
+        learn.fit(1)
+        res.append(report(learn, preds))
+    return *res, own_gpu()
+
+
+@pytest.mark.parametrize('strategy', ['ddp', 'fsdp'])
+def test_loaders_for_another_gpu(gpu_worlds, strategy):
+    for alone, many, own in gpu_worlds(2)(with_other_loaders, strategy):
+        same(alone, many)
+        assert many.devices == {own}
+
+
 def goes_on(strategy, opt):
     "A fit of a model that has been left on the CPU, with a parameter that is a number, in a context or not, and one after it, by this process alone on its GPU"
     import fastdist.all
