@@ -71,7 +71,7 @@ def part(self:SharedLoaders, dl, evaluate, rank, world_size):
     "`DistributedDL` of `dl`; the one that is given, where it is that already"
     if isinstance(dl, DistributedDL):
         if (dl.evaluate,dl.rank,dl.world_size)==(evaluate,rank,world_size):
-            if self.device not in (None,dl.device): dl.to(self.device) # a script has sent it elsewhere
+            if self.device not in (None,vars(dl)['_device']): dl.to(self.device) # a script has sent it elsewhere
             return dl
         dl = dl.dl
     place = (0,1) if world_size==1 else () # those of the process group
