@@ -196,6 +196,22 @@ def _check_penalty(self:FullyShard, scale):
         "so that its rows of the parameters would get none: drop the last batch (drop_last=True), use weight decay (wd), "
         "or strategy='zero2'")
 
+# %% ../../nbs/strategy/08_fsdp.ipynb #d150add2
+@patch
+def _keep_shards(self:FullyShard):
+    "Shards stay in rows, which no other memory format has, and with `cpu_offload` on the CPU"
+    model,to = self.model,self.model.to
+    own = vars(model).get('to')
+    def in_rows(*args, **kwargs):
+        device,dtype,non_blocking,_ = torch._C._nn._parse_to(*args, **kwargs)
+        new = {k:o for k,o in dict(dtype=dtype, device=None if self.cpu_offload else device).items() if o is not None}
+        return to(**new, non_blocking=non_blocking) if new else model
+    def undo():
+        del model.to
+        if own is not None: model.to = own
+    model.to = in_rows
+    return [SimpleNamespace(remove=undo)]
+
 # %% ../../nbs/strategy/08_fsdp.ipynb #244a8fd3
 @patch
 def _before(self:FullyShard, p, g):
@@ -220,7 +236,7 @@ def _add_hooks(self:FullyShard):
     self.handles += [p.register_hook(partial(self._penalty, p)) for p in self.params if _may_train(p)] # on a node, it could not be moved
     for p in frozen: p.requires_grad_(False)
     if hasattr(self.model, 'reset'): self.handles += self._wrap_reset()
-    if self.cpu_offload: self.handles += self._keep_offloaded()
+    self.handles += self._keep_shards()
     self.handles += [m.register_load_state_dict_pre_hook(self._load_rows) for m in {m for _,owners in self.slots for m,_ in owners}]
 
 # %% ../../nbs/strategy/08_fsdp.ipynb #8d24503e
@@ -245,21 +261,6 @@ def _wrap_reset(self:FullyShard):
     model.reset = unsharded_reset
     return [model.register_forward_pre_hook(lambda *_: inside.append(1)),
             model.register_forward_hook(lambda *_: inside.clear(), always_call=True), SimpleNamespace(remove=undo)]
-
-# %% ../../nbs/strategy/08_fsdp.ipynb #d150add2
-@patch
-def _keep_offloaded(self:FullyShard):
-    model,to = self.model,self.model.to
-    own = vars(model).get('to')
-    def without_device(*args, **kwargs):
-        _,dtype,_,fmt = torch._C._nn._parse_to(*args, **kwargs)
-        new = {k:o for k,o in dict(dtype=dtype, memory_format=fmt).items() if o is not None}
-        return to(**new) if new else model
-    def undo():
-        del model.to
-        if own is not None: model.to = own
-    model.to = without_device
-    return [SimpleNamespace(remove=undo)]
 
 # %% ../../nbs/strategy/08_fsdp.ipynb #f1983264
 @patch

@@ -597,6 +597,33 @@ def test_channels_last_stays(gpu_worlds):
     for seen, after in gpu_worlds(2)(formats, ctx_of('ddp')): assert after and all(a and b for a, b in seen) and seen, seen
 
 
+def channels_last_sharded():
+    "In one process and in 'fsdp': fastai's callback that puts the model into channels-last as a fit begins"
+    import fastdist.all
+    from fastai.callback.channelslast import ChannelsLast
+    from fastdist.world import setup_distrib
+    setup_distrib()
+    class Images(Callback):
+        order = -50
+        def before_batch(self): self.learn.xb = (self.x[:, :3, None, None].expand(-1, -1, 5, 5).contiguous(),)
+    res = []
+    for ctx in (None, ctx_of('fsdp')):
+        learn = quiet(learner(n=12, bs=6, n_val=6, cbs=[Images(), ChannelsLast()],
+                              model=lambda: (set_seed(1), nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)))[1].double()))
+        learn.dls.to(torch.device('cuda', torch.cuda.current_device()))
+        with contextlib.nullcontext() if ctx is None else learn.distrib_ctx(**ctx): learn.fit(1)
+        learn.fit(1)
+        res.append((report(learn), learn.model[0].weight.is_contiguous(memory_format=torch.channels_last)))
+    return res
+
+
+def test_channels_last_by_fastai_with_shards(gpu_worlds):
+    "Shards are rows, which have no such format: they stay as they are, and a fit after the context has it"
+    for (alone, first), (many, second) in gpu_worlds(2)(channels_last_sharded):
+        same(alone, many)
+        assert first and second
+
+
 def to_rank_0(sizes):
     "What rank 0 receives of unequal parts, and by which collectives, in a group that has nccl alone"
     import torch.distributed as dist
