@@ -12,7 +12,7 @@ import hashlib,json,pickle,sys,traceback
 import torch, torch.distributed as dist, torch.nn.functional as F
 from fastcore.basics import patch
 from ..world.errors import is_library, text_of
-from ..world.ranks import check_member, get_rank, get_world_size
+from ..world.ranks import accelerate_state, check_member, get_rank, get_world_size
 from ..world.secret import SignatureError
 from .pack import as_bytes, byte_array, gather_single, unpack
 
@@ -71,6 +71,8 @@ def route(device:torch.device, # Of a tensor
     backends = dict(o.split(':') for o in dist.get_backend_config(group).split(','))
     own = backends.get(device.type, 'gloo')!='gloo' # by this worker's GPU, whichever of them it is on: nccl joins no two of one GPU
     if not own and 'cpu' in backends: return torch.device('cpu')
+    state = accelerate_state() # a script may have made another GPU the current one
+    if own and state is not None and state.device.type==device.type: return state.device
     return torch.device(device.type if own else 'cuda', torch.cuda.current_device())
 
 def group_ranks(group # A process group; `None` for that of all workers
