@@ -111,8 +111,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                               'fastdist/callbacks/divergence.py')},
             'fastdist.callbacks.fastai_patches': { 'fastdist.callbacks.fastai_patches.BaseLoss.__call__': ( 'callbacks/fastai_patches.html#baseloss.__call__',
                                                                                                             'fastdist/callbacks/fastai_patches.py'),
-                                                   'fastdist.callbacks.fastai_patches.ChannelsLast.before_fit': ( 'callbacks/fastai_patches.html#channelslast.before_fit',
-                                                                                                                  'fastdist/callbacks/fastai_patches.py'),
                                                    'fastdist.callbacks.fastai_patches.GradientAccumulation.__call__': ( 'callbacks/fastai_patches.html#gradientaccumulation.__call__',
                                                                                                                         'fastdist/callbacks/fastai_patches.py'),
                                                    'fastdist.callbacks.fastai_patches.GradientAccumulation.after_loss': ( 'callbacks/fastai_patches.html#gradientaccumulation.after_loss',

@@ -14,12 +14,10 @@ from weakref import WeakSet
 import fastai.callback.core,fastai.learner
 from fastai.basics import *
 from fastai.losses import BaseLoss
-from fastai.callback.channelslast import ChannelsLast
 from fastai.callback.mixup import CutMix, MixUp
 from fastai.callback.rnn import ModelResetter
 from fastai.callback.training import GradientAccumulation
 from fastai.torch_core import nested_reorder,to_concat
-from ..comm.shards import is_dtensor
 from ..fault.same_call import after_rank0
 from ..metrics.predictions import Concatenated
 from ..strategy.sharded_opt import move_state
@@ -149,14 +147,6 @@ def before_fit(self:TrainEvalCallback):
     if learn.opt in _left_on_cpu and not many:
         leave_on_cpu(learn.opt, False)
         move_state(learn.opt)
-
-# %% ../../nbs/callbacks/00_fastai_patches.ipynb #5cac6b1e
-_to_channels_last = ChannelsLast.before_fit
-
-@patch
-def before_fit(self:ChannelsLast):
-    "fastai's; parameters in shards keep the order of their numbers"
-    if not any(map(is_dtensor, self.learn.model.parameters())): _to_channels_last(self)
 
 # %% ../../nbs/callbacks/00_fastai_patches.ipynb #833c46fd
 def _draws_own(f):
