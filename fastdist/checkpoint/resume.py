@@ -289,11 +289,11 @@ def stopped(self:Resume, saved # Is it committed?
 @patch
 def _close(self:Resume):
     self.signals.give_back()
-    if self.saver is not None and self.saver.thread is not None: self.fits.saver = self.saver
-    self.active,self.found,self.saver = False,None,None
+    shared,saver = self.shared,self.saver
+    self.active,self.found,self.saver,self.shared = False,None,None,None
     self.wrapped.clear()
-    if self.shared is not None: self.shared.give_back()
-    self.shared = None
+    if saver is not None and saver.thread is not None: self.fits.ending = saver.settle(shared.give_back)
+    elif shared is not None: shared.give_back()
 
 # %% ../../nbs/checkpoint/09_resume.ipynb #3df682b4
 @patch

@@ -112,8 +112,15 @@ def finish(self:Saver):
 
 # %% ../../nbs/checkpoint/06_saving.ipynb #f103e208
 @patch
-def settle(self:Saver):
-    "Rank 0, after a failure, when workers do not agree any more: let what is being written end. Parts that do not come are not waited for"
-    self.thread.join(self.patience)
-    self.dropped.set()
-    self.thread.join(self.patience)
+def settle(self:Saver, then # Function that is called after it
+          ):
+    """After a failure, when workers do not agree any more: let what is being written end, in the background. Parts that do not come are not
+    waited for. Returns the thread that sees to it"""
+    def end():
+        self.thread.join(self.patience)
+        self.dropped.set()
+        self.thread.join(self.patience)
+        then()
+    res = threading.Thread(target=end, name='fastdist-checkpoint-end', daemon=True)
+    res.start()
+    return res

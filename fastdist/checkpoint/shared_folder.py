@@ -50,9 +50,9 @@ def _make(self:SharedFolder):
     error = None
     try:
         if self.rank==0:
-            self.lock.take()
             last = _fits.get(self.path)
-            if last is not None and last.saver is not None: last.saver.settle()
+            if last is not None and last.ending is not None: last.ending.join()
+            self.lock.take()
             prepare_folder(self.path)
     except (OSError,RuntimeError) as e: error = f'{e}'
     if not (errors := self.errors(error)): return
@@ -156,7 +156,8 @@ def fits_of(path, # Folder of the checkpoints
             learn, # The learner of the fit that begins
            ):
     """Of the fits of `learn` with this folder in this process: `left` has of each that has ended what later checkpoints are to have of it.
-    Who makes the fit adds to it and sets `ended`, or else sets `saver`, a `Saver` that is writing still, for which the next fit waits.
+    Who makes the fit adds to it and sets `ended`, or else sets `ending`, a thread that gives the folder back when all is written, for which
+    the next fit waits.
     A `ValueError` where fits of another learner have ended"""
     last = _fits.get(path)
     other = last is not None and last.learn() is not learn
@@ -164,5 +165,5 @@ def fits_of(path, # Folder of the checkpoints
         f"rank {get_rank()}: Resume({str(path)!r}): another learner of this process has made its fits with this folder: "
         "give each one a folder of its own. To go on from it, start the script, or the notebook's kernel, again")
     left = [] if other or last is None else last.left
-    _fits[path] = SimpleNamespace(learn=weakref.ref(learn), left=left, ended=False, saver=None)
+    _fits[path] = SimpleNamespace(learn=weakref.ref(learn), left=left, ended=False, ending=None)
     return _fits[path]

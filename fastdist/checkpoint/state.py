@@ -255,14 +255,15 @@ def _loss_modules(learn):
         f = _inner_loss(f)
     return res
 
-# %% ../../nbs/checkpoint/05_state.ipynb #c51f5c2e
-_states = 'h','hidden' # names of hidden states, `None` before the first batch
-
+# %% ../../nbs/checkpoint/05_state.ipynb #beeea9af
 def _extra_state(m):
     try: return to_plain(m.get_extra_state())
     except NotPlain as e: raise NotPlain(
         f"rank {get_rank()}: {type(m).__name__}.get_extra_state returns what Resume cannot save (a {e}): "
         "let it return numbers, texts, tensors, arrays, and lists, tuples, sets and dicts of them") from None
+
+# %% ../../nbs/checkpoint/05_state.ipynb #c51f5c2e
+_states = 'h','hidden' # names of hidden states, `None` before the first batch
 
 def _module_data(modules, shared=()):
     "What modules, by name, remember in plain attributes, as the hidden state of a recurrent one, and as `get_extra_state`"
@@ -284,6 +285,7 @@ def _put_module_data(modules, saved, device, same=True):
         # of other workers the numbers: a tensor may have a row for each sample of theirs
         elif nm in modules and (same or isinstance(v, (bool,int,float))): vars(modules[nm])[attr] = from_plain(v, device)
 
+# %% ../../nbs/checkpoint/05_state.ipynb #7634e20f
 def hidden_states(rest # From `take_rest`
                  ):
     "Names of the modules that go on from batch to batch with a hidden state, each worker with that of its own rows"

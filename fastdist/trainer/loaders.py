@@ -33,7 +33,8 @@ def _trains_norms(learn):
 def _counts_batches(dl):
     "Do transforms go by how many batches there were? fastai's `DeterministicFlip` and `DeterministicDihedral`, where they are on"
     if getattr(getattr(dl, 'dataset', None), 'split_idx', 0): return False # those of a validation do nothing
-    draws = [getattr(f, 'keywords', {}).get('draw') for t in getattr(getattr(dl, 'after_batch', None), 'fs', ()) for f in getattr(t, 'aff_fs', ())]
+    fs = [f for t in getattr(getattr(dl, 'after_batch', None), 'fs', ()) for f in getattr(t, 'aff_fs', ())]
+    draws = [getattr(f, 'keywords', {}).get('draw') for f in fs]
     return any(type(o).__name__=='DeterministicDraw' for o in draws)
 
 def _keeps_state(learn):

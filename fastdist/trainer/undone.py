@@ -98,7 +98,7 @@ def _undo_model(self:FollowsModel):
 # %% ../../nbs/trainer/07_undone.ipynb #3fb29151
 @patch
 def follow_model(self:FollowsModel):
-    "Shape the model anew, where it has other modules or parameters than it had, or of another type; rank 0's weights are those of all. `True` if it had"
+    "Shape the model anew, where it has other modules or parameters, or of another type; rank 0's weights are all's. `True` if it had"
     check_trainable(self.learn.model)
     old,_ = self.parts,self.note_parts()
     if len(old)==len(self.parts) and all(a is b for a,b in zip(old, self.parts)): return False

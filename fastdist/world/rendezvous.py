@@ -269,7 +269,8 @@ def _clear(path):
 # %% ../../nbs/world/07_rendezvous.ipynb #5f0417ac
 def _check_ours(path):
     "Another file than what a run that was killed, or torch's own rendezvous, has left there is nobody's to write over, and to take away"
-    try: text = path.read_bytes()
+    try:
+        with path.open('rb') as f: text = f.read(2**16) # it may be any file
     except FileNotFoundError: return
     except IsADirectoryError: text = b'a folder'
     if not text or b'refcount/' in text[:16]: return # torch's

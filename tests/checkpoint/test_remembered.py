@@ -1,5 +1,5 @@
 "What callbacks, layers and loaders of one's own remember goes on after a restart as in the run that nobody has ended"
-import collections, warnings
+import collections, time, warnings
 import pytest
 from test_resume import *
 from torch.optim.swa_utils import AveragedModel
@@ -528,3 +528,23 @@ def test_goes_on_after_a_validation_in_the_middle(world2, tmp_path):
         world(validating, tmp_path/f'part{k}', 17)
         assert (tmp_path/f'part{k}'/'ckpt'/'step-00000014').exists(), k
         assert repr(world(validating, tmp_path/f'part{k}')) == repr(want), k
+
+
+def fails_while_writing(folder):
+    "Of this worker, after a fit that has failed while a checkpoint was written: (does it hold the folder, after that has been written, what there is)"
+    import fastdist.all
+    from fastdist.checkpoint import saving, shared_folder
+    from fastdist.checkpoint.folder import FolderLock, checkpoints
+    from_the_start()
+    write, saving.Saver._write = saving.Saver._write, lambda self, *args: (time.sleep(.5), write(self, *args))
+    try: assert fitted(folder, simple, lambda l: None, 3, 2, 'ddp') is None
+    finally: saving.Saver._write = write
+    held = lambda: folder/'ckpt'/'.lock' in FolderLock.held
+    first, ending = held(), shared_folder._fits[folder/'ckpt'].ending
+    if ending is not None: ending.join()
+    return first, held(), [o.verify().path.name for o in checkpoints(folder/'ckpt')]
+
+
+def test_the_folder_stays_held_while_something_is_written(world2, tmp_path):
+    "Who took it then deleted files of a checkpoint that was put in its place a moment later, which was damaged so"
+    assert world2(fails_while_writing, tmp_path)[0] == (True, False, ['step-00000002'])

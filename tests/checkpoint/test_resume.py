@@ -40,12 +40,6 @@ def made(path, n=22, opt=Adam, workers=0, cbs=None, dropout=.3, more=True, Data=
     return quiet(learn)
 
 
-def from_the_start():
-    "As in a process that has made no fit"
-    from fastdist.checkpoint.shared_folder import _fits
-    _fits.clear()
-
-
 class Trained(Callback):
     "Counts, in what no checkpoint has, the steps that this process makes"
     steps = []

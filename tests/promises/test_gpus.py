@@ -230,9 +230,8 @@ def in_two_runs(strategy, folder, fails, torchs):
     `None`"""
     import fastdist.all
     from fastdist.checkpoint.resume import Resume
-    from fastdist.checkpoint.shared_folder import _fits
     from fastdist.world import setup_distrib
-    _fits.clear()  # as in a new process
+    from_the_start()
     setup_distrib()
     learn = quiet(learner(n=20, bs=6, n_val=7, bn=True, lr=0.05, opt=Adam, cbs=Averages()))
     if torchs: learn.dls = DataLoaders(*[torch.utils.data.DataLoader(o.dataset, batch_size=6, shuffle=not i) for i, o in enumerate(learn.dls.loaders)])
