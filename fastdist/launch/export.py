@@ -50,6 +50,7 @@ def main(args # Arguments after `fastdist export`
     p.add_argument('--best', action='store_true', help="the checkpoint with the best validation loss, instead of the newest")
     p.add_argument('--force', action='store_true', help="overwrite the file, if it is there")
     a = p.parse_args(args)
+    if a.best and Path(a.path).name.startswith('step-'): p.error(f"--best: {a.path} is one checkpoint: give the folder that it is in")
     if a.file.suffix not in ('.pth','.safetensors'): p.error(f"{a.file}: it ends in .pth or .safetensors")
     if a.file.exists() and not a.force: sys.exit(f"fastdist export: {a.file} is there already, and is left as it is: --force overwrites it")
     if not a.file.absolute().parent.is_dir(): sys.exit(f"fastdist export: there is no folder {a.file.absolute().parent}")

@@ -119,7 +119,7 @@ def _same_state(strategy, group=None):
     The group to gather in; `False` if one that was in it has gone since"""
     sharded = getattr(strategy, 'sharded', None)
     try: same = same_text(repr(sharded and [(tuple(o.shape), o.o.dtype) for o in sharded.held().values()]), group)
-    except RuntimeError:
+    except (RuntimeError,ValueError): # torch does not know a group whose making has failed
         if group is None: raise
         return False
     if same: return group
