@@ -153,7 +153,7 @@ def _given(init_method, rank, world_size, e):
     url,r,n = _explicit(init_method, rank, world_size, e)
     check_rank(r, n)
     if missing and n > 1 and url.startswith('env:'): raise ValueError(
-        f"init_method={url!r} says that the environment has the rendezvous, and {' and '.join(missing)} is not set: "
+        f"rank {r}: init_method={url!r} says that the environment has the rendezvous, and {' and '.join(missing)} is not set: "
         "set MASTER_ADDR and MASTER_PORT, or give tcp://host:port, or file:///shared/path")
     same = (r,n)==(e.rank,e.world_size) and e.launcher!='none'
     on_node = (0,1,0) if n==1 else (e.local_rank,e.local_world_size,e.node_rank) if same else (None,None,None)
@@ -267,7 +267,7 @@ def _clear(path):
         if o==path.name or re.fullmatch(re.escape(path.name)+r'\.[0-9a-f]{16}\.\d+', o): path.with_name(o).unlink(missing_ok=True)
 
 # %% ../../nbs/world/07_rendezvous.ipynb #5f0417ac
-def _check_ours(path):
+def _check_ours(path, rank):
     "Another file than what a run that was killed, or torch's own rendezvous, has left there is nobody's to write over, and to take away"
     try:
         with path.open('rb') as f: text = f.read(2**16) # it may be any file
@@ -276,8 +276,8 @@ def _check_ours(path):
     if not text or b'refcount/' in text[:16]: return # torch's
     try: ours = isinstance(o := json.loads(text), dict) and ('ask' in o or 'nonce' in o)
     except ValueError: ours = False
-    if not ours: raise ValueError(f"init_method='file://{path}' is not accepted: what is there already is no rendezvous: "
-                                  "name a file that is not there yet, in a folder that all workers share")
+    if not ours: raise ValueError(f"rank {rank}: init_method='file://{path}' is not accepted: what is there already is no "
+                                  "rendezvous: name a file that is not there yet, in a folder that all workers share")
 
 # %% ../../nbs/world/07_rendezvous.ipynb #1f1d5e00
 def _serve_by_file(path, limit, local=False):
@@ -318,7 +318,7 @@ def _store_by_file(path, s, limit):
 
 def _by_file(path, s, limit, local):
     "The part of a store that is for all workers, by a file"
-    _check_ours(path)
+    _check_ours(path, s.rank)
     try:
         if s.rank==0 and s.local_world_size is None: local = _all_here(path, s, limit)
         raw = _serve_by_file(path, limit, local) if s.rank==0 else _store_by_file(path, s, limit)
