@@ -7,23 +7,21 @@ __all__ = ['DistributedDL']
 
 # %% ../../nbs/data/07_dl.ipynb #3cb3cbbe
 import operator
-from collections import deque
-from contextlib import contextmanager, nullcontext
-from weakref import WeakKeyDictionary, WeakSet
+from contextlib import nullcontext
 
 from fastai.basics import *
 from fastai.data.load import DataLoader as FastaiDataLoader
 from .adapter import IfLoaderHas, LoaderMethod, LoaderProxy, copied_beside
 from .fastai_dl import FastaiAdapter
 from .loaders import SeveralAdapter, counts_of, n_batches, set_counts
-from .orders import compare_with_rank0, same_order, same_shuffled
+from .orders import EpochOrder
 from .partition import join_shares
-from .rng import (OtherLoader, WorkerRandom, drawers, generator_states, plain_state, seed_of, set_generator_states,
-                               set_stream_states, shared_order, stream_states)
+from .rng import (OtherLoader, WorkerRandom, drawers, generator_states, plain_state, set_generator_states, set_stream_states,
+                               shared_order, stream_states)
 from .torch_dl import TorchAdapter, TorchDataLoader
 from ..comm.objects import all_gather_list
 from ..world.ranks import check_rank, get_rank, get_world_size
-from ..world.state import current_world, get_default_group
+from ..world.state import current_world
 
 # %% ../../nbs/data/07_dl.ipynb #3a6e3f04
 def _world_of(rank, world_size, split_batches, evaluate):
@@ -47,7 +45,7 @@ def _adapter_for(dl, grouped, rank, world_size, split_batches, evaluate):
     return SeveralAdapter(*args, split=partial(DistributedDL, **world, split_batches=split_batches, evaluate=evaluate))
 
 # %% ../../nbs/data/07_dl.ipynb #44cd8dbc
-class DistributedDL(LoaderProxy):
+class DistributedDL(LoaderProxy, EpochOrder):
     """A `DataLoader` of which each of `world_size` workers iterates over its part. Three modes, where one process has batches of `bs`:
 
     - `split_batches=None`: rank `r` has slice `r` of `world_size` slices of the same length, the last padded from the start;
@@ -176,83 +174,7 @@ def _make_whole(self:DistributedDL):
     vars(self).update(grouped=False, rank=0, world_size=1)
     self._wrap(self.dl, _epoch=self._epoch)
 
-# %% ../../nbs/data/07_dl.ipynb #03dfc298
-@patch
-def _order(self:DistributedDL, order, own):
-    "`order`, or what a subclass's `get_idxs` makes of it"
-    if not own: return order
-    self._drawing = order
-    try: return list(self.get_idxs())
-    finally: self._drawing = None
-
-@patch
-def _is_own_part(self:DistributedDL):
-    "Is this this process's part, by numbers that a script has given, of an order which is drawn, and in its first epoch?"
-    if self.grouped or self._alone or self._epoch >= 0 or self.world_size==1 or get_default_group() is None: return False
-    return (self.rank,self.world_size)==(get_rank(),get_world_size()) and not (self._adapter.sequential or self._adapter.stream)
-
-# %% ../../nbs/data/07_dl.ipynb #b8247b89
-def _drawn():
-    "By loader: of epochs of which some workers have their part, (world size, state from which the order was drawn, those workers)"
-    return current_world().cached('drawn', WeakKeyDictionary)
-
-@patch
-@contextmanager
-def _like_others(self:DistributedDL):
-    "The state from which other workers of this process have drawn an epoch that this one has not, or `None`"
-    seen = next((o for o in _drawn().get(self.dl, ()) if o[0]==self.world_size and self.rank not in o[2]), None)
-    if seen is None:
-        yield
-        return
-    _,state,ranks = seen
-    ranks.add(self.rank)
-    if len(ranks)==self.world_size: _drawn()[self.dl].remove(seen)
-    gens = self._adapter.generators()
-    with shared_order(gens, sync=False) as now: pass
-    try: yield state
-    finally:
-        with shared_order(gens, sync=False, state=now): pass
-
-# %% ../../nbs/data/07_dl.ipynb #319974b7
-@patch
-def _draw(self:DistributedDL, new=True):
-    "Draw an order, the same in all workers, and cut it; for a `new` epoch? Returns (state it goes on from, state it was drawn from)"
-    a,pending = self._adapter,self._pending
-    self._pending = None
-    if pending: a.set_shuffled(pending['shuffled'])
-    many,own = self.grouped and self.world_size > 1 and not self._alone,'get_idxs' in self._overridden()
-    shuffled = same_shuffled(a) if many else a.shuffled()
-    synced = many and (own or not a.sequential)
-    seeded = pending['seeded'] if pending else a.seeds
-    # a stream is read, and draws, all through the epoch
-    alone = self.grouped or self._alone or not new or own or a.sequential or a.stream or pending or shuffled is not None
-    alone = alone or type(self.dl).__hash__ is None # there is no telling it from others
-    with nullcontext() if alone else self._like_others() as state:
-        with shared_order(a.generators(), synced, pending['rng'] if pending else state, keep=not a.stream) as at:
-            order = self._order(a.order(new, seeded), own)
-        if not alone and state is None: _drawn().setdefault(self.dl, deque(maxlen=64)).append((self.world_size, at, {self.rank}))
-    if pending and pending['offset'] and not a.from_rng and pending['n']!=len(order): raise OtherLoader(
-        f"{a.nm} cannot go on where the loader of this state was: it had {pending['n']} samples or batches, this one has {len(order)}")
-    if synced and (own or not a.from_rng): same_order(order, a.nm)
-    if new and self._is_own_part(): compare_with_rank0(order, a.nm)
-    if not new: a.seed = seed_of(at[0], at[2].numpy().tobytes(), repr(at[3])) # for who reads `fake_l` by himself; nothing is drawn
-    elif a.seed is None: a.seed = seed_of(pending['epoch']) # that of the processes which were there is not in the state
-    a.plan,a.drawn_n = a.partition(order, pending['offset'] if pending else 0),len(order)
-    return pending,(at,shuffled,seeded)
-
 # %% ../../nbs/data/07_dl.ipynb #188ba935
-@patch
-def get_idxs(self:DistributedDL):
-    "Indices of the whole epoch, the same in all workers. The order of a subclass that overrides it is what it returns"
-    if self._drawing is not None: return self._drawing
-    a = self._adapter
-    if a.parts is not None: return a.target.get_idxs()
-    kept = a.plan,a.drawn_n
-    self._draw(new=False)
-    indices = a.indices()
-    if self._live: a.plan,a.drawn_n = kept # the epoch that is on goes by its own
-    return indices
-
 @patch
 def new(self:DistributedDL,
         dataset=None, # By default that of this one
