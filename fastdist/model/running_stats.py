@@ -6,13 +6,11 @@
 __all__ = ['weighed_stats', 'average_buffers']
 
 # %% ../../nbs/model/04_running_stats.ipynb #9139fbf3
-import zlib
-
 import torch.distributed as dist
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 from fastai.basics import *
-from ..comm.pack import byte_array
+from ..comm.pack import checksum
 from ..world.ranks import get_rank, get_world_size
 from ..world.state import current_world
 
@@ -30,8 +28,6 @@ def weighed_stats(model, # Any
     return weigh
 
 # %% ../../nbs/model/04_running_stats.ipynb #56338b6f
-def _digest(b): return zlib.crc32(byte_array(b))
-
 def average_buffers(model # Whose buffers have the same names and shapes in all workers
                    ):
     """Where buffers of `model` differ between workers, the mean over them in all; but for batch norm's. Exact for the statistics of
@@ -39,7 +35,7 @@ def average_buffers(model # Whose buffers have the same names and shapes in all 
     named = [(f'{k}.{o}' if k else o, m, b) for k,m in model.named_modules() if not isinstance(m, _BatchNorm)
              for o,b in m.named_buffers(recurse=False) if b.numel()]
     if not named: return
-    most = torch.tensor([v for *_,b in named for v in (_digest(b),-_digest(b))], device=named[0][2].device)
+    most = torch.tensor([v for *_,b in named for s in (checksum(b),) for v in (s,-s)], device=named[0][2].device)
     dist.all_reduce(most, dist.ReduceOp.MAX)
     differ = [o for o,(hi,lo) in zip(named, most.view(-1,2).tolist()) if hi!=-lo]
     for _,_,b in differ:

@@ -7,14 +7,14 @@ __all__ = ['Strategy', 'check_trainable', 'unused_error', 'callback_results', 'c
            'inner_opt', 'state_tensors', 'needs_closure', 'check_values', 'check_shares', 'same_everywhere']
 
 # %% ../../nbs/strategy/00_base.ipynb #49e9f763
-import inspect,zlib
+import inspect
 
 import torch.distributed as dist
 from fastai.basics import *
 from torch.nn.parameter import is_lazy
 from ..comm.call import route, same_and_most, same_text, who_has
 from ..comm.objects import all_gather_list, from_rank0
-from ..comm.pack import as_bytes, byte_array, tensors_in
+from ..comm.pack import as_bytes, checksum, tensors_in
 from ..comm.shards import is_dtensor
 from ..model.batchnorm import GlobalBatchNorm
 from ..model.params import ModelParams
@@ -178,8 +178,8 @@ def whole_model(learn # Any `Learner`
     "`learn.model`; in a list with the modules of the loss function and, where the optimizer trains them, of callbacks, if there are any"
     opt,loss = learn.opt,learn.loss_func
     trained = {id(p) for pg in opt.param_lists for p in pg} if opt else set()
-    of_model = {id(o) for o in (*learn.model.parameters(), *learn.model.buffers())} # a wrapper around the model has no others
-    def own(*tensors): return {id(o) for o in tensors}-of_model
+    # a wrapper around the model has no others
+    def own(*tensors): return {id(o) for o in tensors}-{id(o) for o in (*learn.model.parameters(), *learn.model.buffers())}
     losses = [m for m in (loss, *getattr(loss, '__dict__', {}).values())
               if isinstance(m, nn.Module) and m.state_dict() and own(*m.parameters(), *m.buffers())]
     beside = [m for cb in learn.cbs for m in vars(cb).values() if isinstance(m, nn.Module) and own(*m.parameters()) & trained]
@@ -275,11 +275,6 @@ def _same_grads(params, mixed):
         elif p.grad.layout!=torch.strided: p.grad = p.grad.to_dense()
     _broadcast([p.grad for p in params if p.grad is not None], mixed)
 
-# %% ../../nbs/strategy/00_base.ipynb #86f70022
-def _checksums(ts):
-    "Of each of `ts`, which are in CPU memory: to compare these takes a fraction of the time that sending the tensors does"
-    return [zlib.crc32(byte_array(t)) for t in ts]
-
 # %% ../../nbs/strategy/00_base.ipynb #214a3586
 def same_everywhere(model, # The same layers in all workers
                     opt=None, # Its optimizer
@@ -294,7 +289,7 @@ def same_everywhere(model, # The same layers in all workers
     numbers = _numbers(opt) if opt else []
     kinds,values = [(tuple(t.shape), t.dtype) for t in (*ts,*ps)]+[k for _,k in numbers],[s[k] for s,k in numbers]
     here,elsewhere = partition(ts, lambda t: t.device.type=='cpu')
-    same,(waits,) = same_and_most(repr((kinds,values,_checksums(here))), int(_some_wait(ps)))
+    same,(waits,) = same_and_most(repr((kinds,values,[*map(checksum, here)])), int(_some_wait(ps)))
     if not (same or same_text(repr(kinds))):
         every = all_gather_list(kinds)
         r = next(i for i,o in enumerate(every) if o!=every[0])
