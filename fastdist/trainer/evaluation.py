@@ -16,6 +16,7 @@ from ..comm.objects import from_rank0
 from ..data.dl import DistributedDL
 from ..data.loaders import n_batches
 from ..fault.cancel import cancels
+from ..metrics.losses import RowLosses
 from ..metrics.metrics import EpochTotals, plain_sums
 from ..metrics.predictions import GatheredPreds
 from .alike import same_hypers
@@ -32,7 +33,7 @@ class Evaluation:
                  activation=None, # `SharedActivation` for predictions, where there is one
                 ):
         self.learn,self.decisions,self.gathers,self.dst,self.activation = learn,decisions,gathers,dst,activation
-        self.totals,self.preds,self.forwards = EpochTotals(learn),[],0
+        self.totals,self.losses,self.preds,self.forwards = EpochTotals(learn),RowLosses(),[],0
         self.dl = vars(learn).get('dl')
 
     @property
@@ -71,8 +72,10 @@ def number_batch(self:Evaluation):
 
 @patch
 def add_batch(self:Evaluation):
-    "Keep the batch for the metrics that need it again"
-    if self.shared and len(self.learn.yb): self.totals.add_batch(rows=self.by_rows)
+    "Keep the batch for the metrics that need it again, and its loss where others have rows of it"
+    if not self.shared or not len(self.learn.yb): return
+    self.totals.add_batch(rows=self.by_rows)
+    if self.by_rows: self.losses.add(self.learn)
 
 # %% ../../nbs/trainer/06_evaluation.ipynb #1e43a84b
 @patch
@@ -83,6 +86,7 @@ def finish(self:Evaluation):
     if n is not None: self.learn.iter,self.learn.n_iter = n-1,n
     for o in self.preds: o.finish(self.decisions.cut)
     self.totals.combine(self.by_rows)
+    self.losses.give(self.totals.metrics())
     grad = vars(self.learn).get('loss_grad')
     if isinstance(grad, Tensor): self.learn.loss_grad = grad.detach() # where a worker had no batch it is that of training, with its graph
 

@@ -19,6 +19,7 @@ from ..callbacks.fastai_patches import has_state, leave_on_cpu
 from ..data.dl import DistributedDL
 from ..data.fastai_dl import reads_rows
 from ..data.loaders import loaders_in, n_batches, reads_in_processes
+from ..metrics.losses import GlobalBatchLoss
 from ..metrics.metrics import EpochTotals
 from ..model.own_loop import OwnLoopDL
 from ..strategy.sharded_opt import move_state
@@ -62,6 +63,7 @@ class SharedLoaders:
         # each would read a stream, or have statistics or a count, of its own
         if reads_in_processes(dl) or _trains_norms(self.learn) or _counts_batches(dl): return False
         if not reads_rows(dl): return not _keeps_state(self.learn)
+        if isinstance(self.learn.loss_func, GlobalBatchLoss): return False # of whole batches, whatever it is
         # one file for each whole batch
         saves = any(getattr(cb, o, None) is not None for cb in self.learn.cbs for o in ('save_preds','save_targs'))
         return dl.bs >= get_world_size() and not saves and not EpochTotals(self.learn).fed(rows=True, training=False)

@@ -94,6 +94,32 @@ def test_texts_of_a_language_model_stay_in_order(world2):
         for a, b in zip(*rows, strict=True): assert diff(a, b) < 1e-6
 
 
+def validated(distrib):
+    "Validation of a language model by losses that are no mean over words, or count some only"
+    set_seed(7)
+    learn = KINDS['language_model'](1)
+    class Masks(Callback):
+        "As of a masked language model: few words count, and in some batches none of a worker's rows"
+        def after_pred(self):
+            x, y = self.xb[0], self.yb[0].clone()
+            y[x > self.iter % 5] = -100
+            self.learn.yb = (y,)
+    if distrib: import fastdist.all
+    def whole(f): return fastdist.all.GlobalBatchLoss(f) if distrib else f
+    losses = dict(ignored=CE(ignore_index=3), weighted=CE(weight=torch.arange(1., 12).double()), summed=CE(reduction='sum'), masked=CE(), whole=whole(CE(ignore_index=3)))
+    with learn.distrib_ctx() if distrib else contextlib.nullcontext():
+        res = {}
+        for name, learn.loss_func in losses.items(): res[name] = [float(o) for o in learn.validate(cbs=Masks() if name == 'masked' else None)]
+    return res
+
+
+def test_losses_of_a_language_model(worlds):
+    want = validated(False)
+    for size in (2, 3):
+        for got in worlds(size)(validated, True):
+            for name, values in want.items(): assert diff(values, got[name]) < 1e-5*max(values), name  # perplexity enlarges the rounding of float32
+
+
 def noise(o=None): return torch.tensor([torch.rand(1).item(), np.random.rand(), random.random()])
 
 
