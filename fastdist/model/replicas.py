@@ -13,7 +13,7 @@ from functools import lru_cache
 from torch.nn.parallel import DataParallel
 from fastai.basics import *
 from fastai.callback.hook import Hook,Hooks
-from .batchnorm import GlobalBatchNorm, _global_norm, batch_norms, norm_base
+from .batchnorm import GlobalBatchNorm, _GlobalFunction, _add_stats, _global_norm, batch_norms, norm_bases
 from ..world.ranks import get_rank
 
 # %% ../../nbs/model/08_replicas.ipynb #492670aa
@@ -26,8 +26,24 @@ class ReplicaBatchNorm(GlobalBatchNorm):
         if self.training: self._update(mean, var, n) # of the first copy: its buffers are the model's
         return y
 
+class _CopiesFunction(_GlobalFunction):
+    "Within, torch's function of batch norm takes its statistics from all copies, by their `gather`"
+    def __init__(self, gather):
+        super().__init__()
+        self.gather = gather
+    def norm(self, input, running_mean, running_var, weight=None, bias=None, training=False, momentum=.1, eps=1e-5, *, plain):
+        if not training: return plain()
+        y,mean,var,n = _global_norm(input, weight, bias, eps, True, self.gather)
+        if running_mean is not None: _add_stats(running_mean, running_var, mean, var, n, momentum)
+        return y
+
+class _OwnForward:
+    "Comes before a batch norm layer's class whose forward is its own, as timm's are"
+    def forward(self, *args, **kwargs):
+        with _CopiesFunction(self.gather): return super().forward(*args, **kwargs)
+
 @lru_cache(None)
-def _replica_class(cls): return type(cls.__name__, (norm_base(cls), ReplicaBatchNorm), dict(__module__=cls.__module__))
+def _replica_class(cls): return type(cls.__name__, (*norm_bases(cls, _OwnForward), ReplicaBatchNorm), dict(__module__=cls.__module__))
 
 # %% ../../nbs/model/08_replicas.ipynb #576020fc
 def own_hooks(replica # Copy of a model, as torch's `replicate` makes it

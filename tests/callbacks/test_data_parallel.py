@@ -32,7 +32,16 @@ def no_statistics():
     return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6, track_running_stats=False), nn.ReLU(), nn.Linear(6, 3)).double()
 
 
-MODELS = dict(norm=partial(mlp, True), table=lambda: Table().double(), unet=lambda: Pixels().double(), no_statistics=no_statistics)
+class WithAct(nn.BatchNorm1d):
+    "As models of timm have it: torch's forward once more, with an activation behind it"
+    def forward(self, x):
+        return nn.functional.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, self.training or self.running_mean is None, .1, self.eps).relu()
+
+
+def own_forward(): return nn.Sequential(nn.Linear(4, 6), WithAct(6), WithAct(6, track_running_stats=False), nn.Linear(6, 3)).double()
+
+
+MODELS = dict(own_forward=own_forward, norm=partial(mlp, True), table=lambda: Table().double(), unet=lambda: Pixels().double(), no_statistics=no_statistics)
 
 
 def around(learn, gpus, **kwargs):
