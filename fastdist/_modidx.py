@@ -1720,6 +1720,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                      'fastdist.launch.cli._run_in': ('launch/cli.html#_run_in', 'fastdist/launch/cli.py'),
                                      'fastdist.launch.cli._saved_status': ('launch/cli.html#_saved_status', 'fastdist/launch/cli.py'),
                                      'fastdist.launch.cli._show_failure': ('launch/cli.html#_show_failure', 'fastdist/launch/cli.py'),
+                                     'fastdist.launch.cli._stopped_once': ('launch/cli.html#_stopped_once', 'fastdist/launch/cli.py'),
                                      'fastdist.launch.cli._summary': ('launch/cli.html#_summary', 'fastdist/launch/cli.py'),
                                      'fastdist.launch.cli._threads': ('launch/cli.html#_threads', 'fastdist/launch/cli.py'),
                                      'fastdist.launch.cli._watched': ('launch/cli.html#_watched', 'fastdist/launch/cli.py'),

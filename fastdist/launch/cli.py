@@ -231,7 +231,8 @@ def _one_process():
     try:
         with handlers_kept(SIGTERM=passed_on, SIGUSR1=passed_on): yield
     finally: # an interrupt: a terminal has sent it to the worker as well
-        if psutil.wait_procs(started(), 5)[1]: end_processes(started(), signal.SIGINT)
+        with handlers_kept(SIGINT=signal.SIG_IGN): # who presses it again would leave the worker
+            if psutil.wait_procs(started(), 5)[1]: end_processes(started(), signal.SIGINT)
 
 # %% ../../nbs/launch/05_cli.ipynb #d9f158dd
 @contextmanager
@@ -315,6 +316,22 @@ def _changing(nodes):
         with patch_environment(TORCH_DISABLE_SHARE_RDZV_TCP_STORE='1'): yield
     finally: torchrun.run = old
 
+# %% ../../nbs/launch/05_cli.ipynb #n04cd5b95
+@contextmanager
+def _stopped_once():
+    """Let torch's launcher raise the first signal that ends it, and pass on those that come while it ends, as of a Ctrl-C that is
+    pressed again: they would keep it from ending its workers"""
+    import torch.distributed.elastic.multiprocessing.api as torchs
+    old,seen = torchs._terminate_process_handler,[]
+    def handle(sig, frame):
+        if seen: return send_signal(psutil.Process().children(), sig)
+        seen.append(sig)
+        old(sig, frame)
+    torchs._terminate_process_handler = handle
+    try:
+        with handlers_kept(): yield # torch sets it, and leaves it
+    finally: torchs._terminate_process_handler = old
+
 # %% ../../nbs/launch/05_cli.ipynb #36ec53ce
 def _saved_status(found, failures=None):
     "The exit status of workers that have saved and ended, as their notices say; `None` where the first of `failures` has another"
@@ -331,7 +348,7 @@ def _run(command, startup, nodes=None):
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     a,found = _accelerate_args(command),[]
     try:
-        with _watched(a, startup) as found, _changing(nodes):
+        with _stopped_once(), _watched(a, startup) as found, _changing(nodes):
             try: launch_command(a)
             except SignalException as e: # torch forgets workers that it has started if the signal comes before the last: they end in here,
                 end_processes(psutil.Process().children(), e.sigval) # where their notices are read

@@ -146,6 +146,25 @@ def test_stopped(tmp_path, sig, code, n):
     if n > 1: assert f'stopped by {sig.name}' in err.splitlines()[-1], err
 
 
+@pytest.mark.parametrize('n', [1, 2])
+def test_ctrl_c_again_and_again(tmp_path, n):
+    "Workers that do not end at once are not left behind, and the launcher still says in one line why it ends"
+    file = script(tmp_path, SAYS + """
+    import signal
+    for o in signal.SIGINT, signal.SIGTERM: signal.signal(o, signal.SIG_IGN)
+    print('deaf', flush=True)
+    time.sleep(4)""")
+    p = subprocess.Popen([*LAUNCH, '-n', str(n), '--tee', '3', file], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
+    ready = 0
+    while ready < n: ready += 'deaf' in p.stdout.readline()
+    workers = psutil.Process(p.pid).children()
+    for _ in range(6):
+        p.send_signal(signal.SIGINT)
+        time.sleep(0.2)
+    _, err = p.communicate(timeout=60)
+    assert p.returncode == 130 and not any(o.is_running() for o in workers) and 'Traceback' not in err, err
+
+
 def test_module_of_this_folder(tmp_path):
     (tmp_path/'own').mkdir()
     script(tmp_path/'own', "import sys; print(__name__, __package__, sys.argv[1:], flush=True)", 'train.py')

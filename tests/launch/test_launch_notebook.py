@@ -229,6 +229,20 @@ def forever():
     assert r.error['traceback'] == ['KeyboardInterrupt: the workers have been ended']
     wait_for(lambda: not kernel.workers(), 'the workers have ended')
     assert 'RemoteError' not in r.text, r.text
+    # again and again: workers that do not end at once are not left behind
+    kernel.run("""
+def deaf():
+    for o in signal.SIGINT, signal.SIGTERM: signal.signal(o, signal.SIG_IGN)
+    print('under way', flush=True)
+    time.sleep(4)
+""")
+
+    def impatient(t, c):
+        if t != 'stream' or 'under way' not in c['text']: return
+        for _ in range(5):
+            kernel.km.interrupt_kernel()
+            time.sleep(0.2)
+    assert kernel.run("launch_in_notebook(deaf, n=1)", during=impatient).error['ename'] == 'KeyboardInterrupt' and not kernel.workers()
     assert kernel.run("print(launch_in_notebook(lambda: 6*7))").text.endswith('\n42\n')
     # the bar that it was at has stopped, and says so
     r = kernel.run("""

@@ -92,10 +92,11 @@ def run(self:NotebookWorkers, setup, # As of `begin`
             while self.lines and wait(self.lines, 0): self.receive(0)
             self.show_rest()
         except KeyboardInterrupt:
-            self.interrupt()
+            with handlers_kept(SIGINT=signal.SIG_IGN): self.interrupt()
             raise
         finally:
-            if not self.is_idle(): self.close()
+            with handlers_kept(SIGINT=signal.SIG_IGN): # who interrupts again would leave workers
+                if not self.is_idle(): self.close()
     if self.failures or self.result is not None and self.result.is_failed(): raise self.error()
     if self.value is None: raise _error(f"rank 0 of {self.n} ended before the function returned (os._exit?){self.where()}", 0)
     return self.value
