@@ -390,6 +390,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                            'fastdist.checkpoint.plain._has_state': ( 'checkpoint/plain.html#_has_state',
                                                                                      'fastdist/checkpoint/plain.py'),
                                            'fastdist.checkpoint.plain._how': ('checkpoint/plain.html#_how', 'fastdist/checkpoint/plain.py'),
+                                           'fastdist.checkpoint.plain._is_numeric': ( 'checkpoint/plain.html#_is_numeric',
+                                                                                      'fastdist/checkpoint/plain.py'),
                                            'fastdist.checkpoint.plain._mark': ( 'checkpoint/plain.html#_mark',
                                                                                 'fastdist/checkpoint/plain.py'),
                                            'fastdist.checkpoint.plain._numbers': ( 'checkpoint/plain.html#_numbers',

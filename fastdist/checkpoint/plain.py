@@ -25,7 +25,8 @@ def _mark(kind, data, **more): return {'fastdist':kind, 'data':data, **more}
 
 def _tensor(t):
     "A copy on the CPU; of which kind of device it was"
-    if not t.is_contiguous() or type(t) is not Tensor: t = t.as_subclass(Tensor)
+    dense = t.layout==torch.strided # sparse ones have no such memory
+    if dense and (not t.is_contiguous() or type(t) is not Tensor): t = t.as_subclass(Tensor)
     data = t.detach().to('cpu', copy=True)
     return _mark('tensor', data, device=t.device.type)
 
@@ -54,12 +55,14 @@ def to_plain(o # Data: numbers, texts, tensors, arrays, and lists, tuples, sets 
     except RecursionError:
         raise NotPlain(f'{type(o).__module__}.{type(o).__qualname__} that contains itself, or is nested too deep') from None
 
+def _is_numeric(o): return o.dtype.kind in 'biufc' and o.dtype.char not in 'gG' # Python has no number for a `np.longdouble`
+
 def _plain(o):
     kind = type(o)
     if kind in _atoms: return o
     if isinstance(o, Tensor): return _tensor(o)
-    if isinstance(o, np.ndarray) and o.dtype.kind in 'biufc': return _mark('array', o.tolist(), dtype=o.dtype.str, shape=list(o.shape))
-    if isinstance(o, np.generic) and o.dtype.kind in 'biufc': return _mark('np', o.item(), dtype=o.dtype.str)
+    if isinstance(o, np.ndarray) and _is_numeric(o): return _mark('array', o.tolist(), dtype=o.dtype.str, shape=list(o.shape))
+    if isinstance(o, np.generic) and _is_numeric(o): return _mark('np', o.item(), dtype=o.dtype.str)
     if kind in _lists:
         nums = _numbers(o) if kind in (list,L) else None
         if nums is not None: return _mark(_lists[kind], nums)

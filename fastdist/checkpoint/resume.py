@@ -22,6 +22,7 @@ from ..data.rng import set_stream_states, stream_states
 from ..fault.connections import of_group
 from ..fault.same_call import gone_on
 from ..fault.stop import StopSignals, stop_together
+from ..strategy.base import check_values
 from ..world.errors import RemoteError, refuse
 from ..world.ranks import get_rank, whole_number
 
@@ -83,6 +84,7 @@ def _check(self:Resume):
     hooks = [o.hook for o in self.learn._grab_cbs(GradientCompression)]
     if self.many and any(o=='powersgd' or not isinstance(o, str) for o in hooks): self._warn_once(
         "Resume does not save what GradientCompression remembers of gradients (its hook's state): after a restart that begins anew")
+    if not self.many: check_values(self.learn.model) # else the strategy has
     left = not_saved(self.learn, [self])
     if left: self._warn_once(f"Resume does not save {', '.join(left)}: no data. After a restart they are as the script makes them; "
                              "give the callback state_dict and load_state_dict, if they change in a fit")

@@ -214,17 +214,17 @@ def needs_closure(opt # A fastai optimizer
     return closure is not None and closure.default is closure.empty
 
 # %% ../../nbs/strategy/00_base.ipynb #ee5d5391
-def check_values(model # A model that workers are to share
+def check_values(model # A model that workers are to share, or `Resume` to save
                 ):
     "A `ValueError` that names parameters and buffers without a shape, or without values, or that are sparse, and the way out"
     named = [*model.named_parameters(),*model.named_buffers()]
     lazy = [n for n,t in named if is_lazy(t)]
     if lazy: raise ValueError(
         f"rank {get_rank()}: {', '.join(lazy[:5])} of the model have no shape yet, as a lazy layer gets it in its first forward, "
-        "so the workers cannot begin with the same weights: run a batch through the model before, as in learn.model(x) or learn.summary()")
+        "so the workers cannot begin with the same weights, nor Resume save them: run a batch through the model before, as in learn.model(x) or learn.summary()")
     sparse = [n for n,t in named if t.layout!=torch.strided]
     if sparse: raise ValueError(
-        f"rank {get_rank()}: {', '.join(sparse[:5])} of the model are sparse tensors, which the workers cannot send each other: "
+        f"rank {get_rank()}: {', '.join(sparse[:5])} of the model are sparse tensors, which workers cannot send each other, nor Resume save: "
         "make them plain attributes of their module, which each worker has for itself, or dense (to_dense())")
     meta = [n for n,t in named if t.is_meta]
     if meta: raise ValueError(

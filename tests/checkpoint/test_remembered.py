@@ -398,6 +398,30 @@ def linked(what, folder):
     return learn
 
 
+class Graph(nn.Module):
+    "With a sparse matrix that changes, as a plain attribute, as `distrib_ctx` wants it, or as a buffer"
+    def __init__(self, kind):
+        super().__init__()
+        self.a, self.b, adj = nn.Linear(4, 4), nn.Linear(4, 3), torch.eye(4).double()
+        self.kept = [adj.to_sparse_csr() if kind == 'csr' else adj.to_sparse()]
+        if kind == 'buffer': self.register_buffer('adj', adj.to_sparse())
+    def __iter__(self): return iter([self.a, self.b])
+    def __getitem__(self, i): return [self.a, self.b][i]
+    def forward(self, x):
+        if self.training: self.kept = [self.kept[0]*1.1]
+        return self.b(self.a((self.kept[0] @ x.t()).t()))
+
+
+@pytest.mark.parametrize('kind', ['coo', 'csr'])
+def test_sparse_tensors(kind, tmp_path):
+    compare(tmp_path, lambda f: simple(f, model=lambda: Graph(kind).double()), lambda l: l.model.kept[0].to_dense().tolist(), [9], 2)
+
+
+def test_buffers_that_cannot_be_saved_are_an_error_at_once(tmp_path):
+    with pytest.raises(ValueError, match=r'adj of the model are sparse tensors, .* nor Resume save: make them plain attributes'):
+        fitted(tmp_path, lambda f: simple(f, model=lambda: Graph('buffer').double()), noop)
+
+
 @pytest.mark.parametrize('what', ['callback', 'layers', 'extra', 'loss'])
 def test_links_to_parameters_stay(what, tmp_path): compare(tmp_path, partial(linked, what), lambda l: None, [15], 2)
 
