@@ -611,6 +611,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                          'fastdist/checkpoint/state.py'),
                                            'fastdist.checkpoint.state.loader_counts': ( 'checkpoint/state.html#loader_counts',
                                                                                         'fastdist/checkpoint/state.py'),
+                                           'fastdist.checkpoint.state.match_buffers': ( 'checkpoint/state.html#match_buffers',
+                                                                                        'fastdist/checkpoint/state.py'),
                                            'fastdist.checkpoint.state.named_tensors': ( 'checkpoint/state.html#named_tensors',
                                                                                         'fastdist/checkpoint/state.py'),
                                            'fastdist.checkpoint.state.put_rest': ( 'checkpoint/state.html#put_rest',

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 from fastai.basics import *
 from .plain import attributes_of, set_attributes
-from .state import hidden_states, joined_metrics, put_rest, put_tensors, signature
+from .state import hidden_states, joined_metrics, match_buffers, put_rest, put_tensors, signature
 from ..data.rng import OtherLoader
 from ..world.ranks import get_rank
 
@@ -26,7 +26,8 @@ class FoundFit:
     ):
         store_attr()
         self.skips,self.place = False,None # has it ended before; the summary of the checkpoint that is to be put back
-        self.chosen = shared.newest(number, signature(learn))
+        self.began = signature(learn)
+        self.chosen = shared.newest(number, self.began)
         if self.chosen is not None: self._find()
 
     def _find(self):
@@ -38,7 +39,7 @@ class FoundFit:
                 f"rank {get_rank()}: Resume({str(self.shared.path)!r}): the fit that was saved is one of {s['n_epoch']} epochs, "
                 f"and this one of {self.learn.n_epoch}: call it as before, or give it a folder of its own")
             self.place = s
-        elif self.skips and (end := self.shared.end_of(self.number, signature(self.learn), s['fit'])) is not None:
+        elif self.skips and (end := self.shared.end_of(self.number, self.began, s['fit'])) is not None:
             self.chosen,self.place = end,end.summary
 
 # %% ../../nbs/checkpoint/08_found.ipynb #a56b5c05
@@ -109,6 +110,7 @@ def put_back(self:FoundFit):
     self.same = s['workers']==self.shared.n
     self.rest = rest = self.read_rest(rank if self.same else 0)
     if not self.same and s['batch']: self._share_metrics(rest)
+    match_buffers(self.learn, self.chosen, rest['keys'].values())
     put_tensors(self.learn, self.chosen, rest['opt'])
     with self._other_loaders_told(): left = put_rest(self.learn, rest, self.same, self.but)
     if left and rank==0: warnings.warn(f"{self.chosen.path} has the state of callbacks that this fit has not: {', '.join(left)}")

@@ -211,7 +211,7 @@ def _summary(self:Resume, epoch, batch, validated, ended):
     return dict(step=self.step, fit=self.fit_no, epoch=epoch, batch=batch, ended=ended, validated=validated,
                 n_epoch=learn.n_epoch, n_iter=getattr(self.loop, 'n', 0),
                 metrics={k:float(v) for k,v in last if isinstance(v, (int,float))},
-                workers=self.saver.n, strategy=strategy, **signature(learn))
+                workers=self.saver.n, strategy=strategy, **signature(learn, self.found.began))
 
 @patch
 def _gradients_wait(self:Resume):

@@ -422,6 +422,43 @@ def test_buffers_that_cannot_be_saved_are_an_error_at_once(tmp_path):
         fitted(tmp_path, lambda f: simple(f, model=lambda: Graph('buffer').double()), noop)
 
 
+class Caches(nn.Module):
+    "With a buffer that grows in the fit, is made in its first forward, or is given up in it"
+    def __init__(self, kind):
+        super().__init__()
+        self.a, self.b, self.kind = nn.Linear(4, 4), nn.Linear(4, 3), kind
+        if kind != 'made': self.register_buffer('sums', torch.zeros(0 if kind == 'grows' else 4), persistent=kind == 'grows')
+    def __iter__(self): return iter([self.a, self.b])
+    def __getitem__(self, i): return [self.a, self.b][i]
+    def forward(self, x):
+        if self.kind == 'made' and not hasattr(self, 'sums'): self.register_buffer('sums', torch.zeros(4).to(x))
+        if self.training and self.kind == 'grows' and len(self.sums) < 40: self.sums = torch.cat([self.sums, torch.ones(4).to(x)/9])
+        if self.training and self.kind == 'made': self.sums += 1
+        if self.training and self.kind == 'given up' and self.sums is not None:
+            self.sums = None
+            with torch.no_grad(): self.a.weight.div_(2)
+        return self.b(self.a(x)*(1 if self.sums is None else 1+self.sums.sum()/9))
+
+
+CACHES = 'grows', 'made', 'given up'
+def caching(kind, folder): return simple(folder, model=lambda: Caches(kind).double())
+def cached(learn): return {k: b.tolist() for k, b in learn.model.named_buffers()}, [*learn.model.state_dict()]
+
+
+@pytest.mark.parametrize('kind', CACHES)
+def test_buffers_that_change_in_a_fit(kind, tmp_path): compare(tmp_path, partial(caching, kind), cached, [9], 2)
+
+
+def caching_by_all(folder, kind, strategy, at): return fitted(folder, partial(caching, kind), cached, at, 2, strategy=strategy)
+
+
+@pytest.mark.parametrize('kind,strategy', [('grows', 'ddp'), ('made', 'fsdp'), ('grows', 'zero2')])
+def test_buffers_that_change_in_two_workers(world2, kind, strategy, tmp_path):
+    want = world2(caching_by_all, tmp_path/'whole', kind, strategy, None)
+    assert world2(caching_by_all, tmp_path/'part', kind, strategy, 9) == [None]*2
+    assert repr([o[1:] for o in world2(caching_by_all, tmp_path/'part', kind, strategy, None)]) == repr([o[1:] for o in want])
+
+
 @pytest.mark.parametrize('what', ['callback', 'layers', 'extra', 'loss'])
 def test_links_to_parameters_stay(what, tmp_path): compare(tmp_path, partial(linked, what), lambda l: None, [15], 2)
 
