@@ -243,6 +243,7 @@ def _save(self:Resume, epoch, batch, validated=False, ended=False, **place):
     self.saver.start(self._summary(epoch, batch, validated, ended), tensors, rest)
     self.due,self.next_time = False,time.monotonic()+self.every
     saved = self.saver.finish() if wait else None
+    if ended: self._heed(self._agree(self.wish())) # of a signal that came meanwhile: no batch follows that would
     if self.stops:
         self.stops = False
         self.stopped(saved)

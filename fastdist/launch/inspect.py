@@ -20,8 +20,8 @@ def find_checkpoints(path, # Of one checkpoint, or of a folder of them
     path = Path(path)
     if not path.is_dir(): sys.exit(f"fastdist {command}: {path} is {'a file' if path.exists() else 'not there'}: "
                                    "give the folder of Resume, or one of the folders step-... in it")
-    if path.name.startswith('step-'): return [Checkpoint(path)]
     found = checkpoints(path)
+    if not found and path.name.startswith('step-'): return [Checkpoint(path)]
     if not found: sys.exit(f"fastdist {command}: there is no checkpoint in {path}: its checkpoints would be folders step-...")
     return found
 

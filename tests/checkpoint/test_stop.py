@@ -150,3 +150,21 @@ def test_evaluations_are_no_fits(tmp_path):
         learn.validate()
         learn.get_preds()
     assert [[c.summary[k] for k in ('ended', 'epoch', 'batch', 'validated')] for c in checkpoints(tmp_path/'ckpt')] == [[True, 2, 0, True], [False, 1, 0, True]]
+
+
+def test_a_signal_at_the_end_of_a_fit(tmp_path):
+    "While the last checkpoint is made: it ends the script there, which goes on with the next fit"
+    import os, signal
+    import fastdist.all
+    from fastai.basics import Callback
+    from fastai.test_utils import synth_learner
+    from fastdist.checkpoint.resume import Resume
+    from fastdist.checkpoint.folder import checkpoints
+    from fastdist.world.errors import Stopped
+    class Asked(Callback):
+        def after_fit(self): os.kill(os.getpid(), signal.SIGTERM)
+    learn = synth_learner()
+    with learn.no_bar(), learn.no_logging(), pytest.raises(Stopped): learn.fit(1, cbs=[Resume(tmp_path/'step-size'), Asked()])
+    assert [o.summary['ended'] for o in checkpoints(tmp_path/'step-size')] == [True] and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    from fastdist.launch.inspect import main
+    assert main([str(tmp_path/'step-size')]) == 0  # a folder of checkpoints, whatever its name begins with
