@@ -18,7 +18,7 @@ from ..env import check_gpus, signals_to_handle
 from .machine import Parser, log_folder, n_cores, n_gpus, nearest, plural, quiet_env, startup_seconds, thread_env, why_cpu
 from .nodes import node_range, own_options, rendezvous, slurm_srun
 from .watch import end_noticed, guarded, notices_shown
-from .processes import end_processes, handlers_kept, send_signal, torch_quiet
+from .processes import end_processes, one_worker, stopped_once, torch_quiet
 
 # %% ../../nbs/launch/05_cli.ipynb #6a85a6eb
 _usage = """usage: fastdist launch [options] script.py [arguments of the script]
@@ -223,17 +223,6 @@ def _show_failure(failures, folder, n):
     print(f"fastdist: {who} ended the job{f'; its output is in {log.parent}' if log else ''}", file=sys.stderr)
     return code
 
-# %% ../../nbs/launch/05_cli.ipynb #46e45ee3
-@contextmanager
-def _one_process():
-    started = psutil.Process().children
-    def passed_on(sig, _): send_signal(started(), sig)
-    try:
-        with handlers_kept(SIGTERM=passed_on, SIGUSR1=passed_on): yield
-    finally: # an interrupt: a terminal has sent it to the worker as well
-        with handlers_kept(SIGINT=signal.SIG_IGN): # who presses it again would leave the worker
-            if psutil.wait_procs(started(), 5)[1]: end_processes(started(), signal.SIGINT)
-
 # %% ../../nbs/launch/05_cli.ipynb #d9f158dd
 @contextmanager
 def _late_notice(a, secs):
@@ -296,7 +285,7 @@ def _watched(a, startup):
     copy = copied(a.log_dir) if alone and a.log_dir else nullcontext()
     def hidden(rank): return (rank!='0' or bool(a.machine_rank)) and a.tee not in ('2','3')
     try:
-        with _closed(a), torch_quiet(), _late_notice(a, startup), (_one_process() if alone else nullcontext()), copy, \
+        with _closed(a), torch_quiet(), _late_notice(a, startup), (one_worker() if alone else nullcontext()), copy, \
              notices_shown(hidden) as found, end_noticed(a.num_processes//a.num_machines, a.log_dir): yield found
     finally: close_copies()
 
@@ -316,22 +305,6 @@ def _changing(nodes):
         with patch_environment(TORCH_DISABLE_SHARE_RDZV_TCP_STORE='1'): yield
     finally: torchrun.run = old
 
-# %% ../../nbs/launch/05_cli.ipynb #n04cd5b95
-@contextmanager
-def _stopped_once():
-    """Let torch's launcher raise the first signal that ends it, and pass on those that come while it ends, as of a Ctrl-C that is
-    pressed again: they would keep it from ending its workers"""
-    import torch.distributed.elastic.multiprocessing.api as torchs
-    old,seen = torchs._terminate_process_handler,[]
-    def handle(sig, frame):
-        if seen: return send_signal(psutil.Process().children(), sig)
-        seen.append(sig)
-        old(sig, frame)
-    torchs._terminate_process_handler = handle
-    try:
-        with handlers_kept(): yield # torch sets it, and leaves it
-    finally: torchs._terminate_process_handler = old
-
 # %% ../../nbs/launch/05_cli.ipynb #36ec53ce
 def _saved_status(found, failures=None):
     "The exit status of workers that have saved and ended, as their notices say; `None` where the first of `failures` has another"
@@ -348,7 +321,7 @@ def _run(command, startup, nodes=None):
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     a,found = _accelerate_args(command),[]
     try:
-        with _stopped_once(), _watched(a, startup) as found, _changing(nodes):
+        with stopped_once(), _watched(a, startup) as found, _changing(nodes):
             try: launch_command(a)
             except SignalException as e: # torch forgets workers that it has started if the signal comes before the last: they end in here,
                 end_processes(psutil.Process().children(), e.sigval) # where their notices are read

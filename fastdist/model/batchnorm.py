@@ -288,9 +288,18 @@ def _count_user(m, n):
     cls,users = (m.plain_cls,m.users) if isinstance(m, GlobalBatchNorm) else (type(m),0)
     m.__class__ = _global_class(cls, users+n)
 
+def _check_scripted(model):
+    nms = [n for n,m in model.named_modules() if isinstance(m, torch.jit.ScriptModule) and m.original_name.startswith('BatchNorm')]
+    if nms: raise ValueError(
+        f"rank {get_rank()}: {', '.join(nms[:5])} of the model are batch norm layers that TorchScript has compiled, which cannot take "
+        "their statistics from the global batch: script or trace the model after training, or pass sync_bn=False, by which each worker "
+        "normalizes its own share")
+
 def sync_batch_norm(model # Any
                    ):
-    "Make the batch norm layers of `model` take their statistics from the global batch; returns a function that undoes it"
+    """Make the batch norm layers of `model` take their statistics from the global batch; returns a function that undoes it. A `ValueError`
+    names those that TorchScript has compiled"""
+    _check_scripted(model)
     done = batch_norms(model)
     for m in done: _count_user(m, 1)
     def undo():
