@@ -175,8 +175,8 @@ FAULTS = [Fault(*o) for o in [
      'if self.stops and not any(', 'if dist.all_reduce(self.loss.clone()) or self.stops and not any(',
      ['tests/trainer/test_learner.py::test_collectives_counted']),
     ('collective-in-each-validation-batch', 'P4', "the loss of each validation batch is added up over the workers at once",
-     'if self.shared and len(self.learn.yb): self.totals',
-     'if self.shared and len(self.learn.yb): torch.distributed.all_reduce(self.learn.loss.detach().clone()); self.totals',
+     'self.totals.add_batch(rows=self.by_rows)',
+     'torch.distributed.all_reduce(self.learn.loss.detach().clone()); self.totals.add_batch(rows=self.by_rows)',
      ['tests/trainer/test_learner.py::test_collectives_counted']),
     # P5: leaves no trace
     ('callbacks-left', 'P5', "callbacks that a context adds stay on the learner",
