@@ -238,7 +238,7 @@ class RowLosses:
         n = next((o for o in (loss_divisor(f, yb),kept_labels(f, yb)) if o is not None), find_bs(yb))
         if is_summed(f): part = loss,float(get_rank()==0) # to be divided by 1
         else: part = torch.where(loss.new_tensor(0.)!=n, loss*n, 0.),n # the mean over nothing is nan
-        self.parts.append(torch.stack([loss.new_tensor(float(o)) if isinstance(o, (int,float)) else o.to(loss) for o in (*part,find_bs(yb))]))
+        self.parts.append(torch.stack([o.to(loss) if isinstance(o, Tensor) else loss.new_tensor(o) for o in (*part,find_bs(yb))]))
 
     def give(self, mets # Metrics of the learner, which have had the losses of this worker's rows; the same ones in all workers
             ):

@@ -288,6 +288,7 @@ def _count_user(m, n):
     cls,users = (m.plain_cls,m.users) if isinstance(m, GlobalBatchNorm) else (type(m),0)
     m.__class__ = _global_class(cls, users+n)
 
+# %% ../../nbs/model/03_batchnorm.ipynb #n01bc4fd2
 def _check_scripted(model):
     nms = [n for n,m in model.named_modules() if isinstance(m, torch.jit.ScriptModule) and m.original_name.startswith('BatchNorm')]
     if nms: raise ValueError(

@@ -26,6 +26,7 @@ class ReplicaBatchNorm(GlobalBatchNorm):
         if self.training: self._update(mean, var, n) # of the first copy: its buffers are the model's
         return y
 
+# %% ../../nbs/model/08_replicas.ipynb #n0399b281
 class _CopiesFunction(_GlobalFunction):
     "Within, torch's function of batch norm takes its statistics from all copies, by their `gather`"
     def __init__(self, gather):

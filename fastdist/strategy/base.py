@@ -221,11 +221,12 @@ def check_values(model # A model that workers are to share, or `Resume` to save
     lazy = [n for n,t in named if is_lazy(t)]
     if lazy: raise ValueError(
         f"rank {get_rank()}: {', '.join(lazy[:5])} of the model have no shape yet, as a lazy layer gets it in its first forward, "
-        "so the workers cannot begin with the same weights, nor Resume save them: run a batch through the model before, as in learn.model(x) or learn.summary()")
+        "so the workers cannot begin with the same weights, nor Resume save them: run a batch through the model before, as in "
+        "learn.model(x) or learn.summary()")
     sparse = [n for n,t in named if t.layout!=torch.strided]
     if sparse: raise ValueError(
-        f"rank {get_rank()}: {', '.join(sparse[:5])} of the model are sparse tensors, which workers cannot send each other, nor Resume save: "
-        "make them plain attributes of their module, which each worker has for itself, or dense (to_dense())")
+        f"rank {get_rank()}: {', '.join(sparse[:5])} of the model are sparse tensors, which workers cannot send each other, nor Resume "
+        "save: make them plain attributes of their module, which each worker has for itself, or dense (to_dense())")
     meta = [n for n,t in named if t.is_meta]
     if meta: raise ValueError(
         f"rank {get_rank()}: {', '.join(meta[:5])}{' and more' if len(meta) > 5 else ''} of the model have no values, being on "
