@@ -6,7 +6,7 @@
 __all__ = ['Start', 'first_host', 'slurm_port', 'infer_init_method', 'PortError', 'rendezvous', 'end_alone', 'reachable']
 
 # %% ../../nbs/world/07_rendezvous.ipynb #17383cfb
-import json,os,queue,re,secrets,shutil,socket,subprocess,sys,threading,time
+import errno,json,os,queue,re,secrets,shutil,socket,subprocess,sys,threading,time
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -356,8 +356,11 @@ def _store_by_tcp(host, port, rank, limit, agent, local=False):
     if not serves: _wait_for_port(host, port, rank, limit)
     limit = max(limit, 1)
     try:
-        if serves and own: return loopback_store(loopback_socket(port, host), limit, host)
         if not serves: return _client(host, port, rank, limit)
+        try:
+            if own: return loopback_store(loopback_socket(port, host), limit, host)
+        except OSError as e: # by the store, perhaps, of a group that the script has made and destroyed: torch shares it within a process
+            if e.errno!=errno.EADDRINUSE: raise
         return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, multi_tenant=True, timeout=timedelta(seconds=limit))
     except PortError: raise
     except (dist.DistError,RuntimeError,ValueError,OSError) as e: raise PortError(

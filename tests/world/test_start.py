@@ -271,6 +271,24 @@ def test_a_port_that_is_taken():
     assert name == 'PortError' and 'could not open port' in text
 
 
+def after_a_group_of_its_own():
+    import torch.distributed as dist
+    from fastdist.world import all_gather_list, get_rank, setup_distrib
+    dist.init_process_group('gloo')
+    kept = dist.group.WORLD  # as a learner's DistributedDataParallel does, until Python collects it
+    all_gather_list(kept.size())
+    dist.destroy_process_group()
+    setup_distrib(timeout=30)
+    return all_gather_list(get_rank())
+
+
+def test_a_group_after_one_that_the_script_has_destroyed():
+    "Its store may still be at the port"
+    port = str(free_port())
+    envs = [dict(RANK=str(r), LOCAL_RANK=str(r), WORLD_SIZE='2', LOCAL_WORLD_SIZE='2', MASTER_ADDR='127.0.0.1', MASTER_PORT=port) for r in range(2)]
+    assert started(after_a_group_of_its_own, envs) == [[0, 1]]*2
+
+
 def test_the_same_rank_twice():
     url = f'tcp://127.0.0.1:{free_port()}'
     # of three, so that those who have come do not start, and end, before the other one is there
