@@ -34,13 +34,12 @@ class FoundFit:
         "The chosen checkpoint is of this fit, or of a later or earlier one"
         s = self.chosen.summary
         self.skips = (self.number,False) < (s['fit'],s['ended'])
-        if self.number==s['fit']:
-            if s['n_epoch']!=self.learn.n_epoch: raise ValueError(
-                f"rank {get_rank()}: Resume({str(self.shared.path)!r}): the fit that was saved is one of {s['n_epoch']} epochs, "
-                f"and this one of {self.learn.n_epoch}: call it as before, or give it a folder of its own")
-            self.place = s
+        if self.number==s['fit']: self.place = s
         elif self.skips and (end := self.shared.end_of(self.number, self.began, s['fit'])) is not None:
             self.chosen,self.place = end,end.summary
+        if self.place is not None and self.place['n_epoch']!=self.learn.n_epoch: raise ValueError(
+            f"rank {get_rank()}: Resume({str(self.shared.path)!r}): the fit that was saved is one of {self.place['n_epoch']} epochs, "
+            f"and this one of {self.learn.n_epoch}: call it as before, or give it a folder of its own")
 
 # %% ../../nbs/checkpoint/08_found.ipynb #a56b5c05
 @patch

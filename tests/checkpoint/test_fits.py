@@ -209,3 +209,16 @@ def test_a_loop_of_fits(tmp_path):
     best = [o['fit'] for o in left][8:]
     res, n, said = started(a_loop, tmp_path/'a', n=4)
     assert n == 1 and want[2:] == res[2:] and len(said) == 1 and f'fit {int(best == [0])}' in said[0] and ('1 more' in said[0]) == (not best), (n, best, said)
+
+
+def test_a_fit_that_is_passed_over_has_as_many_epochs(tmp_path):
+    "As one that goes on: another number is an error, and the script as it was goes on"
+    from fastdist.checkpoint.resume import Resume
+    def script(n, learn, folder):
+        for o in (n, 3): learn.fit(o, cbs=Resume(folder, on_error=False))
+        return found(learn)
+    want, _, _ = started(partial(script, 2), tmp_path/'whole')
+    assert started(partial(script, 2), tmp_path/'a', 11)[0] is None
+    with pytest.raises(ValueError, match='one of 2 epochs, and this one of 4: call it as before'): started(partial(script, 4), tmp_path/'a')
+    res, n, _ = started(partial(script, 2), tmp_path/'a')
+    assert n == 6 and not differ(want, res)
