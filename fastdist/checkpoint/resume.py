@@ -12,7 +12,7 @@ from fastai.basics import *
 from ..callbacks.compression import GradientCompression, LocalSGD
 from ..callbacks.fastai_patches import trainer_of
 from .callbacks import not_made, not_put, not_saved, users_callbacks
-from .found import FoundFit, recorded
+from .found import FoundFit, metric_names, recorded
 from .plain import attributes_of
 from .saving import Saver, every_of
 from .shared_folder import SharedFolder, fits_of
@@ -210,7 +210,7 @@ def _summary(self:Resume, epoch, batch, validated, ended):
     strategy = getattr(getattr(trainer, 'strategy', None), 'name', None)
     return dict(step=self.step, fit=self.fit_no, epoch=epoch, batch=batch, ended=ended, validated=validated,
                 n_epoch=learn.n_epoch, n_iter=getattr(self.loop, 'n', 0),
-                metrics={k:float(v) for k,v in last if isinstance(v, (int,float))},
+                metrics={k:float(v) for k,v in last if isinstance(v, (int,float))}, metric_names=metric_names(learn),
                 workers=self.saver.n, strategy=strategy, **signature(learn, self.found.began))
 
 @patch

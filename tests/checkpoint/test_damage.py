@@ -106,6 +106,26 @@ def test_a_fit_goes_on_from_the_one_before(tmp_path, capfd):
     assert n == 12 and not differ(want, res)
 
 
+def test_other_metrics_are_told(tmp_path):
+    "In the middle of an epoch the sums of one would go to another; a fit that has ended is passed over with any"
+    import fastdist.all
+    from fastai.metrics import F1Score
+    from fastdist.checkpoint.resume import Resume
+    def run(nm, *metrics, at=None):
+        from_the_start()
+        learn = made(tmp_path/nm, more=False, cbs=[Fails(at)] if at else None)
+        learn.metrics = [F1Score(average='macro') if o == 'f1' else o for o in metrics]
+        learn.fit(2, cbs=Resume(tmp_path/nm/'ckpt', every=2, on_error=False))
+        return learn.recorder.metric_names, learn.recorder.values
+    want = run('whole', 'f1', accuracy)
+    with pytest.raises(ZeroDivisionError): run('a', 'f1', accuracy, at=9)
+    for other in ((accuracy, 'f1'), ('f1',)):
+        with pytest.raises(ValueError, match=r'has the metrics \[f1_score, accuracy\], and this one has \['): run('a', *other)
+    assert run('a', 'f1', accuracy) == want
+    assert run('a', accuracy, 'f1') == want
+
+
+
 @pytest.mark.parametrize('at', ['step-00000006', 'step-00000004'], ids=['before', 'in the middle'])
 def test_deleted_while_it_is_inspected(at, tmp_path, monkeypatch, capsys):
     "By the run that saves there, which keeps fewer: it is no fault of a checkpoint"
