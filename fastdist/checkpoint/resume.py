@@ -15,7 +15,7 @@ from .callbacks import not_made, not_put, not_saved, users_callbacks
 from .found import FoundFit, metric_names, recorded
 from .plain import attributes_of
 from .saving import Saver, every_of
-from .shared_folder import SharedFolder, fits_of
+from .shared_folder import SharedFolder, fits_of, real_folder
 from .state import has_gradients, loader_counts, random_of, signature, take_rest, take_tensors, worker_of
 from ..data.dl import DistributedDL
 from ..data.rng import set_stream_states, stream_states
@@ -42,7 +42,7 @@ class Resume(Callback):
         if not isinstance(path, (str,os.PathLike)) or not os.fspath(path): refuse('path', path, "it is the folder of the checkpoints")
         if (keep_n := whole_number(keep)) is None: refuse('keep', keep, "it is a number of checkpoints, 1 or more")
         if not isinstance(on_error, bool): refuse('on_error', on_error, "it is True or False")
-        self.folder,self.keep,self.on_error,self.default = Path(path).absolute(),keep_n,on_error,default
+        self.folder,self.keep,self.on_error,self.default = real_folder(path),keep_n,on_error,default
         self.signals = StopSignals(partial(self.request, stop=True), status)
         self.unit,self.every,self.shared,self.found,self.saver = *every_of(every),None,None,None
         self.active,self.asked,self.step,self.rank,self.wrapped,self.warned,self.in_batch = False,0,0,0,{},set(),False

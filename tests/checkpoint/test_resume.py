@@ -546,6 +546,21 @@ def test_each_learner_a_folder_of_its_own(tmp_path):
     with pytest.raises(OSError, match='another fit of this process'): made(tmp_path, n=8, more=False, cbs=Within()).fit(1, cbs=Resume(tmp_path/'b'))
 
 
+def test_a_folder_by_two_names(tmp_path):
+    "It is one folder, whatever links lead there: the second fit is the second; a link that leads nowhere is an error, and makes nothing"
+    import fastdist.all
+    from fastdist.checkpoint.resume import Resume
+    (tmp_path/'real').mkdir()
+    for nm, to in (('link', 'real'), ('gone', 'nowhere')): (tmp_path/nm).symlink_to(to)
+    Trained.steps.clear()
+    learn = made(tmp_path, n=8, more=False, cbs=Trained())
+    for nm in ('real', 'link', 'link/../real'): learn.fit(1, cbs=Resume(tmp_path/nm))
+    assert len(Trained.steps) == 6
+    for nm in ('gone', 'gone/ckpt'):
+        with pytest.raises(ValueError, match='gone is a link to nowhere, which is not there: make that folder'): Resume(tmp_path/nm)
+    assert not (tmp_path/'nowhere').exists()
+
+
 def test_with_a_bar(tmp_path, capsys):
     "fastai's bar goes on too; a fit that has ended is told"
     from fastdist.all import Resume
