@@ -11,6 +11,7 @@ import fcntl,hashlib,json,math,os,shutil,socket,stat,time
 from pathlib import Path
 
 from fastcore.basics import patch
+from ..notices import notice
 
 # %% ../../nbs/checkpoint/01_folder.ipynb #9bfdbd95
 class DamagedCheckpoint(ValueError):
@@ -284,13 +285,14 @@ def take(self:FolderLock, seconds=60 # To wait for a job that ends
     if self.file in self.held: raise RuntimeError(
         f"another fit of this process, which has not ended, writes checkpoints to {self.file.parent}: give this one a folder of its own")
     self.file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    fd,until = os.open(self.file, os.O_RDWR|os.O_CREAT, 0o600),time.monotonic()+seconds
+    fd,until,told = os.open(self.file, os.O_RDWR|os.O_CREAT, 0o600),time.monotonic()+seconds,False
     try:
         while not _try_lock(fd):
-            if time.monotonic() > until:
-                who = os.read(fd, 200).decode(errors='replace').strip() or 'unknown'
-                raise RuntimeError(f"another job writes checkpoints to {self.file.parent}: {who}. "
-                                   "Wait for its end, or give this one a folder of its own")
+            who = os.pread(fd, 200, 0).decode(errors='replace').strip() or 'unknown'
+            other = f"another job writes checkpoints to {self.file.parent}: {who}"
+            if time.monotonic() >= until: raise RuntimeError(f"{other}. Wait for its end, or give this one a folder of its own")
+            if not told: notice(f"{other}. This one waits for its end, {seconds} s at most")
+            told = True
             time.sleep(0.2)
         os.ftruncate(fd, 0)
         os.pwrite(fd, f'process {os.getpid()} on {socket.gethostname()}\n'.encode(), 0)
