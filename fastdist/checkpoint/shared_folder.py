@@ -21,7 +21,7 @@ from ..world.store import wait_until
 # %% ../../nbs/checkpoint/07_shared_folder.ipynb #n01190bfa
 def real_folder(path # Of the checkpoints
                )->Path:
-    "Its one name, whatever links lead there; an error for a link that leads nowhere, as to a disk that is not mounted: what is there is not seen"
+    "Its one name, whatever links lead there; an error for a link that leads nowhere, as to a disk that is not mounted"
     full = Path(path).absolute()
     for o in (full, *full.parents):
         if os.path.islink(o) and not os.path.exists(o): refuse('path', os.fspath(path),

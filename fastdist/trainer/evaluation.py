@@ -86,7 +86,7 @@ def finish(self:Evaluation):
     if n is not None: self.learn.iter,self.learn.n_iter = n-1,n
     for o in self.preds: o.finish(self.decisions.cut)
     self.totals.combine(self.by_rows)
-    self.losses.give(self.totals.metrics())
+    if self.by_rows: self.losses.give(self.totals.metrics())
     grad = vars(self.learn).get('loss_grad')
     if isinstance(grad, Tensor): self.learn.loss_grad = grad.detach() # where a worker had no batch it is that of training, with its graph
 
