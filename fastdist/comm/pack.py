@@ -48,7 +48,8 @@ _n_sums = 2039 # a prime: the numbers of a sum lie in other columns of each row,
 
 def checksum(t:Tensor # Strided tensor
             ):
-    "32 bits that differ where values, or their order, do, but for one chance in 2**32; equal in workers of the same byte order"
+    """32 bits that differ where values or their order do, but for one chance in 2**32, and for changes that cancel in a sum. Machines of
+    another byte order have others"""
     a = byte_array(t)
     n = len(a)-len(a)%(8*_n_sums)
     return zlib.crc32(a[n:], zlib.crc32(a[:n].view(np.uint64).reshape(-1,_n_sums).sum(0)))

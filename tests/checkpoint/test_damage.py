@@ -125,7 +125,6 @@ def test_other_metrics_are_told(tmp_path):
     assert run('a', accuracy, 'f1') == want
 
 
-
 @pytest.mark.parametrize('at', ['step-00000006', 'step-00000004'], ids=['before', 'in the middle'])
 def test_deleted_while_it_is_inspected(at, tmp_path, monkeypatch, capsys):
     "By the run that saves there, which keeps fewer: it is no fault of a checkpoint"

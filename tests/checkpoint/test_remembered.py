@@ -452,7 +452,7 @@ def test_buffers_that_change_in_a_fit(kind, tmp_path): compare(tmp_path, partial
 def caching_by_all(folder, kind, strategy, at): return fitted(folder, partial(caching, kind), cached, at, 2, strategy=strategy)
 
 
-@pytest.mark.parametrize('kind,strategy', [('grows', 'ddp'), ('made', 'fsdp'), ('grows', 'zero2')])
+@pytest.mark.parametrize('kind,strategy', [('grows', 'ddp'), ('made', 'fsdp')])
 def test_buffers_that_change_in_two_workers(world2, kind, strategy, tmp_path):
     want = world2(caching_by_all, tmp_path/'whole', kind, strategy, None)
     assert world2(caching_by_all, tmp_path/'part', kind, strategy, 9) == [None]*2
