@@ -11,51 +11,45 @@ from fastai.callback.progress import CSVLogger
 from .plain import attributes_of, held_attributes, own_state, set_attributes
 
 # %% ../../nbs/checkpoint/04_callbacks.ipynb #8c9ec5b0
-def _key_of(learn):
-    "Callbacks by a name that is the same in the next process: the class, and the number among those of it"
+def _is_ours(o): return o.__module__.split('.')[0] in ('fastai','fastdist')
+
+def _is_saved(cb):
+    "Not what makes the fit, of a class or a subclass: what that remembers is in `take_rest`, or of this process alone"
+    makes = 'DistributedTrainer','StrategyHooks','Resume'
+    return not any(_is_ours(o) and o.__name__ in makes for o in type(cb).__mro__)
+
+def saved_callbacks(learn # `Learner`
+                   ):
+    "Callbacks whose state is saved, by a name that is the same in the next process: the class, and the number among those of it"
     seen,res = collections.Counter(),{}
-    for cb in learn.cbs.sorted('order'):
+    for cb in filter(_is_saved, learn.cbs.sorted('order')):
         nm = f'{type(cb).__module__}.{type(cb).__qualname__}'
         res[f'{nm} {seen[nm]}'],seen[nm] = cb,seen[nm]+1
     return res
 
-def _is_ours(cb): return type(cb).__module__.split('.')[0] in ('fastai','fastdist')
-
-def saved_callbacks(learn, # `Learner`
-                    but=(), # Callbacks to leave out
-                   ):
-    "Callbacks whose state is saved, by name"
-    by_event = {'DistributedTrainer','StrategyHooks','HideLoggers'} # what they remember is in `take_rest`, or of this process alone
-    skip = {id(o) for o in but}
-    return {k:cb for k,cb in _key_of(learn).items() if id(cb) not in skip and type(cb).__name__ not in by_event}
-
 # %% ../../nbs/checkpoint/04_callbacks.ipynb #83ea5f3a
-def users_callbacks(learn, # `Learner`
-                    but=(), # Callbacks to leave out
+def users_callbacks(learn # `Learner`
                    ):
     "Those of them that are neither fastai's nor fastdist's"
-    return [cb for cb in saved_callbacks(learn, but).values() if not _is_ours(cb)]
+    return [cb for cb in saved_callbacks(learn).values() if not _is_ours(cb)]
 
-def not_put(learn, # `Learner`
-            but=(), # Callbacks to leave out
+def not_put(learn # `Learner`
            ):
     "What callbacks of a checkpoint had, and those of `learn` have not made, as 'Callback.attribute'"
-    return [f'{type(cb).__name__}.{nm}' for cb in saved_callbacks(learn, but).values() for nm in held_attributes(cb)]
+    return [f'{type(cb).__name__}.{nm}' for cb in saved_callbacks(learn).values() for nm in held_attributes(cb)]
 
 # %% ../../nbs/checkpoint/04_callbacks.ipynb #4ea9e533
-def not_made(learn, # `Learner`
-             but=(), # Callbacks to leave out
+def not_made(learn # `Learner`
             ):
     "By class of users' callbacks, why their `state_dict` cannot be read"
-    found = {type(cb).__name__:own_state(cb)[1] for cb in users_callbacks(learn, but)}
+    found = {type(cb).__name__:own_state(cb)[1] for cb in users_callbacks(learn)}
     return {nm:e for nm,e in found.items() if e is not None}
 
-def not_saved(learn, # `Learner`
-              but=(), # Callbacks to leave out
+def not_saved(learn # `Learner`
              ):
     "What users' callbacks have that is no data, as 'Callback.attribute'"
     made_anew = type(noop),type,partial,type(print),Learner,Callback # by the script, when it is started again
-    return [f'{type(cb).__name__}.{nm}' for cb in users_callbacks(learn, but) for nm in attributes_of(cb)[1]
+    return [f'{type(cb).__name__}.{nm}' for cb in users_callbacks(learn) for nm in attributes_of(cb)[1]
             if not isinstance(vars(cb)[nm], made_anew)]
 
 # %% ../../nbs/checkpoint/04_callbacks.ipynb #c08d3f21
@@ -86,22 +80,20 @@ def _run_of(cb, ended):
 _clocks = 'start_epoch', # the recorder's: an epoch's time is that of this process
 
 def take_callbacks(learn, # `Learner`
-                   but=(), # Callbacks to leave out
                    ended=False, # Has the fit ended?
                    shared=(), # As that of `attributes_of`
                   ):
     "What they remember, by name"
     return {k:dict(attributes=attributes_of(cb, _clocks, shared)[0], text=_text_of(cb), run=_run_of(cb, ended))
-            for k,cb in saved_callbacks(learn, but).items()}
+            for k,cb in saved_callbacks(learn).items()}
 
 def put_callbacks(learn, # `Learner`
                   saved, # From `take_callbacks`
-                  but=(), # Callbacks to leave out
                   device=None, # Where tensors go
                   same=True, # Is this worker the one that they were taken of?
                  ):
     "Let its callbacks remember that; returns the names of those that it has not"
-    cbs = saved_callbacks(learn, but)
+    cbs = saved_callbacks(learn)
     for k in saved.keys() & cbs.keys():
         set_attributes(cbs[k], saved[k]['attributes'], device)
         if saved[k]['text'] is not None: _put_text(cbs[k], saved[k]['text'])

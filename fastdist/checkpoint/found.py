@@ -21,7 +21,6 @@ class FoundFit:
         learn, # `Learner`
         shared, # `SharedFolder` that this fit has taken
         number, # Of the fit in the script, from 0 on
-        but=(), # Callbacks of which nothing is put back
         warn=warnings.warn, # Function that warns
     ):
         store_attr()
@@ -128,7 +127,7 @@ def put_back(self:FoundFit):
     if not self.same and s['batch']: self._share_metrics(rest)
     match_buffers(self.learn, self.chosen, rest['keys'].values())
     put_tensors(self.learn, self.chosen, rest['opt'])
-    with self._other_loaders_told(): left = put_rest(self.learn, rest, self.same, self.but)
+    with self._other_loaders_told(): left = put_rest(self.learn, rest, self.same)
     if left and rank==0: warnings.warn(f"{self.chosen.path} has the state of callbacks that this fit has not: {', '.join(left)}")
     if rest['buffers'] and not self.same: self.warn(
         f"{self.chosen.path}: each of {s['workers']} workers had its own running statistics, of its norm layers; rank 0's are taken")
@@ -143,7 +142,7 @@ def put_loader(self:FoundFit, dl # The training loader of the epoch, a `Distribu
     "All once more, as callbacks that begin an epoch clear it by `unfreeze`. Returns the number of the next batch, or `None` after the last"
     learn,s = self.learn,self.place
     put_tensors(learn, self.chosen, self.rest['opt'])
-    with self._other_loaders_told(): put_rest(learn, self.rest, self.same, self.but)
+    with self._other_loaders_told(): put_rest(learn, self.rest, self.same)
     loader,n = self.rest['loader'],len(dl)
     if loader is None: return
     streams = loader['streams'] if self.same else {**loader['streams'], 'own':[]}

@@ -85,7 +85,7 @@ def _check(self:Resume):
     if self.many and any(o=='powersgd' or not isinstance(o, str) for o in hooks): self._warn_once(
         "Resume does not save what GradientCompression remembers of gradients (its hook's state): after a restart that begins anew")
     if not self.many: check_values(self.learn.model) # else the strategy has
-    left = not_saved(self.learn, [self])
+    left = not_saved(self.learn)
     if left: self._warn_once(f"Resume does not save {', '.join(left)}: no data. After a restart they are as the script makes them; "
                              "give the callback state_dict and load_state_dict, if they change in a fit")
 
@@ -100,7 +100,7 @@ def _begin(self:Resume):
     self.shared = SharedFolder(self.folder, self.rank, workers, self._agree).take()
     self.fits = fits_of(self.folder, learn)
     self.fit_no = len(self.fits.left)
-    self.found = FoundFit(learn, self.shared, self.fit_no, [self], self._warn_once)
+    self.found = FoundFit(learn, self.shared, self.fit_no, self._warn_once)
     self.found.tell()
     self.step = self.found.steps(self.step)
     self.due,self.stepped,self.between,self.stops,self.in_batch,self.depth,self.now,self.loop = False,False,None,False,False,0,0,None
@@ -224,7 +224,7 @@ def _gradients_wait(self:Resume):
 @patch
 def _tell_unmade(self:Resume):
     "Warn, at the first checkpoint that lacks it"
-    for nm,e in not_made(self.learn, [self]).items(): self._warn_once(
+    for nm,e in not_made(self.learn).items(): self._warn_once(
         f"Resume saves nothing of {nm} yet: its state_dict raises {type(e).__name__} ({e}). If the callback makes that later in the fit, "
         "it is saved from then on")
 
@@ -237,7 +237,7 @@ def _save(self:Resume, epoch, batch, validated=False, ended=False, **place):
     dl = self.loop.dl if batch and batch < self.loop.n else None
     if dl is None and batch: batch = self.loop.n
     tensors = take_tensors(learn, validated and self._gradients_wait()) # within an epoch it saves after a step
-    rest = take_rest(learn, dl, [self], ended=ended, **place)
+    rest = take_rest(learn, dl, ended=ended, **place)
     self._tell_unmade()
     if self.rank==0: rest['fits'] = self.fits.left
     self.saver.start(self._summary(epoch, batch, validated, ended), tensors, rest)
@@ -302,7 +302,7 @@ def _close(self:Resume):
 @patch
 def _tell_held(self:Resume):
     "Warn, once the fit has ended"
-    held = not_put(self.learn, [self])
+    held = not_put(self.learn)
     if held: self._warn_once(
         f"Resume: the state of {', '.join(held)} that {self.folder} has could not be put back: the callback has made nothing in this fit, "
         "or nothing with a load_state_dict, that could take it. It is put back as soon as the callback makes it: do so in __init__")

@@ -354,7 +354,6 @@ _of_learner = 'train_iter n_iter pct_train loss smooth_loss final_record epoch'.
 
 def take_rest(learn, # `Learner` in a fit
               dl=None, # The `DistributedDL` that is trained on, in the middle of an epoch
-              but=(), # Callbacks to leave out
               back=0, # Batches that `dl` has handed over, and that are not trained
               streams=None, # Of `dl`, where its random numbers were then
              ended=False, # Has the fit ended?
@@ -363,7 +362,7 @@ def take_rest(learn, # `Learner` in a fit
     trainer,scaler = trainer_of(learn),getattr(learn, 'scaler', None)
     shared = memory_of([*named_tensors(learn).values(), *_params(learn.opt).values()])
     return dict(
-        opt=_opt_rest(learn.opt), callbacks=take_callbacks(learn, but, ended, shared),
+        opt=_opt_rest(learn.opt), callbacks=take_callbacks(learn, ended, shared),
         modules=_module_data(dict(learn.model.named_modules()), shared), loss=_module_data(_loss_modules(learn), shared),
         metrics=[attributes_of(m)[0] for m in learn.metrics], keys={k:n for k,n in _state_keys(learn)},
         learner={k:to_plain(getattr(learn, k)) for k in _of_learner if hasattr(learn, k)},
@@ -395,14 +394,13 @@ def _put_loaders(learn, rest):
 def put_rest(learn, # `Learner` in a fit
              rest, # What `take_rest` has returned, in the worker of this rank, or in rank 0 of another number of workers
              same=True, # Were there as many workers?
-             but=(), # Callbacks to leave out
             ):
     "Let this worker remember it; all but tensors, and the place in the training loader. Returns names of what has no place here"
     trainer = trainer_of(learn)
     # loaders of PyTorch's have no device; parameters may be offloaded from that of a context
     device = getattr(trainer, 'device', None) or next((p.device for p in learn.model.parameters()), None)
     for m,saved in zip(learn.metrics, rest['metrics']): m.reset() if saved is None else set_attributes(m, saved, device)
-    left = put_callbacks(learn, rest['callbacks'], but, device, same)
+    left = put_callbacks(learn, rest['callbacks'], device, same)
     for k,v in rest['learner'].items(): setattr(learn, k, from_plain(v, device))
     _put_module_data(dict(learn.model.named_modules()), rest['modules'], device, same)
     if same:

@@ -103,6 +103,17 @@ def test_a_state_of_its_own_in_two_workers(world2, tmp_path):
     for (_, *a), (said, *b) in zip(want, world2(own_at_fit, tmp_path/'part', None, 'ddp')): assert repr(a) == repr(b) and not said, said
 
 
+def test_a_trainer_of_a_class_of_its_own(tmp_path):
+    "What it has is not a user's to remember: it is of its process alone, as the thread that trains"
+    import fastdist.all
+    from fastdist.checkpoint.folder import checkpoints
+    from fastdist.trainer import DistributedTrainer
+    class Mine(DistributedTrainer): pass
+    assert compare(tmp_path, lambda f: simple(f, Mine()), lambda l: None, every=2) == []
+    every = torch.load(checkpoints(tmp_path/'part'/'ckpt')[0].path/'rank-0.pt', weights_only=True)['callbacks']
+    assert every and not any('Mine' in o for o in every)
+
+
 def several(folder, at=None):
     "Two fits, of which the second ends at batch `at`"
     import fastdist.all
