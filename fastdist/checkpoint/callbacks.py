@@ -77,14 +77,12 @@ def _run_of(cb, ended):
     return None if ended or _is_ours(cb) else vars(cb).get('run')
 
 # %% ../../nbs/checkpoint/04_callbacks.ipynb #7ace34f4
-_clocks = 'start_epoch', # the recorder's: an epoch's time is that of this process
-
 def take_callbacks(learn, # `Learner`
                    ended=False, # Has the fit ended?
                    shared=(), # As that of `attributes_of`
                   ):
     "What they remember, by name"
-    return {k:dict(attributes=attributes_of(cb, _clocks, shared)[0], text=_text_of(cb), run=_run_of(cb, ended))
+    return {k:dict(attributes=attributes_of(cb, shared)[0], text=_text_of(cb), run=_run_of(cb, ended))
             for k,cb in saved_callbacks(learn).items()}
 
 def put_callbacks(learn, # `Learner`

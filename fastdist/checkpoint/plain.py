@@ -36,8 +36,8 @@ def _numbers(o):
     return _mark('numbers', torch.stack([x.detach().as_subclass(Tensor) for x in o]).cpu(), device=o[0].device.type)
 
 # %% ../../nbs/checkpoint/03_plain.ipynb #25b04264
-_lists = {L:'L', list:'list', tuple:'tuple', set:'set', frozenset:'frozenset', collections.deque:'deque'}
-_dicts = {dict:'dict', collections.OrderedDict:'OrderedDict', collections.Counter:'Counter', collections.defaultdict:'defaultdict'}
+_lists = {o.__name__:o for o in (L,list,tuple,set,frozenset,collections.deque)}
+_dicts = {o.__name__:o for o in (dict,collections.OrderedDict,collections.Counter,collections.defaultdict)}
 _factories = {o.__name__:o for o in (int,float,bool,str,list,dict,set,tuple,L)} # of a `defaultdict`: no other is saved
 
 def _how(o):
@@ -63,11 +63,10 @@ def _plain(o):
     if isinstance(o, Tensor): return _tensor(o)
     if isinstance(o, np.ndarray) and _is_numeric(o): return _mark('array', o.tolist(), dtype=o.dtype.str, shape=list(o.shape))
     if isinstance(o, np.generic) and _is_numeric(o): return _mark('np', o.item(), dtype=o.dtype.str)
-    if kind in _lists:
+    if kind in _lists.values():
         nums = _numbers(o) if kind in (list,L) else None
-        if nums is not None: return _mark(_lists[kind], nums)
-        return _mark(_lists[kind], [_plain(x) for x in o], **_how(o))
-    if kind in _dicts: return _mark(_dicts[kind], [(_plain(k),_plain(v)) for k,v in o.items()], **_how(o))
+        return _mark(kind.__name__, [_plain(x) for x in o] if nums is None else nums, **_how(o))
+    if kind in _dicts.values(): return _mark(kind.__name__, [(_plain(k),_plain(v)) for k,v in o.items()], **_how(o))
     if isinstance(o, torch.dtype): return _mark('dtype', str(o).removeprefix('torch.'))
     if isinstance(o, slice): return _mark('slice', [o.start,o.stop,o.step])
     raise NotPlain(f'{kind.__module__}.{kind.__qualname__}')
@@ -87,13 +86,11 @@ def from_plain(o, # Result of `to_plain`
     if kind=='np': return np.dtype(o['dtype']).type(data)
     if kind=='dtype': return getattr(torch, data)
     if kind=='slice': return slice(*data)
-    for cls,nm in _dicts.items():
-        if nm!=kind: continue
+    if kind in _dicts:
         vals = {back(k):back(v) for k,v in data}
-        return collections.defaultdict(_factories.get(o.get('factory')), vals) if kind=='defaultdict' else cls(vals)
-    cls = next(c for c,nm in _lists.items() if nm==kind)
+        return collections.defaultdict(_factories.get(o.get('factory')), vals) if kind=='defaultdict' else _dicts[kind](vals)
     vals = back(data) if isinstance(data, dict) else [back(x) for x in data]
-    return L(vals) if cls is L else cls(vals, o.get('maxlen')) if kind=='deque' else cls(vals)
+    return collections.deque(vals, o['maxlen']) if kind=='deque' else _lists[kind](vals)
 
 # %% ../../nbs/checkpoint/03_plain.ipynb #5c063dd6
 def _has_state(o): return callable(getattr(type(o), 'state_dict', None)) and callable(getattr(type(o), 'load_state_dict', None))
@@ -135,7 +132,6 @@ def is_link(v, # Anything
 
 # %% ../../nbs/checkpoint/03_plain.ipynb #e0adcf4a
 def attributes_of(o, # A callback, or a metric
-                  but=(), # Names of attributes to leave out
                   shared=(), # From `memory_of`: what lies there is the learner's, and no copy is to take its place
                  ):
     "(What `o` remembers, by attribute; the names of attributes that are no data)"
@@ -148,7 +144,8 @@ def attributes_of(o, # A callback, or a metric
             "let it return numbers, texts, tensors, arrays, and lists, tuples, sets and dicts of them") from None
     res,left = {},[]
     for nm,v in vars(o).items():
-        if nm in _nobodys or nm in but or is_link(v, shared): continue
+        clock = nm=='start_epoch' and isinstance(o, Recorder) # an epoch's time is that of this process
+        if nm in _nobodys or clock or is_link(v, shared): continue
         try: res[nm] = _remembered(v)
         except NotPlain: left.append(nm)
     return res|held,left
