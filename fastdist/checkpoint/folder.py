@@ -87,8 +87,6 @@ class Checkpoint:
                 ):
         self.path,self._summary = Path(path),None
     def __repr__(self): return f'Checkpoint({str(self.path)!r})'
-    def __eq__(self, other): return isinstance(other, Checkpoint) and self.path==other.path
-    def __hash__(self): return hash(self.path)
 
     @property
     def order(self):
@@ -219,14 +217,12 @@ def _remove(path):
     shutil.rmtree(gone, ignore_errors=True)
 
 # %% ../../nbs/checkpoint/01_folder.ipynb #51206102
-def best_of(every, # `Checkpoint`s
-            monitor='valid_loss', # Which of the `metrics` of the summary
-            largest=False, # Is the largest the best?
+def best_of(every # `Checkpoint`s
            ):
-    "The one of the end of an epoch with the best value, the first of several; `None` without any"
-    found = [(o.summary['metrics'].get(monitor),o) for o in sorted(every, key=lambda o: o.order) if o.summary['validated']]
+    "The one of the end of an epoch with the least validation loss, the first of several; `None` without any"
+    found = [(o.summary['metrics'].get('valid_loss'),o) for o in sorted(every, key=lambda o: o.order) if o.summary['validated']]
     found = [(v,o) for v,o in found if v is not None and not math.isnan(v)] # no value is better or worse than nan
-    return (max if largest else min)(found, key=lambda o: o[0])[1] if found else None
+    return min(found, key=lambda o: o[0])[1] if found else None
 
 # %% ../../nbs/checkpoint/01_folder.ipynb #f701ce24
 def readable(path # Folder of the checkpoints

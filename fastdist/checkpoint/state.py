@@ -94,11 +94,11 @@ def _slow(opt):
 # %% ../../nbs/checkpoint/05_state.ipynb #846372d9
 def _remembered(opt):
     "All tensors that `opt` remembers: (name, parameter, key, tensor)"
-    state = inner_opt(opt).state
+    state,slow = inner_opt(opt).state,_slow(opt)
     for nm,p in _params(opt).items():
         for k,o in state.get(p, {}).items():
             if isinstance(o, Tensor): yield f'opt.{nm}.{k}',p,k,o
-        if nm in _slow(opt): yield f'opt.{nm}.slow',p,None,_slow(opt)[nm]
+        if nm in slow: yield f'opt.{nm}.slow',p,None,slow[nm]
 
 def _opt_part(sharded, name, p, o, i, rank, n):
     "What worker `rank` of `n` writes of tensor `o`, remembered of `p`"
@@ -347,7 +347,7 @@ def _own_buffers(learn):
 def _state_keys(learn):
     "The keys of `model.state_dict()`, and the names of the tensors that they stand for: two keys may stand for one"
     names = {id(t):nm for nm,t in named_tensors(learn).items()}
-    return [(k,names[id(t)]) for k,t in learn.model.state_dict(keep_vars=True).items() if id(t) in names]
+    return {k:names[id(t)] for k,t in learn.model.state_dict(keep_vars=True).items() if id(t) in names}
 
 # %% ../../nbs/checkpoint/05_state.ipynb #b95cd682
 _of_learner = 'train_iter n_iter pct_train loss smooth_loss final_record epoch'.split()
@@ -364,7 +364,7 @@ def take_rest(learn, # `Learner` in a fit
     return dict(
         opt=_opt_rest(learn.opt), callbacks=take_callbacks(learn, ended, shared),
         modules=_module_data(dict(learn.model.named_modules()), shared), loss=_module_data(_loss_modules(learn), shared),
-        metrics=[attributes_of(m)[0] for m in learn.metrics], keys={k:n for k,n in _state_keys(learn)},
+        metrics=[attributes_of(m)[0] for m in learn.metrics], keys=_state_keys(learn),
         learner={k:to_plain(getattr(learn, k)) for k in _of_learner if hasattr(learn, k)},
         streams=stream_states(*random_of(learn)), generators=[generator_states(generators_in(o)) for o in _plain_loaders(learn)],
         texts=[text_order(o) for o in _plain_loaders(learn)], drawing=[generator_states(generators_in(*o)) for o in _drawing(learn)],
@@ -418,10 +418,11 @@ def put_rest(learn, # `Learner` in a fit
 # %% ../../nbs/checkpoint/05_state.ipynb #576103c8
 def read_state(c # `Checkpoint`
               ):
-    "What it has of tensors in CPU memory, in one process, whoever wrote them: `model`, as `model.state_dict()` has it, and `opt`, by name"
+    "The `state_dict` of its model, in CPU memory, in one process, whoever wrote it"
     rest = torch.load(c.verify().path/'rank-0.pt', weights_only=True)
     from fastdist.checkpoint.tensors import read_shards, stored
-    whole = {nm:torch.empty(shape, dtype=dtype) for nm,(shape,dtype) in stored(c).items()}
+    kinds = stored(c)
+    whole = {nm:torch.empty(kinds[nm][0], dtype=kinds[nm][1]) for nm in rest['keys'].values()}
     read_shards(c, {nm:(0,t) for nm,t in whole.items()})
     extra = {f'{k[:-1]}._extra_state'.lstrip('.'):from_plain(v) for k,v in rest['modules'].items() if k.endswith('|')}
-    return dict(model={k:whole[nm] for k,nm in rest['keys'].items()} | extra, opt={nm:t for nm,t in whole.items() if nm.startswith('opt.')})
+    return {k:whole[nm] for k,nm in rest['keys'].items()} | extra

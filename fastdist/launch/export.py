@@ -27,7 +27,7 @@ def _write(c, file):
     "Write the model's `state_dict`; returns the tensors of it"
     import torch
     from fastdist.checkpoint.state import read_state
-    state = read_state(c)['model']
+    state = read_state(c)
     tensors = {k:t for k,t in state.items() if isinstance(t, torch.Tensor)}
     new = file.with_name(f'.{file.name}.{os.getpid()}')
     try:
