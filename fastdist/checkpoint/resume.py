@@ -158,7 +158,7 @@ def _after_step(self:Resume):
     if not isinstance(getattr(self.loop, 'dl', None), DistributedDL) or self._keeps_batches(): return
     if self.due: self._save(self.now, self.loop.i+1)
     if not self.on_error: return
-    self.between,self.in_batch = self.loop.dl.streams(*random_of(self.learn), plain=False),False
+    self.between,self.in_batch = stream_states(self.loop.dl._random, *random_of(self.learn)),False
 
 @patch
 def ends_after_batch(self:Resume):
@@ -272,7 +272,7 @@ def _save_after(self:Resume, e):
         if not self.many: self.saver.finish() # it may be the last one
         return
     randoms = random_of(self.learn)
-    now = stream_states(*randoms, plain=False)
+    now = stream_states(*randoms)
     set_stream_states(dict(self.between, own=self.between['own'][1:]), *randoms)
     try:
         self.due = 'now'

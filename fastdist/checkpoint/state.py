@@ -366,7 +366,7 @@ def take_rest(learn, # `Learner` in a fit
         modules=_module_data(dict(learn.model.named_modules()), shared), loss=_module_data(_loss_modules(learn), shared),
         metrics=[attributes_of(m)[0] for m in learn.metrics], keys=_state_keys(learn),
         learner={k:to_plain(getattr(learn, k)) for k in _of_learner if hasattr(learn, k)},
-        streams=stream_states(*random_of(learn)), generators=[generator_states(generators_in(o)) for o in _plain_loaders(learn)],
+        streams=plain_state(stream_states(*random_of(learn))), generators=[generator_states(generators_in(o)) for o in _plain_loaders(learn)],
         texts=[text_order(o) for o in _plain_loaders(learn)], drawing=[generator_states(generators_in(*o)) for o in _drawing(learn)],
         counts=loader_counts(learn),
         loader=None if dl is None else dict(state=dl.state_dict(back), streams=plain_state(streams or dl.streams())),

@@ -185,20 +185,6 @@ def new(self:DistributedDL,
     if cls is not None: kwargs['cls'] = cls # not all loaders' `new` takes it
     return self._like(self.dl.new(dataset, **kwargs))
 
-# %% ../../nbs/data/07_dl.ipynb #31d5c5e4
-@patch
-def _go_on(self:DistributedDL, pending, streams):
-    "Once the order of an epoch that goes on is drawn: with random numbers from `streams`, and generators where they were"
-    set_stream_states(streams, self._random)
-    if 'now' in pending: set_generator_states(self._adapter.generators(), pending['now']) # an older version has not saved it
-
-@patch
-def _begin_parts(self:DistributedDL):
-    "An epoch of several loaders: this one draws for all of them"
-    for o in self._adapter.parts: vars(o)['_random'] = self._random
-    if self._streams is not None: set_stream_states(self._streams, self._random)
-    self._streams = None
-
 # %% ../../nbs/data/07_dl.ipynb #462bd1cd
 @patch
 def _batches(self:DistributedDL):
@@ -208,14 +194,19 @@ def _batches(self:DistributedDL):
         if self._pending: set_counts(found, self._pending.get('counts'))
         counts = counts_of(*found)
         # of one loader of several the others have drawn before, and read
-        streams = stream_states(self._random, plain=False) if self._streams is True else self._streams
+        streams = stream_states(self._random) if self._streams is True else self._streams
         pending,at = self._draw()
         self._random.restart(self._adapter.seed)
         if not self._alone:
-            if streams is not None: self._go_on(pending, streams)
+            if streams is not None: # of an epoch that goes on
+                set_stream_states(streams, self._random)
+                if 'now' in pending: set_generator_states(self._adapter.generators(), pending['now']) # within the epoch
             self._epoch,self._at = pending['epoch'] if pending else self._epoch+1,(*at,counts)
             self._steps,self._ended,self._streams = 0,False,None
-    else: self._begin_parts()
+    else: # of an epoch of several loaders this one draws for all of them
+        for o in self._adapter.parts: vars(o)['_random'] = self._random
+        if self._streams is not None: set_stream_states(self._streams, self._random)
+        self._streams = None
     self._live = True
     yield from self._adapter.batches()
 
@@ -373,11 +364,9 @@ def load_state_dict(self:DistributedDL,
 
 # %% ../../nbs/data/07_dl.ipynb #f806ce0c
 @patch
-def streams(self:DistributedDL, *more, # `WorkerRandom`s of others, that are noted too
-            plain=True, # As plain data? Otherwise as they are, which takes no time
-           ):
+def streams(self:DistributedDL):
     "Where this worker's random numbers are, between two batches; not what processes of the loader draw: see `exact_streams`"
-    return stream_states(self._random, *more, plain=plain)
+    return plain_state(stream_states(self._random))
 
 @patch
 def exact_streams(self:DistributedDL):

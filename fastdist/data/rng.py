@@ -261,20 +261,17 @@ def plain_state(o):
 
 # %% ../../nbs/data/00_rng.ipynb #067b48e7
 @patch
-def state_dict(self:WorkerRandom, plain=True # As plain data? Otherwise NumPy's arrays stay, which takes less time
-              ):
-    "Where the stream is; not while it is entered"
-    own = self.own and (_as_python(self.own[0]),None,*self.own[1:])
-    res = dict(own=own, bits=self.bits.state, left=self.left)
-    return plain_state(res) if plain else res
+def state_dict(self:WorkerRandom):
+    "Where the stream is, with NumPy's arrays, of which `plain_state` makes lists; not while it is entered"
+    return dict(own=self.own and (_as_python(self.own[0]),*self.own[1:]), bits=self.bits.state, left=self.left)
 
 @patch
 def load_state_dict(self:WorkerRandom,
-                    state, # What `state_dict` returned, in any process
+                    state, # What `state_dict` returned, in any process; also as plain data
                    ):
     "Go on there when it is entered next"
     own,left,bits = state['own'],state['left'],state['bits']
-    self.own = None if own is None else (_from_python(own[0]),*own[2:])
+    self.own = None if own is None else (_from_python(own[0]),*own[1:])
     self.left = None if left is None else tuple(map(_as_numpy, left))
     self.bits.state = {**bits, 'state':{**bits['state'], 'key':np.array(bits['state']['key'], dtype=np.uint32)}}
 
@@ -294,13 +291,12 @@ def generator_states(gens # From `generators_in`
     return plain_state(_get_all(gens))
 
 # %% ../../nbs/data/00_rng.ipynb #3ffd991a
-def stream_states(*randoms, # `WorkerRandom`s
-                  plain=True, # As plain data? Otherwise as they are, which takes no time
+def stream_states(*randoms # `WorkerRandom`s
                  ):
-    "Where the shared stream and those of `randoms` are; it may be called while one of them is entered"
-    with _outside(): return dict(shared=plain_state(rng_state()) if plain else rng_state(), own=[o.state_dict(plain) for o in randoms])
+    "Where the shared stream and those of `randoms` are, as `WorkerRandom.state_dict` has them; it may be called while one of them is entered"
+    with _outside(): return dict(shared=rng_state(), own=[o.state_dict() for o in randoms])
 
-def set_stream_states(states, # What `stream_states` returned
+def set_stream_states(states, # What `stream_states` returned; also as plain data
                       *randoms, # As many as they were taken from; those that are missing in `states` begin anew
                      ):
     "Let all of them go on where they were"
