@@ -95,6 +95,6 @@ def put_callbacks(learn, # `Learner`
     for k in saved.keys() & cbs.keys():
         set_attributes(cbs[k], saved[k]['attributes'], device)
         if saved[k]['text'] is not None: _put_text(cbs[k], saved[k]['text'])
-        run = saved[k].get('run') # of an older version it has none
+        run = saved[k]['run']
         if run is False or run and same: vars(cbs[k])['run'] = run # among other workers one that rank 0 has may be off
     return sorted(saved.keys()-cbs.keys())

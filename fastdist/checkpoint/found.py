@@ -89,8 +89,8 @@ def metric_names(learn # `Learner`
 @patch
 def _check_metrics(self:FoundFit, rest):
     "What is saved of a metric goes to the one at its place: in a fit that goes on they are those that there were"
-    was,here = self.place.get('metric_names'),metric_names(self.learn) # of an older version it has none
-    if was in (None,here): return
+    was,here = self.place['metric_names'],metric_names(self.learn)
+    if was==here: return
     if self.skips: rest['metrics'] = [None]*len(rest['metrics']) # no batch follows that would add to it
     else: raise ValueError(
         f"rank {get_rank()}: Resume({str(self.shared.path)!r}): the fit that was saved has the metrics [{', '.join(was)}], "
@@ -100,7 +100,7 @@ def _check_metrics(self:FoundFit, rest):
 @patch
 def put_recorded(self:FoundFit):
     "What a fit has recorded, of which there is a checkpoint of a later one only: the script may look at it"
-    rec,fits = vars(self.learn).get('recorder'),self.read_rest(0).get('fits', []) # of an older version it has none
+    rec,fits = vars(self.learn).get('recorder'),self.read_rest(0)['fits']
     if rec is None or len(fits) <= self.number or fits[self.number] is None: return
     set_attributes(rec, fits[self.number])
     if rec.values: self.learn.final_record = rec.values[-1]

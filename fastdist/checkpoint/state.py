@@ -322,8 +322,8 @@ def _plain_loaders(learn):
     return [o.dl if isinstance(o, DistributedDL) else o for o in learn.dls.loaders]
 
 def _drawing(learn):
-    "By loader, what draws beside it"
-    return [[o for l in and_those_in(dl) for o in drawers(l) if o is not dl] for dl in _plain_loaders(learn)]
+    "By loader, what draws the order of it and of those in it"
+    return [[o for l in and_those_in(dl) for o in drawers(l)] for dl in _plain_loaders(learn)]
 
 def loader_counts(learn # Any `Learner`
                  ):
@@ -366,9 +366,8 @@ def take_rest(learn, # `Learner` in a fit
         modules=_module_data(dict(learn.model.named_modules()), shared), loss=_module_data(_loss_modules(learn), shared),
         metrics=[attributes_of(m)[0] for m in learn.metrics], keys=_state_keys(learn),
         learner={k:to_plain(getattr(learn, k)) for k in _of_learner if hasattr(learn, k)},
-        streams=plain_state(stream_states(*random_of(learn))), generators=[generator_states(generators_in(o)) for o in _plain_loaders(learn)],
-        texts=[text_order(o) for o in _plain_loaders(learn)], drawing=[generator_states(generators_in(*o)) for o in _drawing(learn)],
-        counts=loader_counts(learn),
+        streams=plain_state(stream_states(*random_of(learn))), generators=[generator_states(generators_in(*o)) for o in _drawing(learn)],
+        texts=[text_order(o) for o in _plain_loaders(learn)], counts=loader_counts(learn),
         loader=None if dl is None else dict(state=dl.state_dict(back), streams=plain_state(streams or dl.streams())),
         buffers={n:to_plain(b) for n,b in _own_buffers(learn).items()}, dirty=getattr(trainer, 'dirty', False),
         scaler=None if scaler is None else to_plain(scaler.state_dict()))
@@ -384,11 +383,10 @@ def joined_metrics(every # `metrics` of what each of the workers before remember
 
 # %% ../../nbs/checkpoint/05_state.ipynb #c1be98e9
 def _put_loaders(learn, rest):
-    for dl,states in zip(_plain_loaders(learn), rest['generators']): set_generator_states(generators_in(dl), states)
-    # of an older version it has none of these
-    for dl,order in zip(_plain_loaders(learn), rest.get('texts', ())): set_text_order(dl, order)
-    for found,states in zip(_drawing(learn), rest.get('drawing', ())): set_generator_states(generators_in(*found), states)
-    for found,counts in zip(_drawing(learn), rest.get('counts', ())): set_counts(found, counts)
+    for dl,order in zip(_plain_loaders(learn), rest['texts']): set_text_order(dl, order)
+    for found,states,counts in zip(_drawing(learn), rest['generators'], rest['counts']):
+        set_generator_states(generators_in(*found), states)
+        set_counts(found, counts)
 
 # %% ../../nbs/checkpoint/05_state.ipynb #ec2e9d75
 def put_rest(learn, # `Learner` in a fit
@@ -406,10 +404,10 @@ def put_rest(learn, # `Learner` in a fit
     if same:
         for n,b in learn.model.named_buffers():
             if n in rest['buffers']: b.data.copy_(from_plain(rest['buffers'][n]))
-    _put_module_data(_loss_modules(learn), rest.get('loss', {}), device) # of an older version it has none
+    _put_module_data(_loss_modules(learn), rest['loss'], device)
     if trainer is not None: trainer.dirty = rest['dirty']
     if rest['scaler'] is not None and getattr(learn, 'scaler', None) is not None: learn.scaler.load_state_dict(from_plain(rest['scaler']))
-    if 'trained' in rest['opt']: _put_trained(learn.opt, rest['opt']) # of an older version it has neither
+    _put_trained(learn.opt, rest['opt'])
     _put_loaders(learn, rest)
     streams = rest['streams'] if same else {**rest['streams'], 'own':[]}
     set_stream_states(streams, *random_of(learn))

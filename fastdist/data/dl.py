@@ -191,7 +191,7 @@ def _batches(self:DistributedDL):
     "Batches with their `Counts`, after an epoch has begun"
     if self._adapter.parts is None:
         found = drawers(self.dl)
-        if self._pending: set_counts(found, self._pending.get('counts'))
+        if self._pending: set_counts(found, self._pending['counts'])
         counts = counts_of(*found)
         # of one loader of several the others have drawn before, and read
         streams = stream_states(self._random) if self._streams is True else self._streams
@@ -334,7 +334,7 @@ def state_dict(self:DistributedDL, back=0 # Of the batches that it has handed ov
 @patch
 def _misfits(self:DistributedDL, state):
     a = self._adapter
-    missing = {'epoch','offset','rng','shuffled','seeded','n','mode','world_size','global_bs'}-{*state}
+    missing = {'epoch','offset','rng','shuffled','seeded','counts','n','mode','world_size','global_bs'}-{*state}
     if missing: return [f"{', '.join(sorted(missing))} missing"]
     res,n,had,have = [],None if a.unsized else len(a.expected()),len(state['rng'][3]),len(a.generators())
     # of an order of a user's own the length is known once it is drawn

@@ -156,10 +156,10 @@ def counts_of(*objs # From `drawers`
     return [{k:v for k,v in now.items() if k not in first or v!=first[k]} for now,first in both]
 
 def set_counts(objs, # From `drawers`, like those that they were taken from
-               counts, # What `counts_of` returned; `None` of an older version
+               counts, # What `counts_of` returned
               ):
     "Let them go on there"
-    for o,saved in zip(_counters(objs), counts or ()):
+    for o,saved in zip(_counters(objs), counts):
         first = _counts(o)[1]
         vars(o).update({k:copy(v) for k,v in {**first,**saved}.items()})
 
