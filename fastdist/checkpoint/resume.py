@@ -295,8 +295,8 @@ def _close(self:Resume):
     shared,saver = self.shared,self.saver
     self.active,self.found,self.saver,self.shared = False,None,None,None
     self.wrapped.clear()
-    if saver is not None and saver.thread is not None: self.fits.ending = saver.settle(shared.give_back)
-    elif shared is not None: shared.give_back()
+    if saver is not None and saver.thread is not None: self.fits.ending = saver.settle(shared.lock.give_back)
+    elif shared is not None: shared.lock.give_back()
 
 # %% ../../nbs/checkpoint/09_resume.ipynb #3df682b4
 @patch

@@ -7,6 +7,7 @@ __all__ = ['real_folder', 'SharedFolder', 'fits_of']
 
 # %% ../../nbs/checkpoint/07_shared_folder.ipynb #1aac10b9
 import os,uuid,warnings,weakref
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +15,7 @@ from fastcore.basics import patch
 from .folder import (Checkpoint, DamagedCheckpoint, FolderLock, ForeignCheckpoint, checkpoints, ends_of, prepare_folder, readable)
 from ..comm.call import same_text
 from ..comm.objects import all_gather_list, from_rank0
-from ..world.errors import refuse
+from ..world.errors import RemoteError, refuse
 from ..world.ranks import get_rank
 from ..world.store import wait_until
 
@@ -38,15 +39,12 @@ class SharedFolder:
                  agree=int, # Function that returns the largest of all workers' numbers
                 ):
         self.path,self.rank,self.n,self.agree = Path(path),rank,n,agree
-        self.run_id,self.lock = self.of_rank0(uuid.uuid4().hex[:12]),FolderLock(self.path)
+        self.run_id,self.lock = self.of_rank0(lambda: uuid.uuid4().hex[:12]),FolderLock(self.path)
 
-    def of_rank0(self, o):
-        "Rank 0's `o`, in all workers"
-        return o if self.n==1 else from_rank0(o)
-
-    def give_back(self):
-        "Another run may have it"
-        self.lock.give_back()
+    def of_rank0(self, f # Function without arguments
+                ):
+        "What `f` returns in rank 0, in all workers"
+        return f() if self.n==1 else from_rank0(f() if self.rank==0 else None)
 
     def errors(self, mine # What went wrong here, as text; `None` if nothing did
               ):
@@ -56,45 +54,47 @@ class SharedFolder:
 
 # %% ../../nbs/checkpoint/07_shared_folder.ipynb #7bff972c
 @patch
-def _make(self:SharedFolder):
-    "Rank 0 makes the folder, and takes it"
+@contextmanager
+def _in_all(self:SharedFolder, says # '{1}' of the message is what went wrong, '{0}' the rank
+           ):
+    "What goes wrong within, in one worker, is an `OSError` in all; another run may have the folder then"
     error = None
-    try:
-        if self.rank==0:
-            last = _fits.get(self.path)
-            if last is not None and last.ending is not None: last.ending.join()
-            self.lock.take()
-            prepare_folder(self.path)
+    try: yield
+    except RemoteError: raise # another worker has failed otherwise
     except (OSError,RuntimeError) as e: error = f'{e}'
     if not (errors := self.errors(error)): return
-    self.give_back()
-    raise OSError(f"Resume({str(self.path)!r}): {errors[0][1]}")
+    self.lock.give_back()
+    raise OSError(f"Resume({str(self.path)!r}): {says.format(*errors[0])}")
+
+@patch
+def _make(self:SharedFolder):
+    "Rank 0 makes the folder, and takes it"
+    last = _fits.get(self.path)
+    if last is not None and last.ending is not None: last.ending.join()
+    self.lock.take()
+    prepare_folder(self.path)
 
 # %% ../../nbs/checkpoint/07_shared_folder.ipynb #81e7ef5c
 @patch
-def _see(self:SharedFolder):
-    "The other workers see what rank 0 writes, and can write there too"
-    mark,error = self.path/f'.run-{self.run_id}',None
-    try:
-        if self.rank==0: mark.touch()
-        else:
-            if not wait_until(mark.exists, 10): raise OSError(
-                "it does not see what rank 0 has written there: the folder has to be one that all workers share")
-            own = self.path/f'.run-{self.run_id}-{self.rank}'
-            own.touch(), own.unlink()
-    except OSError as e: error = f'{e}'
-    errors = self.errors(error)
-    if self.rank==0: mark.unlink(missing_ok=True)
-    if errors:
-        self.give_back()
-        raise OSError(f"Resume({str(self.path)!r}): rank {errors[0][0]} cannot write to it: {errors[0][1]}")
+def _see(self:SharedFolder, mark # File that rank 0 makes
+        ):
+    "Another worker sees what rank 0 writes, and can write there too"
+    if not wait_until(mark.exists, 10): raise OSError(
+        "it does not see what rank 0 has written there: the folder has to be one that all workers share")
+    own = mark.with_name(f'{mark.name}-{self.rank}')
+    own.touch(), own.unlink()
 
 # %% ../../nbs/checkpoint/07_shared_folder.ipynb #6eee65d0
 @patch
 def take(self:SharedFolder):
     "No other run has it from now on; an `OSError` in all workers where it is not there for one"
-    self._make()
-    self._see()
+    mark = self.path/f'.run-{self.run_id}'
+    with self._in_all('{1}'):
+        if self.rank==0: self._make()
+    try:
+        with self._in_all('rank {0} cannot write to it: {1}'): mark.touch() if self.rank==0 else self._see(mark)
+    finally:
+        if self.rank==0: mark.unlink(missing_ok=True)
     return self
 
 # %% ../../nbs/checkpoint/07_shared_folder.ipynb #c8a427d2
@@ -111,15 +111,6 @@ def _why_not(self:SharedFolder, c, fit, mine):
         if s[nm]!=mine[nm] and fit==s['fit']: return f"the checkpoint {c.path} is of {what} ({nm} {s[nm]}, here {mine[nm]})",False
     return None,False
 
-# %% ../../nbs/checkpoint/07_shared_folder.ipynb #81a3460e
-@patch
-def _names(self:SharedFolder, before=''):
-    "Of all checkpoints, the newest first, the same in all workers; of those that were put aside, where `before` is 'damaged-'"
-    def found():
-        if before: return sorted(o.name for o in self.path.glob(f'{before}step-*'))
-        return [o.path.name for o in checkpoints(self.path)]
-    return self.of_rank0(found() if self.rank==0 else None)
-
 # %% ../../nbs/checkpoint/07_shared_folder.ipynb #09040139
 @patch
 def newest(self:SharedFolder, fit, # Number of the fit in the script
@@ -127,8 +118,8 @@ def newest(self:SharedFolder, fit, # Number of the fit in the script
           ):
     """The newest `Checkpoint` that can be used, or `None` where there is none; those that are passed over are named.
     A `ValueError` if there are others' only, or damaged ones"""
-    names,foreign = self._names(),None
-    for nm in names:
+    foreign = None
+    for nm in self.of_rank0(lambda: [o.path.name for o in checkpoints(self.path)]):
         c = Checkpoint(self.path/nm)
         why,damaged = self._why_not(c, fit, mine)
         errors = self.errors(why)
@@ -138,7 +129,7 @@ def newest(self:SharedFolder, fit, # Number of the fit in the script
         if self.rank==0: warnings.warn(f"{errors[0][1]}. It is passed over, and the one before it is taken")
     if foreign: raise ValueError(
         f"rank {get_rank()}: Resume({str(self.path)!r}): {foreign}, and no other one can be used: give this script a folder of its own")
-    if (gone := self._names('damaged-')): raise ValueError(
+    if gone := self.of_rank0(lambda: sorted(o.name for o in self.path.glob('damaged-step-*'))): raise ValueError(
         f"rank {get_rank()}: Resume({str(self.path)!r}): none of the checkpoints is whole ({', '.join(gone[:3])}): "
         "to begin anew, delete them, or give this script another folder")
 
@@ -150,7 +141,7 @@ def end_of(self:SharedFolder, fit, # Number of a fit in the script, before the o
           ):
     "The `Checkpoint` of its end, or `None` where it is gone, or cannot be used, which is said"
     ends = ends_of(readable(self.path)) if self.rank==0 else {}
-    name = self.of_rank0(ends[fit].path.name if fit in ends else None)
+    name = self.of_rank0(lambda: ends[fit].path.name if fit in ends else None)
     c = None if name is None else Checkpoint(self.path/name)
     errors = [] if c is None else self.errors(self._why_not(c, fit, mine)[0])
     if c is not None and not errors: return c
