@@ -86,6 +86,12 @@ def _put(t, rows):
 # %% ../../nbs/checkpoint/05_state.ipynb #42ec4a42
 def _params(opt): return {f'{g}.{i}':p for g,pg in enumerate(opt.param_lists) for i,p in enumerate(pg)}
 
+def _all_tensors(learn):
+    "`named_tensors`, and what the optimizer trains beside them"
+    named = named_tensors(learn)
+    ids = {id(t) for t in named.values()}
+    return named | {f'opt.{nm}':p for nm,p in _params(learn.opt).items() if id(p) not in ids}
+
 def _slow(opt):
     "Lookahead's copies, as the parameters are named"
     slow = vars(opt).get('slow_weights')
@@ -139,10 +145,11 @@ def _put_trained(opt, rest):
     if rest['frozen_idx'] is not None: opt.frozen_idx = rest['frozen_idx']
 
 # %% ../../nbs/checkpoint/05_state.ipynb #ac075444
-def _hypers(opt):
+def _groups(opt):
     inner = inner_opt(opt)
-    groups = inner.hypers if isinstance(inner, Optimizer) else inner.param_groups
-    return [{k:to_plain(v) for k,v in pg.items() if k not in ('params','param_names')} for pg in groups]
+    return inner.hypers if isinstance(inner, Optimizer) else inner.param_groups
+
+def _hypers(opt): return [{k:to_plain(v) for k,v in pg.items() if k not in ('params','param_names')} for pg in _groups(opt)]
 
 def _opt_rest(opt):
     "What `opt` remembers that is no tensor, and where the tensors are"
@@ -178,14 +185,9 @@ def take_tensors(learn, # `Learner` with an optimizer, after a step
                  grads=False, # Gradients, too? They have to be those of all workers
                 ):
     "Copies of what this worker writes of the model and of the optimizer's state, as `TensorShard`s: for this the step waits"
-    named = named_tensors(learn)
-    params = {id(p) for p in _params(learn.opt).values()}
-    ids = {id(t) for t in named.values()}
-    loose = {f'opt.{nm}':p for nm,p in _params(learn.opt).items() if id(p) not in ids}
-    rank,n = worker_of(learn)
+    params,(rank,n),sharded = {id(p) for p in _params(learn.opt).values()},worker_of(learn),sharded_of(learn.opt)
     # rank 0's buffers: they may differ
-    res = [_my_part(nm, t, i, rank, n, id(t) in params) for i,(nm,t) in enumerate((named|loose).items())]
-    sharded = sharded_of(learn.opt)
+    res = [_my_part(nm, t, i, rank, n, id(t) in params) for i,(nm,t) in enumerate(_all_tensors(learn).items())]
     res += [_opt_part(sharded, nm, p, o, i, rank, n) for i,(nm,p,_,o) in enumerate(_remembered(learn.opt))]
     if grads: res += [_my_part(f'grad.{nm}', g, i, rank, n) for i,(nm,g) in enumerate(_grads(learn.opt).items())]
     return [o for o in res if o is not None]
@@ -214,14 +216,13 @@ def _as_remembered(opt, p, rows, t, cpu):
     return torch.empty_like(like, dtype=t.dtype).copy_(t) if t.shape==like.shape and not cpu else t.to(device)
 
 def _put_opt(opt, rest, read):
-    inner,names = inner_opt(opt),_params(opt)
+    state,names = inner_opt(opt).state,_params(opt)
     def value(o):
         if not (isinstance(o, dict) and 'stored' in o): return from_plain(o)
         return _as_remembered(opt, *read[o['stored']], o['cpu'])
-    inner.state.clear()
-    for nm,state in rest['state'].items(): inner.state[names[nm]] = {k:value(o) for k,o in state.items()}
-    groups = inner.hypers if isinstance(inner, Optimizer) else inner.param_groups
-    for pg,saved in zip(groups, rest['hypers']): pg.update({k:from_plain(v) for k,v in saved.items()})
+    state.clear()
+    for nm,saved in rest['state'].items(): state[names[nm]] = {k:value(o) for k,o in saved.items()}
+    for pg,saved in zip(_groups(opt), rest['hypers']): pg.update({k:from_plain(v) for k,v in saved.items()})
     for nm,o in rest['own'].items(): opt.state[names[nm]] = from_plain(o)
     if rest['count'] is not None: opt.count = rest['count']
     if rest['slow']:
@@ -235,9 +236,7 @@ def put_tensors(learn, # `Learner` with an optimizer, in any strategy
                ):
     "Read this worker's part of the model and of the optimizer's state"
     from fastdist.checkpoint.tensors import read_shards, stored
-    named,kinds = named_tensors(learn),stored(c)
-    ids = {id(t) for t in named.values()}
-    into = named | {f'opt.{nm}':p for nm,p in _params(learn.opt).items() if id(p) not in ids}
+    into,kinds = _all_tensors(learn),stored(c)
     wanted,of_opt = {nm:_wanted_rows(t) for nm,t in into.items()},_read_opt(learn, rest, kinds)
     grads = {nm:_wanted_rows(p) for nm,p in _params(learn.opt).items() if f'grad.{nm}' in kinds}
     read_shards(c, wanted | {nm:o[2] for nm,o in of_opt.items()} | {f'grad.{nm}':o for nm,o in grads.items()})
@@ -360,7 +359,7 @@ def take_rest(learn, # `Learner` in a fit
              ):
     "What this worker remembers beside tensors, as plain data"
     trainer,scaler = trainer_of(learn),getattr(learn, 'scaler', None)
-    shared = memory_of([*named_tensors(learn).values(), *_params(learn.opt).values()])
+    shared = memory_of(_all_tensors(learn).values())
     return dict(
         opt=_opt_rest(learn.opt), callbacks=take_callbacks(learn, ended, shared),
         modules=_module_data(dict(learn.model.named_modules()), shared), loss=_module_data(_loss_modules(learn), shared),

@@ -12,7 +12,7 @@ from fastai.data.load import DataLoader as FastaiDataLoader, SkipItemException, 
 from fastai.learner import _ConstantFunc
 from .adapter import Adapter, loader_ends_told
 from .partition import Counts, Partition, local_rows, shared_iter
-from .rng import OtherLoader, WorkerRandom, begin_batch, order_generators, seed_of
+from .rng import OtherLoader, WorkerRandom, begin_batch, drawers, generators_in, seed_of
 from ..fault.monitor import loader_begins
 
 # %% ../../nbs/data/04_fastai_dl.ipynb #cad8c9d2
@@ -175,7 +175,7 @@ def draws(self:FastaiAdapter):
 @patch
 def generators(self:FastaiAdapter):
     "The generators from which the order is drawn, beside the global ones"
-    return order_generators(self.source)
+    return generators_in(*drawers(self.source))
 
 @patch(as_prop=True)
 def sequential(self:FastaiAdapter):

@@ -17,7 +17,7 @@ from torch.utils.data import (DataLoader as TorchDataLoader, DistributedSampler,
 
 from .adapter import Adapter, loader_ends_told
 from .partition import BatchPartition, Counts, Partition, local_rows, shared_iter
-from .rng import WorkerRandom, order_generators
+from .rng import WorkerRandom, drawers, generators_in
 from ..fault.monitor import loader_begins
 
 # %% ../../nbs/data/03_torch_dl.ipynb #7b1e83ea
@@ -128,7 +128,7 @@ def expected_n(self:TorchAdapter):
 @patch
 def generators(self:TorchAdapter):
     "The generators from which the order is drawn, beside the global ones"
-    return order_generators(self.dl)
+    return generators_in(*drawers(self.dl))
 
 @patch(as_prop=True)
 def sequential(self:TorchAdapter):
