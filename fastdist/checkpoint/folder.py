@@ -8,6 +8,7 @@ __all__ = ['DamagedCheckpoint', 'ForeignCheckpoint', 'file_sum', 'check_owner', 
 
 # %% ../../nbs/checkpoint/01_folder.ipynb #456f87dc
 import fcntl,hashlib,json,math,os,shutil,socket,stat,time
+from functools import cached_property
 from pathlib import Path
 
 from fastcore.basics import patch
@@ -85,7 +86,7 @@ class Checkpoint:
     "One checkpoint on disk: `path`, `summary` and `verify`"
     def __init__(self, path # Its folder
                 ):
-        self.path,self._summary = Path(path),None
+        self.path = Path(path)
     def __repr__(self): return f'Checkpoint({str(self.path)!r})'
 
     @property
@@ -94,11 +95,10 @@ class Checkpoint:
         step,_,n = self.path.name.removeprefix('step-').partition('.')
         return int(step),int(n or 0)
 
-    @property
+    @cached_property
     def summary(self):
         "What `summary.json` says, as a `dict`; `DamagedCheckpoint` if it says nothing that can be relied on"
-        if self._summary is None: self._summary = self._read_summary()
-        return self._summary
+        return self._read_summary()
 
 # %% ../../nbs/checkpoint/01_folder.ipynb #c11a43fb
 @patch

@@ -97,7 +97,7 @@ def _begin(self:Resume):
     self.rank,workers = worker_of(learn)
     self._check()
     loader_counts(learn) # what samplers count is seen from here on
-    self.shared = SharedFolder(self.folder, self.rank, workers, self._agree).take()
+    self.shared = SharedFolder(self.folder, self.rank, workers).take()
     self.fits = fits_of(self.folder, learn)
     self.fit_no = len(self.fits.left)
     self.found = FoundFit(learn, self.shared, self.fit_no, self._warn_once)

@@ -36,9 +36,8 @@ class SharedFolder:
     "A folder of checkpoints, for the workers of a fit"
     def __init__(self, path, # Of the folder
                  rank=0, n=1, # This worker, and how many there are
-                 agree=int, # Function that returns the largest of all workers' numbers
                 ):
-        self.path,self.rank,self.n,self.agree = Path(path),rank,n,agree
+        self.path,self.rank,self.n = Path(path),rank,n
         self.run_id,self.lock = self.of_rank0(lambda: uuid.uuid4().hex[:12]),FolderLock(self.path)
 
     def of_rank0(self, f # Function without arguments
@@ -46,7 +45,7 @@ class SharedFolder:
         "What `f` returns in rank 0, in all workers"
         return f() if self.n==1 else from_rank0(f() if self.rank==0 else None)
 
-    def errors(self, mine # What went wrong here, as text; `None` if nothing did
+    def errors(self, mine # What went wrong here; `None` if nothing did
               ):
         "Of all workers, what went wrong: [(rank, what)]"
         if self.n==1 or same_text(str(mine)): return [] if mine is None else [(self.rank,mine)]
@@ -100,16 +99,15 @@ def take(self:SharedFolder):
 # %% ../../nbs/checkpoint/07_shared_folder.ipynb #c8a427d2
 @patch
 def _why_not(self:SharedFolder, c, fit, mine):
-    "(Why checkpoint `c` cannot be used, is it damaged?); (`None`, `False`) where it can"
+    "(Why checkpoint `c` cannot be used, is it damaged?); `None` where it can"
     try:
         s = c.summary
-        if fit > s['fit']: return None,False # nothing of it will be loaded
+        if fit > s['fit']: return # nothing of it will be loaded
         c.verify(self.rank, self.n)
     except DamagedCheckpoint as e: return f'{e}',not isinstance(e, ForeignCheckpoint)
     except OSError as e: return f'{e}',False
     for nm,what in (('model','a model of other tensors'),('opt','another optimizer, or other groups of parameters')):
         if s[nm]!=mine[nm] and fit==s['fit']: return f"the checkpoint {c.path} is of {what} ({nm} {s[nm]}, here {mine[nm]})",False
-    return None,False
 
 # %% ../../nbs/checkpoint/07_shared_folder.ipynb #09040139
 @patch
@@ -121,12 +119,12 @@ def newest(self:SharedFolder, fit, # Number of the fit in the script
     foreign = None
     for nm in self.of_rank0(lambda: [o.path.name for o in checkpoints(self.path)]):
         c = Checkpoint(self.path/nm)
-        why,damaged = self._why_not(c, fit, mine)
-        errors = self.errors(why)
+        errors = [o for _,o in self.errors(self._why_not(c, fit, mine))]
         if not errors: return c
-        if not self.agree(int(damaged)): foreign = foreign or errors[0][1]
+        why = errors[0][0]
+        if not any(damaged for _,damaged in errors): foreign = foreign or why
         elif self.rank==0: c.put_aside()
-        if self.rank==0: warnings.warn(f"{errors[0][1]}. It is passed over, and the one before it is taken")
+        if self.rank==0: warnings.warn(f"{why}. It is passed over, and the one before it is taken")
     if foreign: raise ValueError(
         f"rank {get_rank()}: Resume({str(self.path)!r}): {foreign}, and no other one can be used: give this script a folder of its own")
     if gone := self.of_rank0(lambda: sorted(o.name for o in self.path.glob('damaged-step-*'))): raise ValueError(
@@ -143,11 +141,11 @@ def end_of(self:SharedFolder, fit, # Number of a fit in the script, before the o
     ends = ends_of(readable(self.path)) if self.rank==0 else {}
     name = self.of_rank0(lambda: ends[fit].path.name if fit in ends else None)
     c = None if name is None else Checkpoint(self.path/name)
-    errors = [] if c is None else self.errors(self._why_not(c, fit, mine)[0])
+    errors = [] if c is None else self.errors(self._why_not(c, fit, mine))
     if c is not None and not errors: return c
     gone = [o for o in range(last) if o not in ends]
     if self.rank or not errors and gone[0]!=fit: return # once for all that are gone
-    why = errors[0][1] if errors else "there is no checkpoint of it any more (those of the last 8 fits stay)"
+    why = errors[0][1][0] if errors else "there is no checkpoint of it any more (those of the last 8 fits stay)"
     more = f" (and {len(gone)-1} more)" if gone[1:] and not errors else ""
     warnings.warn(f"rank 0: Resume({str(self.path)!r}): the end of fit {fit} of the script{more} cannot be put back: {why}. "
                   "What the script does between it and the next fit sees other weights than at first; if that matters, "

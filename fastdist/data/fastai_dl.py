@@ -125,9 +125,9 @@ def _global_rows(self:FastaiAdapter):
 @patch
 def set(self:FastaiAdapter, nm, v):
     "Set an attribute of the loader, which may change how it is cut"
-    for o in {id(o):o for o in (self.dl,self.source)}.values():
-        if nm!='bs' or o is self.dl: setattr(o, nm, v)
+    setattr(self.dl, nm, v)
     if nm=='bs': self.setup()
+    elif self.source is not self.dl: setattr(self.source, nm, v)
 
 @patch
 def as_device(self:FastaiAdapter, device):
