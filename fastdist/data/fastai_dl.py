@@ -323,11 +323,11 @@ def sample(self:FastaiAdapter):
 @patch
 def create_batches(self:FastaiAdapter, steps):
     "A batch for each of `steps`, from `sample`"
-    batches = (self._read_stream if self.stream else self._read_batches)(self._source(), self.plan, steps)
+    batches = (self._read_stream if self.stream else self._read_batches)(self._reader(), self.plan, steps)
     return batches if self.counted else (b for b,_ in batches)
 
 @patch
-def _source(self:FastaiAdapter):
+def _reader(self:FastaiAdapter):
     "The loader whose methods read; a copy of it where something is overridden"
     own = {k:v for k,v in self.hooks.items() if k not in ('before_iter','after_iter','randomize','after_batch','wif')}
     if self.source is not self.dl: own.setdefault('create_item', self.original('create_item'))
