@@ -263,8 +263,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                             'fastdist/checkpoint/callbacks.py'),
                                                'fastdist.checkpoint.callbacks._put_text': ( 'checkpoint/callbacks.html#_put_text',
                                                                                             'fastdist/checkpoint/callbacks.py'),
-                                               'fastdist.checkpoint.callbacks._run_of': ( 'checkpoint/callbacks.html#_run_of',
-                                                                                          'fastdist/checkpoint/callbacks.py'),
                                                'fastdist.checkpoint.callbacks._text_of': ( 'checkpoint/callbacks.html#_text_of',
                                                                                            'fastdist/checkpoint/callbacks.py'),
                                                'fastdist.checkpoint.callbacks.not_made': ( 'checkpoint/callbacks.html#not_made',

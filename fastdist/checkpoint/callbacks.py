@@ -71,18 +71,13 @@ def _put_text(cb, text):
     file.write(text)
     file.flush()
 
-# %% ../../nbs/checkpoint/04_callbacks.ipynb #633f367f
-def _run_of(cb, ended):
-    "Has a user's callback been switched off, or on? At the end of a fit fastai switches all on"
-    return None if ended or _is_ours(cb) else vars(cb).get('run')
-
 # %% ../../nbs/checkpoint/04_callbacks.ipynb #7ace34f4
 def take_callbacks(learn, # `Learner`
                    ended=False, # Has the fit ended?
                    shared=(), # As that of `attributes_of`
                   ):
-    "What they remember, by name"
-    return {k:dict(attributes=attributes_of(cb, shared)[0], text=_text_of(cb), run=_run_of(cb, ended))
+    "What they remember, by name; `run`: has a user's been switched off, or on? At the end of a fit fastai switches all on"
+    return {k:dict(attributes=attributes_of(cb, shared)[0], text=_text_of(cb), run=None if ended or _is_ours(cb) else vars(cb).get('run'))
             for k,cb in saved_callbacks(learn).items()}
 
 def put_callbacks(learn, # `Learner`

@@ -192,7 +192,7 @@ def from_rng(self:FastaiAdapter):
 # %% ../../nbs/data/04_fastai_dl.ipynb #7dd029bf
 @patch
 def order(self:FastaiAdapter, new, seeded):
-    "The epoch's order, as the loader draws it; for a `new` one after what prepares it, and before the `seed` of its processes"
+    "The epoch's order, as the loader draws it; for a `new` one after what prepares it, and before the seed of its processes, if `seeded`"
     dl = self.source
     for nm in ('randomize','before_iter') if new else (): (self.hook(nm) if dl is self.dl else getattr(dl, nm))()
     bs = dl.bs
@@ -205,7 +205,7 @@ def order(self:FastaiAdapter, new, seeded):
         else: order = dl.get_idxs() if _own(dl, 'shuffle_fn') else dl.shuffle_fn(range(dl.n))
     finally: dl.bs = bs
     if dl is not self.dl: self.dl.chunks = dl.chunks # of the texts as they are now
-    if new: self.draw_seed()
+    if seeded: self.draw_seed()
     return order if isinstance(order, (list,range)) else list(order)
 
 # %% ../../nbs/data/04_fastai_dl.ipynb #0f6181dc

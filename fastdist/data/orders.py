@@ -115,7 +115,7 @@ def _draw(self:EpochOrder, new=True):
     many,own = self.grouped and self.world_size > 1 and not self._alone,'get_idxs' in self._overridden()
     shuffled = same_shuffled(a) if many else a.shuffled()
     synced = many and (own or not a.sequential)
-    seeded = pending['seeded'] if pending else a.seeds
+    seeded = new and (pending['seeded'] if pending else a.seeds)
     # a stream is read, and draws, all through the epoch
     alone = self.grouped or self._alone or not new or own or a.sequential or a.stream or pending or shuffled is not None
     alone = alone or type(self.dl).__hash__ is None # there is no telling it from others
