@@ -101,6 +101,8 @@ class Checkpoint:
         return self._read_summary()
 
 # %% ../../nbs/checkpoint/01_folder.ipynb #c11a43fb
+_format = 2 # another number with each change of what stands in the files
+
 @patch
 def _read_summary(self:Checkpoint):
     check_owner(self.path)
@@ -111,9 +113,9 @@ def _read_summary(self:Checkpoint):
     except ValueError as e: raise DamagedCheckpoint(self.path, 'summary.json', f'cannot be read ({e})') from None
     if not isinstance(res, dict) or res.get('checksum')!=_summary_sum(res):
         raise DamagedCheckpoint(self.path, 'summary.json', 'is not as it was written')
-    if res['format']!=1: raise ForeignCheckpoint(self.path, 'summary.json',
-        f"has format {res['format']}, and this version of fastdist reads format 1: "
-                                                 "take the version that has written it, or a folder of its own for this script")
+    if res['format']!=_format: raise ForeignCheckpoint(self.path, 'summary.json',
+        f"has format {res['format']}, and this version of fastdist reads format {_format}: "
+        "take the version that has written it, or a folder of its own for this script")
     return res
 
 # %% ../../nbs/checkpoint/01_folder.ipynb #39a56e7f
@@ -186,7 +188,7 @@ def commit(self:Draft, n, # Workers, all of which have finished
     "Make it a checkpoint, by one rename. Returns the `Checkpoint`"
     files = {nm:o for p in self.parts(n) for nm,o in p['files'].items()}
     files.update({nm:file_sum(self.dir/nm) for nm in ('tensors.json','.metadata') if (self.dir/nm).exists()})
-    res = dict(summary, format=1, files=files)
+    res = dict(summary, format=_format, files=files)
     write_json(self.dir/'summary.json', dict(res, checksum=_summary_sum(json.loads(json.dumps(res)))))
     for r in range(n): (self.dir/f'part-{r}.json').unlink()
     _sync(self.dir)

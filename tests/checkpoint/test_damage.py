@@ -82,9 +82,9 @@ def test_a_fit_goes_on_from_the_one_before(tmp_path, capfd):
     assert n == 2 and not differ(want, res) and (folder/'damaged-step-00000012.1').exists() and (folder/'damaged-step-00000012').exists()
     newest = sorted(folder.glob('step-*'), key=lambda o: o.stat().st_mtime)[-1]
     says = json.loads((newest/'summary.json').read_text())
-    says['format'] = 2
+    says['format'] += 1
     write_json(newest/'summary.json', dict(says, checksum=_summary_sum(says)))
-    with pytest.warns(UserWarning, match='is of another version: summary.json has format 2'): res, n = fitted(tmp_path/'b')
+    with pytest.warns(UserWarning, match='is of another version: summary.json has format 3'): res, n = fitted(tmp_path/'b')
     assert not differ(want, res) and newest.exists()  # not put aside: it is whole
     shutil.rmtree(newest)
     other = lambda: nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)).double()
