@@ -118,12 +118,6 @@ class LocalSGD(Callback):
         "Does the step that comes need no gradients of other workers?"
         return self.trainer is not None and self.n >= self.warmup
 
-    def _params(self):
-        "Those of the model, and those that the optimizer has beside them, as of a loss function"
-        return self.trainer.strategy.all_params()
-
-    def _trained(self): return [p.requires_grad for p in self._params()]
-
 # %% ../../nbs/callbacks/06_compression.ipynb #3d55b4b0
 @patch
 def before_fit(self:LocalSGD):
@@ -141,14 +135,14 @@ def before_fit(self:LocalSGD):
 @patch
 def before_batch(self:LocalSGD):
     "Average before parameters are frozen or unfrozen: that makes a new `DistributedDataParallel`, which begins with rank 0's weights"
-    if self.apart and self._trained()!=self.trained: self._average()
+    if self.apart and self.trainer.strategy.trained_params()!=self.trained: self._average()
 
 @patch
 def after_step(self:LocalSGD):
     "Count the step, and average"
     if self.trainer is None: return
     if self.steps_alone():
-        self.apart,self.trained = True,self._trained()
+        self.apart,self.trained = True,self.trainer.strategy.trained_params()
         self.trainer.strategy.unsynced = False # the gradients have done what they were for
     self.n += 1
     if self.apart and (self.n-self.warmup)%self.every==0: self._average()
@@ -157,7 +151,7 @@ def after_step(self:LocalSGD):
 @patch
 def _average(self:LocalSGD):
     if not self.apart: return
-    average_tensors([p for p,t in zip(self._params(), self.trained) if t])
+    average_tensors([p for p,t in zip(self.trainer.strategy.all_params(), self.trained) if t])
     self.apart = False
 
 # %% ../../nbs/callbacks/06_compression.ipynb #f5c8edc6
@@ -176,7 +170,8 @@ def after_fit(self:LocalSGD):
     "Leave one model, and one optimizer"
     if in_evaluation(self.learn): return
     self._average()
-    if self.steps_alone() and self.n > self.warmup: _average_state(self._params(), self.learn.opt, self.trainer.device)
+    if self.trainer is not None and self.n > self.warmup:
+        _average_state(self.trainer.strategy.all_params(), self.learn.opt, self.trainer.device)
     self.trainer = None
 
 # %% ../../nbs/callbacks/06_compression.ipynb #6418621d

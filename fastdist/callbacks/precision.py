@@ -21,10 +21,9 @@ class PrecisionSettings(Callback):
     def __init__(self,
         autocast=None, # Accelerate's `AutocastKwargs`
         scaler=None, # Accelerate's `GradScalerKwargs`
-        scaler_cls=None, # What makes the scaler; the class of the one that is there, if `None`
     ):
         super().__init__()
-        self.autocast_kwargs,self.scaler_kwargs,self.scaler_cls = autocast,scaler,scaler_cls
+        self.autocast_kwargs,self.scaler_kwargs = autocast,scaler
 
 # %% ../../nbs/callbacks/05_precision.ipynb #2f7c5815
 @patch
@@ -59,7 +58,7 @@ def _scale(self:PrecisionSettings, owner):
         if owner.kwargs[k]!=given[k]:
             refuse(f'GradScalerKwargs.{k}', given[k], f"learn.to_fp16({k}={owner.kwargs[k]!r}) says something else: give one of them")
     old = self.learn.scaler
-    self.learn.scaler = (self.scaler_cls or type(old))(old._device, **{**owner.kwargs, **given})
+    self.learn.scaler = type(old)(old._device, **{**owner.kwargs, **given})
 
 # %% ../../nbs/callbacks/05_precision.ipynb #ae3e3d8a
 class LaunchedPrecision(MixedPrecision):

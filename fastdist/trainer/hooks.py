@@ -76,12 +76,6 @@ def begin_own(self:StrategyHooks, counts # `Counts` of a batch of such a loop
         GlobalBatchNorm.expect(**expected)
     return end
 
-@patch
-def _begin_again(self:StrategyHooks):
-    "A callback has read from the loader by itself, and goes on with that in a later batch"
-    self.trainer.own = None
-    self.strategy.begin_batch(self.sync)
-
 # %% ../../nbs/trainer/04_hooks.ipynb #030eb3d1
 @patch
 def before_batch(self:StrategyHooks):
@@ -91,7 +85,9 @@ def before_batch(self:StrategyHooks):
     if self.trainer.follow_in_epoch(): # it has other ones of these now
         self.trainer.hooks.begin_batch()
         return self.trainer.hooks.before_batch()
-    if self.trainer.own is not None: self._begin_again()
+    if self.trainer.own is not None: # a callback has read from the loader by itself, and goes on with that in a later batch
+        self.trainer.own = None
+        self.strategy.begin_batch(self.sync)
     GlobalBatchNorm.expect(step.counts, step.empty) # a loop of a callback's own may have had a batch since
     self.weigh_stats = weighed_stats(learn.model, step.samples*get_world_size()/step.total if step.total else 1)
     self.strategy.forward(self.sync)

@@ -183,10 +183,7 @@ def to_parallel(self:Learner,
 @patch
 def detach_parallel(self:Learner):
     "Undo `to_parallel`"
-    for cb in self._grab_cbs(ParallelTrainer):
-        cb.close()
-        self.remove_cb(cb)
-    return self
+    return self.remove_cb(ParallelTrainer)
 
 # %% ../../nbs/trainer/10_learner.ipynb #e3b424b1
 @patch

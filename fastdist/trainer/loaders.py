@@ -187,7 +187,7 @@ def on_learner(self:SharedLoaders):
     finally:
         _give_back(user, shared, parts, noted)
         if learn.dls is shared: learn.dls = user
-        elif plain_dls(learn.dls) is not learn.dls: learn.dls.loaders = plain_dls(learn.dls).loaders
+        else: learn.dls.loaders = plain_dls(learn.dls).loaders
         for dl in parts: getattr(dl, 'close', noop)()
         dl = vars(learn).get('dl')
         if isinstance(dl, DistributedDL): learn.dl = dl.dl
@@ -199,7 +199,7 @@ def seeded_loaders(dls, # `DataLoaders`
                    seed, # Of Python's `random.Random`
                   ):
     "Let the loaders draw their orders by `seed`; a `ValueError` for loaders that are not fastai's"
-    inner = [getattr(o, 'dl', o) if isinstance(o, DistributedDL) else o for o in dls.loaders]
+    inner = plain_dls(dls).loaders
     for dl in inner:
         if not hasattr(dl, 'rng'):
             refuse('dataloader_config.data_seed', seed, f"{type(dl).__name__} is no loader of fastai's: seed its generator yourself")

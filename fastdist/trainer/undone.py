@@ -102,8 +102,7 @@ def follow_model(self:FollowsModel):
     check_trainable(self.learn.model)
     old,_ = self.parts,self.note_parts()
     if len(old)==len(self.parts) and all(a is b for a,b in zip(old, self.parts)): return False
-    by_user = not getattr(self.strategy, 'shards_params', False) and is_sharded(self.learn.model) # after the context began
-    if by_user: return False
+    if not self.strategy.shards_params and is_sharded(self.learn.model): return False # by its user, after the context began
     self.strategy.average() # what has been accumulated stays, in all workers
     self._undo_model()
     same_everywhere(whole_model(self.learn), self.learn.opt)
