@@ -26,7 +26,7 @@ from ..world.ranks import get_rank, whole_number
 def _joined(cb, cls, strategies, **args):
     "The trainer of a fit on many workers, all of which have one `cb` with the same `args`, else an error; `None` in one process"
     nm,trainer = cls.__name__,trainer_of(cb.learn)
-    if trainer is None or trainer.accelerator is None: return
+    if trainer is None or trainer.device is None: return
     strategy = trainer.strategy.name
     if strategy not in strategies: raise ValueError(
         f"rank {get_rank()}: {nm} does not work with strategy={strategy!r}, which does not send gradients by DistributedDataParallel: "

@@ -20,7 +20,7 @@ from ..comm.pack import as_bytes
 from ..comm.shards import is_dtensor, local
 from ..model.batchnorm import GlobalBatchNorm
 from .compression import LocalSGD
-from .fastai_patches import in_evaluation, trainer_of
+from .fastai_patches import device_of, in_evaluation
 
 # %% ../../nbs/callbacks/07_divergence.ipynb #d1fe0006
 _chunk = 2**18 # integers that are summed up at once, for the memory's sake
@@ -131,8 +131,8 @@ class DivergenceCheck(Callback):
 def before_fit(self:DivergenceCheck):
     "Count steps from here; a `ValueError` where workers train apart by design"
     if in_evaluation(self.learn): return
-    self.n,trainer = 0,trainer_of(self.learn)
-    if trainer is not None and trainer.accelerator is not None and self.learn._grab_cbs(LocalSGD): raise ValueError(
+    self.n = 0
+    if device_of(self.learn) is not None and self.learn._grab_cbs(LocalSGD): raise ValueError(
         f"rank {get_rank()}: DivergenceCheck and LocalSGD do not go together: each worker has weights of its own between two averages. "
         "Leave one of them out")
 
@@ -149,5 +149,4 @@ def after_train(self:DivergenceCheck):
 
 @patch
 def _check(self:DivergenceCheck, when, **kwargs):
-    trainer = trainer_of(self.learn)
-    if trainer is not None and trainer.accelerator is not None: check_same(self.learn.model, when=when, **kwargs)
+    if device_of(self.learn) is not None: check_same(self.learn.model, when=when, **kwargs)

@@ -10,7 +10,7 @@ import time
 
 from fastai.basics import *
 from ..callbacks.compression import GradientCompression, LocalSGD
-from ..callbacks.fastai_patches import trainer_of
+from ..callbacks.fastai_patches import device_of, trainer_of
 from .callbacks import not_made, not_put, not_saved, users_callbacks
 from .found import FoundFit, metric_names, recorded
 from .plain import attributes_of
@@ -62,7 +62,7 @@ def __getstate__(self:Resume):
 @patch(as_prop=True)
 def many(self:Resume):
     "Are there other workers in this fit?"
-    return getattr(trainer_of(self.learn), 'accelerator', None) is not None
+    return device_of(self.learn) is not None
 
 @patch
 def _agree(self:Resume, number): return trainer_of(self.learn).decisions.agree(number) if self.many else number

@@ -11,7 +11,7 @@ import hashlib,json
 
 from fastai.basics import *
 from fastai.losses import BaseLoss
-from ..callbacks.fastai_patches import trainer_of
+from ..callbacks.fastai_patches import device_of, trainer_of
 from .callbacks import put_callbacks, take_callbacks
 from .plain import NotPlain, attributes_of, from_plain, is_link, memory_of, set_attributes, to_plain
 from .weights import sharded_of
@@ -58,7 +58,7 @@ def _copied(t): return t.detach().as_subclass(Tensor).to('cpu', copy=True).conti
 def worker_of(learn # Any `Learner`
              )->tuple:
     "(Which is this worker, how many are there?) of those that train `learn` together: (0,1) outside of a context"
-    return (get_rank(),get_world_size()) if getattr(trainer_of(learn), 'accelerator', None) is not None else (0,1)
+    return (get_rank(),get_world_size()) if device_of(learn) is not None else (0,1)
 
 _small = 2**16 # bytes up to which one worker writes a whole tensor
 
@@ -338,8 +338,7 @@ def random_of(learn # Any `Learner`
 
 def _own_buffers(learn):
     "Buffers that are not the same in all workers, as the statistics of batch norm over local batches"
-    trainer = trainer_of(learn)
-    if trainer is None or trainer.accelerator is None or not trainer.dirty: return {}
+    if device_of(learn) is None or not trainer_of(learn).dirty: return {}
     shared = {id(b) for m in learn.model.modules() if isinstance(m, GlobalBatchNorm) for b in m.buffers()}
     return {n:b for n,b in learn.model.named_buffers() if id(b) not in shared and not is_dtensor(b)}
 

@@ -4,24 +4,24 @@
 
 # %% auto #0
 __all__ = ['accelerator_args', 'explained', 'not_default', 'check_args', 'check_own', 'check_launch', 'check_precision',
-           'same_args', 'make_accelerator']
+           'same_args', 'worker_device']
 
 # %% ../../nbs/trainer/01_args.ipynb #121616bc
 import difflib,inspect
 from pathlib import PurePath
 from types import SimpleNamespace
 
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from accelerate.utils import (AutocastKwargs, DataLoaderConfiguration, DistributedDataParallelKwargs, GradientAccumulationPlugin,
                               GradScalerKwargs, InitProcessGroupKwargs, ProjectConfiguration, RNGType)
 from fastai.basics import *
 from fastai.callback.fp16 import MixedPrecision, NonNativeMixedPrecision
-from .strategy_args import check_dynamo, check_mesh, check_sharding, launch_hidden
+from .strategy_args import check_dynamo, check_mesh, check_sharding
 from ..world.errors import refuse
 from ..comm.call import first_other, same_text
 from ..comm.objects import all_gather_list
 from ..strategy.select import check_ddp
-from ..world.ranks import get_rank, get_world_size, whole_number
+from ..world.ranks import accelerate_state, get_device, get_rank, get_world_size, use_cpu, whole_number
 
 # %% ../../nbs/trainer/01_args.ipynb #433c2953
 _fastai_owns = dict(
@@ -257,11 +257,15 @@ def same_args(args, # `dict` of the arguments that were given to `DistributedTra
                      "Give all the same arguments, and start all with the same settings of the launcher")
 
 # %% ../../nbs/trainer/01_args.ipynb #0dd698c0
-def make_accelerator(settings, # From `check_args`
-                     cpu, # Train on the CPU?
-                    ):
-    "Accelerate's state of this process, one of several. What it would do to a model or an environment variable is the strategy's to do"
+def worker_device(settings, # From `check_args`
+                  cpu, # The argument of that name
+                 ):
+    "The device of this process, one of several; a `ValueError` for arguments by which the process group would be another"
     check_mesh(settings.mesh, get_world_size())
-    handlers = [o for o in (settings.ddp,settings.init) if o is not None]
-    config = DataLoaderConfiguration(split_batches=settings.split)
-    with launch_hidden(): return Accelerator(cpu=cpu, mixed_precision='no', kwargs_handlers=handlers, dataloader_config=config)
+    if accelerate_state() is None: # the script has made the group; Accelerate makes up variables of a launcher's
+        with modified_env(): PartialState(cpu=use_cpu(cpu))
+    device = get_device()
+    if cpu and device.type!='cpu': refuse(
+        'cpu', cpu, "the workers have their process group already, and train on GPUs: set ACCELERATE_USE_CPU=true before it is made, "
+        "or call teardown_distrib() before the context")
+    return device

@@ -20,7 +20,8 @@ from .undone import FollowsModel
 class ArgumentSteps(FollowsModel):
     "Steps of setting up a learner, as the arguments say, with one worker or many"
     args,settings = None,None # as given, and what `check_args` made of them
-    accelerator = device = precision = step = None
+    precision = step = None
+    device = None # of this worker; `None` in one process, which shares nothing
 
 # %% ../../nbs/trainer/08_argument_steps.ipynb #e44f964d
 @patch
@@ -51,7 +52,7 @@ def _accumulate(self:ArgumentSteps):
     plugin = self.settings.accumulation
     if plugin is None: return
     shared = dict(batch_weight=lambda: self.step.batch_weight(), average=lambda: self.strategy.average())
-    self.add(AccumulateSteps(plugin, **({} if self.accelerator is None else shared)))
+    self.add(AccumulateSteps(plugin, **({} if self.device is None else shared)))
 
 # %% ../../nbs/trainer/08_argument_steps.ipynb #8112234b
 @patch

@@ -14,7 +14,7 @@ from threading import get_ident
 import torch.distributed as dist
 from fastai.basics import *
 from ..callbacks.data_parallel import ParallelTrainer, check_device_ids
-from ..callbacks.fastai_patches import trainer_of
+from ..callbacks.fastai_patches import device_of, trainer_of
 from ..comm.call import OutOfStep, same_call
 from ..checkpoint.resume import Resume, resume_of
 from ..fault.cancel import cancels
@@ -206,7 +206,7 @@ def _by_one_thread(trainer # A `DistributedTrainer`
     me,own = get_ident(),vars(trainer)
     nested = own.get('thread')==me
     owner = own.setdefault('thread', me) # in one go, where two threads are here
-    if owner!=me and trainer.accelerator is not None: raise RuntimeError(
+    if owner!=me and trainer.device is not None: raise RuntimeError(
         f"rank {get_rank()}: another thread trains or evaluates this learner at the moment, which does one thing at a time: "
         "call predict, get_preds, validate or fit of a copy (copy.deepcopy(learn)) made before, or wait until it is done")
     try: yield
@@ -238,7 +238,7 @@ def _around(learn, event_type):
     if trainer is None:
         if event_type=='fit' and not hasattr(learn, 'lr_finder'): _warn_apart() # it restores what it trains
     elif event_type=='fit': own = trainer.fit_together()
-    elif event_type=='validate' and trainer.accelerator is not None: own = trainer.validate_together()
+    elif event_type=='validate' and trainer.device is not None: own = trainer.validate_together()
     return nullcontext() if own is None else _AllOrNone([_by_one_thread(trainer), own])
 
 def _decisions(learn):
@@ -288,7 +288,7 @@ _fastai_set_device = Learner._set_device
 @patch
 def _set_device(self:Learner, b):
     "fastai's, which takes a batch to the model's parameters; in a context, to this worker's device: they may be kept in CPU memory"
-    device = getattr(trainer_of(self), 'device', None)
+    device = device_of(self)
     return _fastai_set_device(self, b) if device is None else to_device(b, device)
 
 # %% ../../nbs/trainer/10_learner.ipynb #13897973
@@ -364,9 +364,9 @@ def get_preds(self:Learner, *args,
     **kwargs
 ):
     "fastai's `get_preds`: predictions and targets of a loader, in the order of the data set"
-    trainer = trainer_of(self)
     if not isinstance(rank0_only, bool): refuse('rank0_only', rank0_only, "it is True or False")
-    if trainer is None or trainer.accelerator is None: return _get_preds(self, *args, **kwargs)
+    if device_of(self) is None: return _get_preds(self, *args, **kwargs)
+    trainer = trainer_of(self)
     with _by_one_thread(trainer):
         try:
             if not rank0_only: return _get_shared(trainer, args, kwargs)

@@ -30,7 +30,7 @@ from ..strategy.base import Strategy, check_values, inner_opt, same_everywhere, 
 from ..strategy.select import close_strategy, drop_strategy, make_strategy, open_strategy
 from ..strategy.whole import norms_of_shards, whole_numbers
 from .argument_steps import ArgumentSteps
-from .args import accelerator_args, check_args, check_launch, check_own, check_precision, make_accelerator, not_default, same_args
+from .args import accelerator_args, check_args, check_launch, check_own, check_precision, not_default, same_args, worker_device
 from .alike import begin_alike, hypers_of, versions
 from .evaluation import Evaluation, same_log
 from .loaders import SharedLoaders, back_on_device, move_learner, plain_dls
@@ -38,7 +38,7 @@ from .hooks import StrategyHooks
 from .step import TrainingStep
 from .undone import UndoneCallback
 from ..world.process_group import init_group, teardown_distrib
-from ..world.ranks import get_device, get_rank, get_world_size, use_cpu
+from ..world.ranks import get_rank, get_world_size, use_cpu
 
 # %% ../../nbs/trainer/09_trainer.ipynb #83db08b8
 class DistributedTrainer(ArgumentSteps):
@@ -60,8 +60,7 @@ class DistributedTrainer(ArgumentSteps):
         self.settings = check_args(kwargs, strategy)
         check_own(own, self.settings)
         self.args,self.watchdog = {**own, **not_default(kwargs)},own['watchdog']
-        self.accelerator = self.device = self.precision = self.decisions = self.strategy = None
-        self.step = self.evaluation = self.loggers = self.random = self.hooks = None
+        self.decisions = self.step = self.evaluation = self.loggers = self.random = self.hooks = None
         self.by_fit = self.in_fit = self.within = self.in_scope = self.evaluated = False
         self.hypers = self.seen = self.own = None
         self.trains = None # the loader of the epoch, while that is trained
@@ -72,7 +71,7 @@ class DistributedTrainer(ArgumentSteps):
 def __call__(self:DistributedTrainer, event_name # Of a fit
             ):
     "Handle an event where there are other workers; in one process there is nothing to do, but to attach and detach"
-    if self.accelerator is not None or event_name in ('before_fit','after_fit'): return Callback.__call__(self, event_name)
+    if self.device is not None or event_name in ('before_fit','after_fit'): return Callback.__call__(self, event_name)
 
 # %% ../../nbs/trainer/09_trainer.ipynb #72b96972
 @patch
@@ -160,16 +159,15 @@ def _show_in_rank0(self:DistributedTrainer):
 def detach(self:DistributedTrainer):
     "Give the learner back as it was"
     if self.undo is None: return
-    self.by_fit,self.accelerator,self.device,self.decisions,self.random = False,None,None,None,None
+    self.by_fit,self.device,self.decisions,self.random = False,None,None,None
     UndoneCallback.detach(self)
 
 @patch
 def join_group(self:DistributedTrainer):
-    "Make the process group, as the arguments say; does this worker train on the CPU?"
-    cpu,init = use_cpu(self.args.get('cpu', False)),self.settings.init
+    "Make the process group, as the arguments say"
+    init = self.settings.init
     if get_world_size() > 1: check_outside('distrib_ctx (or to_distributed)')
-    init_group(cpu=cpu, **({} if init is None else init.to_kwargs()))
-    return cpu
+    init_group(cpu=use_cpu(self.args.get('cpu', False)), **({} if init is None else init.to_kwargs()))
 
 # %% ../../nbs/trainer/09_trainer.ipynb #7fb8f347
 @patch
@@ -181,7 +179,7 @@ def model_steps(self:DistributedTrainer):
 def steps(self:DistributedTrainer):
     "What `attach` does, in this order; `detach` undoes it in reverse"
     both = [self._accumulate, self._follow_settings]
-    if self.accelerator is None: return [self._copy_to_gpus, self._checkpoint, self._compile, *both]
+    if self.device is None: return [self._copy_to_gpus, self._checkpoint, self._compile, *both]
     return [self._same_model, self._prepare, self.shape_model, self._share_loaders, self._show_in_rank0, *both]
 
 # %% ../../nbs/trainer/09_trainer.ipynb #a9449f17
@@ -226,8 +224,8 @@ def attach(self:DistributedTrainer):
         f"rank {get_rank()}: this learner is in parallel_ctx (or to_parallel), which uses all GPUs from one process; "
         "leave it before distrib_ctx")
     self.precision = check_launch(self.learn)
-    cpu = self.join_group()
-    if get_world_size() > 1: self.accelerator,self.device = make_accelerator(self.settings, cpu),get_device()
+    self.join_group()
+    if get_world_size() > 1: self.device = worker_device(self.settings, self.args.get('cpu', False))
     with self._attach_together(): self.set_up(self.steps())
 
 # %% ../../nbs/trainer/09_trainer.ipynb #e60ff0b0
@@ -251,7 +249,7 @@ def before_fit(self:DistributedTrainer):
     if self.undo is None:
         self.attach()
         self.by_fit = True
-    if self.accelerator is None: return
+    if self.device is None: return
     check_precision(self.learn)
     if self.is_inner: return
     rejoin()
@@ -266,7 +264,7 @@ def before_fit(self:DistributedTrainer):
 def after_fit(self:DistributedTrainer):
     "Undo what `before_fit` did"
     if self.is_inner: return
-    if self.accelerator is not None: self._end_fit()
+    if self.device is not None: self._end_fit()
     if self.by_fit and not self.in_fit: self.detach()
 
 @patch
@@ -307,7 +305,7 @@ def before_train(self:DistributedTrainer):
 @patch
 def follow_loader(self:DistributedTrainer):
     "The fit reads next: where a callback has put another loader in the place of the epoch's, this worker's part of that"
-    if self.accelerator is None: return
+    if self.device is None: return
     if not self.training: return self.evaluation.check_loader()
     if self.learn.dl is not self.trains: self.learn.dl = self.trains = self.loaders.train(self.learn.dl)
     if isinstance(self.trains, OwnLoopDL): self.trains.fit_next = True # not earlier: a callback may loop over it before
@@ -387,7 +385,7 @@ def fit_together(self:DistributedTrainer):
         self.in_fit = True
         with ExitStack() as undo:
             undo.enter_context(autocast_kept())
-            if self.accelerator is not None and not outer:
+            if self.device is not None and not outer:
                 undo.enter_context(self._fail_together())
                 undo.enter_context(self._decide()) # first: whether all ranks are at a fit is said here
                 undo.enter_context(rank0_stream())

@@ -729,6 +729,20 @@ def test_the_time_limits_of_backends_follow_the_watchdog(fake_gpu_worlds):
     assert all(o[1] == [50, 50] for o in res), res
 
 
+def cpu_given():
+    "What a context says that is to train on the CPU, where the workers have a process group for GPUs"
+    import fastdist.all
+    from fastdist.world import get_device, setup_distrib
+    setup_distrib()
+    try:
+        with quiet(learner()).distrib_ctx(cpu=True): return get_device().type
+    except ValueError as e: return str(e)
+
+
+def test_cpu_in_a_group_for_gpus(fake_gpu_worlds):
+    assert all('cpu=True is not accepted: the workers have their process group already, and train on GPUs' in o for o in fake_gpu_worlds(2)(cpu_given))
+
+
 def one_visible(n, same):
     "Each worker sees one GPU, as wrappers of launchers have it; the `same` to all, it may be"
     import fakegpu.cuda, fastdist.all
