@@ -24,10 +24,6 @@ from ..strategy.sharded_opt import move_state
 from ..world.ranks import get_world_size
 
 # %% ../../nbs/callbacks/00_fastai_patches.ipynb #90dfbe92
-def _maybe_gather(x, axis=0):
-    "In place of fastai's: fastdist puts metrics and predictions together, once an epoch"
-    return x
-
 def replace_in_fastai(new # `dict` from a function of fastai's to the one that takes its place
                      ):
     "Replace functions in all modules of fastai that have imported them"
@@ -36,8 +32,9 @@ def replace_in_fastai(new # `dict` from a function of fastai's to the one that t
         for old,f in new.items():
             if getattr(mod, old.__name__, None) is old: setattr(mod, old.__name__, f)
 
+# fastdist puts metrics and predictions together, once an epoch
 # fastai calls the barrier before a file that rank 0 writes is read: rank 0 has written it, and does not wait
-replace_in_fastai({fastai.torch_core.maybe_gather:_maybe_gather, fastai.torch_core.distrib_barrier:after_rank0})
+replace_in_fastai({fastai.torch_core.maybe_gather:noop, fastai.torch_core.distrib_barrier:after_rank0})
 
 # %% ../../nbs/callbacks/00_fastai_patches.ipynb #41bc5e29
 def _to_concat(xs, dim=0):

@@ -77,7 +77,7 @@ def is_last(self:AccumulateSteps):
     return self.n+1 >= self.plugin.num_steps or self.plugin.sync_with_dataloader and self.learn.iter==self.learn.n_iter-1
 
 @patch
-def before_batch(self:AccumulateSteps):
+def after_cancel_backward(self:AccumulateSteps):
     "A batch whose backward is cancelled weighs nothing"
     self.weight = 0.
 
@@ -85,7 +85,7 @@ def before_batch(self:AccumulateSteps):
 @patch
 def before_backward(self:AccumulateSteps):
     "Weigh the batch by its samples, in units of the first batch's"
-    if not is_summed(self.learn.loss_func): self.weight = self.batch_weight()
+    self.weight = 0. if is_summed(self.learn.loss_func) else self.batch_weight()
     if self.first is None and (isinstance(self.weight, Tensor) or self.weight): self.first = divisor(self.weight)
     loss = self.learn.loss_grad
     if self.first is not None: self.learn.loss_grad = (loss*(self.weight/self.first)).to(loss.dtype)
@@ -111,10 +111,8 @@ def after_train(self:AccumulateSteps):
     self.ending = False
     self.learn.opt.zero_grad()
 
-@patch
-def after_cancel_train(self:AccumulateSteps):
-    "Drop what has been accumulated: in one large batch it would have been cancelled too"
-    self.drop()
+# in one large batch it would have been cancelled too; fastai zeroes the gradients after a step that is cancelled
+AccumulateSteps.after_cancel_step = AccumulateSteps.after_cancel_train = AccumulateSteps.drop
 
 @patch
 def after_fit(self:AccumulateSteps):

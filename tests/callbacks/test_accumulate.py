@@ -204,6 +204,34 @@ def test_a_callback_cancels_before_it(world, exc, n, bs, n_acc, at):
     for w in world(fitted, True, bs, **kw): assert diff(want, w) < 2e-7
 
 
+@pytest.mark.parametrize('strategy', ['ddp', 'zero1', 'zero2', 'fsdp'])
+def test_a_cancelled_step_leaves_nothing(world2, strategy):
+    "fastai zeroes what its batches have left: the next one is the first of a step, as after a large batch. Also before the last of them"
+    want = fitted(None, 15, n=58, cbs=lambda: Skips(CancelStepException, 1))
+    kw = dict(n=58, steps=3, cbs=lambda: Skips(CancelStepException, 5))
+    assert diff(want, fitted(False, 5, **kw)) < 2e-7
+    for w in world2(fitted, True, 5, strategy=strategy, **kw): assert diff(want, w) < 2e-7
+    kw = dict(n=58, steps=3, cbs=lambda: Skips(CancelStepException, 4))
+    want = fitted(False, 5, **kw)
+    for w in world2(fitted, True, 5, strategy=strategy, **kw): assert diff(want, w) < 2e-7
+
+
+class NoBackward(Callback):
+    "A batch without gradients, which it says before or after `AccumulateSteps` weighs it"
+    run_valid = False
+    def __init__(self, order): self.order = order
+    def before_backward(self):
+        if self.iter == 1: raise CancelBackwardException
+
+
+def test_a_batch_without_gradients_weighs_nothing(world2):
+    kw = dict(n=30, steps=3)
+    want = fitted(False, 5, cbs=lambda: NoBackward(0), **kw)
+    assert diff(want, fitted(False, 5, cbs=lambda: NoBackward(8), **kw)) < 2e-7
+    for order in 0, 8:
+        for w in world2(fitted, True, 5, cbs=lambda: NoBackward(order), **kw): assert diff(want, w) < 2e-7
+
+
 class Loses(Callback):
     "Leaves samples out, from the `first` batch on"
     run_valid = False
