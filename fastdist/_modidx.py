@@ -55,8 +55,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                               'fastdist/callbacks/data_parallel.py'),
                                                   'fastdist.callbacks.data_parallel.ParallelTrainer.after_batch': ( 'callbacks/data_parallel.html#paralleltrainer.after_batch',
                                                                                                                     'fastdist/callbacks/data_parallel.py'),
-                                                  'fastdist.callbacks.data_parallel.ParallelTrainer.after_fit': ( 'callbacks/data_parallel.html#paralleltrainer.after_fit',
-                                                                                                                  'fastdist/callbacks/data_parallel.py'),
                                                   'fastdist.callbacks.data_parallel.ParallelTrainer.before_batch': ( 'callbacks/data_parallel.html#paralleltrainer.before_batch',
                                                                                                                      'fastdist/callbacks/data_parallel.py'),
                                                   'fastdist.callbacks.data_parallel.ParallelTrainer.before_fit': ( 'callbacks/data_parallel.html#paralleltrainer.before_fit',

@@ -86,7 +86,4 @@ def close(self:ParallelTrainer):
     if self.proxy is not None: self.proxy.restore()
     self.proxy = self.wrapped = None
 
-@patch
-def after_fit(self:ParallelTrainer):
-    "Drop the wrapper"
-    self.close()
+ParallelTrainer.after_fit = ParallelTrainer.close
