@@ -3452,6 +3452,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                         'fastdist/trainer/trainer.py'),
                                           'fastdist.trainer.trainer.DistributedTrainer._show_in_rank0': ( 'trainer/trainer.html#distributedtrainer._show_in_rank0',
                                                                                                           'fastdist/trainer/trainer.py'),
+                                          'fastdist.trainer.trainer.DistributedTrainer.accelerator': ( 'trainer/trainer.html#distributedtrainer.accelerator',
+                                                                                                       'fastdist/trainer/trainer.py'),
                                           'fastdist.trainer.trainer.DistributedTrainer.after_batch': ( 'trainer/trainer.html#distributedtrainer.after_batch',
                                                                                                        'fastdist/trainer/trainer.py'),
                                           'fastdist.trainer.trainer.DistributedTrainer.after_cancel_step': ( 'trainer/trainer.html#distributedtrainer.after_cancel_step',

@@ -9,6 +9,7 @@ __all__ = ['DistributedTrainer']
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Literal
 
+from accelerate import Accelerator
 from fastai.basics import *
 from ..callbacks.activation_stats import ActivationStats, gather_stats
 from ..callbacks.data_parallel import ParallelTrainer
@@ -38,7 +39,7 @@ from .hooks import StrategyHooks
 from .step import TrainingStep
 from .undone import UndoneCallback
 from ..world.process_group import init_group, teardown_distrib
-from ..world.ranks import get_rank, get_world_size, use_cpu
+from ..world.ranks import get_device, get_rank, get_world_size, use_cpu
 
 # %% ../../nbs/trainer/09_trainer.ipynb #83db08b8
 class DistributedTrainer(ArgumentSteps):
@@ -65,6 +66,13 @@ class DistributedTrainer(ArgumentSteps):
         self.hypers = self.seen = self.own = None
         self.trains = None # the loader of the epoch, while that is trained
         self.asked = {} # of the next evaluation, by `get_preds`: see `Evaluation`
+
+# %% ../../nbs/trainer/09_trainer.ipynb #6261f72b
+@patch(as_prop=True)
+def accelerator(self:DistributedTrainer):
+    "Accelerate's view of this worker, which fastai's trainer has by this name. Made when a script asks for it: nothing here does"
+    if '_accelerator' not in vars(self): self._accelerator = Accelerator(cpu=get_device().type=='cpu')
+    return self._accelerator
 
 # %% ../../nbs/trainer/09_trainer.ipynb #6c8451da
 @patch

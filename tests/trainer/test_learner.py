@@ -68,6 +68,20 @@ def test_callback_alone(world2):
     for w1, n in world2(one_context_per_way, True): assert diff(w, w1) < 2e-7 and n == 5
 
 
+def accelerators():
+    "What a script of fastai.distributed's asks its trainer's `Accelerator`; each trainer has one"
+    learn = quiet(learner(n=22, bs=5))
+    with in_ctx(learn, True):
+        acc = learn.distributed_trainer.accelerator
+        learn.fit(1)
+        assert learn.distributed_trainer.accelerator is acc
+        acc.wait_for_everyone()
+        return acc.process_index, acc.num_processes, acc.gather(torch.tensor([acc.process_index])).tolist()
+
+
+def test_accelerator(world2): assert world2(accelerators) == [(0, 2, [0, 1]), (1, 2, [0, 1])]
+
+
 def lr_find(distrib, bs=5, **ctx):
     import tempfile
     with tempfile.TemporaryDirectory() as tmp:
