@@ -12,12 +12,12 @@ from dataclasses import asdict,dataclass,field
 import torch
 import torch.distributed as dist
 from fastcore.basics import patch
-from .watchdog import Beat, collectives_begun, find_ended
-from ..world.errors import Failure
+from .watchdog import Beat, collectives_begun, ended, failure_at
+from ..world.errors import Failure, has_ended
 from ..world.process_group import shared_store
 from ..world.records import Records
 from ..world.secret import signed_json
-from ..world.ranks import get_rank, get_world_size
+from ..world.ranks import get_rank, get_world_size, host_name
 from ..world.store import base_store
 
 # %% ../../nbs/fault/04_reports.ipynb #d362cc1c
@@ -89,10 +89,10 @@ def _publish_failure(self:Reports, s, f):
 # %% ../../nbs/fault/04_reports.ipynb #137e06b4
 @patch
 def others(self:Reports):
-    "What other ranks, 64 at most, were doing a moment ago: the fields of a `RankState` each; nothing if the store does not reply"
+    "What other ranks, 64 at most, were doing a moment ago: the `state` of each; nothing if the store does not reply"
     if time.monotonic()-self.ok > 2: return []
     keys = [f'beat/{r}' for r in range(min(self.size, 64)) if r!=self.rank]
-    return [vars(b.state()) for b in self._try(lambda: self.records.get_all(keys, Beat)) or () if b is not None]
+    return [b.state() for b in self._try(lambda: self.records.get_all(keys, Beat)) or () if b is not None]
 
 # %% ../../nbs/fault/04_reports.ipynb #b534a7a4
 @patch
@@ -108,7 +108,11 @@ def note_ended(self:Reports, s # `Scope`
 def _gone(self:Reports):
     "The `Failure` of a rank that has ended, or left, without a report; `None` if all are there"
     ranks = [r for r in range(self.size) if r!=self.rank]
-    def beats():
-        found = self._try(lambda: self.records.get_all([f'beat/{r}' for r in ranks], Beat))
-        return dict(zip(ranks, found or [None]*len(ranks)))
-    return find_ended(beats, 15*self.tick)
+    def beats(): return self._try(lambda: self.records.get_all([f'beat/{r}' for r in ranks], Beat)) or [None]*len(ranks)
+    before = beats()
+    time.sleep(15*self.tick) # in which a heartbeat goes on
+    for r,old,b in zip(ranks, before, beats()):
+        if b is None or b.follows: continue
+        if b.left: return failure_at(b, r, 'ended', f"does not take part any more: {b.left}")
+        # one that is stopped has no heartbeat either
+        if old is not None and old.n==b.n and (b.host!=host_name() or has_ended(b)): return ended(b, r)

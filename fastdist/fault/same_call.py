@@ -9,9 +9,8 @@ __all__ = ['gone_on', 'all_at', 'after_rank0']
 import hashlib,threading,time
 from collections import Counter
 
-from .monitor import Beat
 from .supervisor import monitor
-from .watchdog import frame_text, own_beat, stack_of, user_frames
+from .watchdog import Beat, frame_text, own_beat, stack_of, user_frames
 from ..world.errors import has_ended
 from ..world.ranks import get_rank, is_master
 from ..world.state import current_world
@@ -65,8 +64,8 @@ def all_at(what # A call that all ranks have to make, in words
     "Wait until all ranks are at `what`. A `RuntimeError` says where a rank is that has gone on without it"
     b = gone_on(what)
     if b is None: return
-    at,lines = b.state(),[*user_frames(b.stack),*b.stack,['?',0,'?']]
-    where = b.left or ('its process has ended' if has_ended(b) else f'it is at {at.call}, {frame_text(lines[0])}')
+    call,lines = b.state()['call'],[*user_frames(b.stack),*b.stack,['?',0,'?']]
+    where = b.left or ('its process has ended' if has_ended(b) else f'it is at {call}, {frame_text(lines[0])}')
     raise RuntimeError(f"rank {get_rank()}: {what} needs all workers, as each has a part of what is saved, and rank {b.rank} "
                        f"does not make the call: {where}. Call it in all workers")
 

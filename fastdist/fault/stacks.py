@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Stacks', 'ask_stack', 'ask_children', 'ask_late', 'end_stopped', 'end_stopped_children', 'end_with_children',
-           'begin_loader_process', 'crashes', 'dump_collectives', 'tell_collectives']
+           'begin_loader_process', 'crashes', 'tell_collectives']
 
 # %% ../../nbs/fault/02_stacks.ipynb #8554efed
 import ctypes,faulthandler,os,re,signal,sys,time,traceback
@@ -12,8 +12,8 @@ from contextlib import suppress
 from functools import partial
 from multiprocessing import queues
 
-import psutil, torch
-from .watchdog import user_frames
+import psutil
+from .watchdog import recorders, user_frames
 from ..world.errors import shorten, write_record_of
 from ..world.ranks import host_name
 from ..world.store import wait_until
@@ -35,7 +35,7 @@ class Stacks:
         self.fd,self.by_user = None,faulthandler.is_enabled()
         if not self.by_user: faulthandler.enable(file=2) # the standard error that the launcher reads, whatever `sys.stderr` is now
         if not _can_be_asked(): return # a user has handlers of these signals
-        self.fd,self.pid = os.memfd_create(_name),os.getpid()
+        self.fd = os.memfd_create(_name)
         faulthandler.register(_ask, file=self.fd, all_threads=True)
         libc = ctypes.CDLL(None)
         libc.signal(_ask_stopped, libc.pause) # what `chain` calls when the stack is written
@@ -179,22 +179,15 @@ def crashes(stacks # `Stacks` of this process
     return '' if at < 0 else shorten(re.sub(r'(?m)^Extension modules:.*\n?', '', text[at:]), lines=60).rstrip()
 
 # %% ../../nbs/fault/02_stacks.ipynb #224f37a3
-def dump_collectives(rank, # Of this process
-                     folder=None, # By default that of the logs, where a launcher of fastdist's has said which
-                    ):
-    "Write into `folder` what torch's recorders know of this rank's last collectives, as JSON; returns the files"
-    folder,files = folder or os.environ.get('FASTDIST_RUN_LOGS'),[]
-    for o,nm in (('gloo','fr'),('nccl','nccl')) if folder else ():
-        dump = getattr(torch._C._distributed_c10d, f'_dump_{nm}_trace_json', None)
-        text = dump() if dump else b''
-        if b'"profiling_name"' not in text: continue # nothing has been called
-        files.append(os.path.join(folder, f'{o}_rank{rank}.json'))
-        with open(os.open(files[-1], os.O_WRONLY|os.O_CREAT|os.O_TRUNC, 0o600), 'wb') as f: f.write(text)
-    return files
-
 def tell_collectives(rank # Of this process
                     ):
-    "Write them, and print where"
-    try: files = dump_collectives(rank)
+    "Write what torch's recorders know of this rank's last collectives beside the logs, if a launcher has said where these are; print where"
+    folder,files = os.environ.get('FASTDIST_RUN_LOGS'),[]
+    try:
+        for o,dump in recorders().items() if folder else ():
+            text = dump()
+            if b'"profiling_name"' not in text: continue # nothing has been called
+            files.append(os.path.join(folder, f'{o}_rank{rank}.json'))
+            with open(os.open(files[-1], os.O_WRONLY|os.O_CREAT|os.O_TRUNC, 0o600), 'wb') as f: f.write(text)
     except Exception as e: return print(f"fastdist: rank {rank} could not write what it has called: {e}", file=sys.stderr, flush=True)
     if files: print(f"fastdist: what rank {rank} has called last is in {' and '.join(files)}", file=sys.stderr, flush=True)

@@ -30,7 +30,7 @@ class Failure:
     file:str='' # Where it was raised; of a rank that stalled, where it is
     line:int=None # In `file`
     function:str='' # In `file`
-    others:list=field(default_factory=list) # What other ranks were doing: a `dict` each, of the fields of `RankState`
+    others:list=field(default_factory=list) # What other ranks were doing: a `dict` each, of `Beat.state`
     pid:int=None # Process of the rank
     module:str='' # Of the exception's class
     args:list=None # From which the exception can be made again; `None` if they are more than numbers and strings
