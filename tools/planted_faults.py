@@ -137,7 +137,7 @@ FAULTS = [Fault(*o) for o in [
      'if self.in_scope: # the context undoes it', 'if True:',
      ['tests/fault/test_begins_and_ends.py::test_one_fails_as_it_begins[2-_share_loaders-to_distributed-zero1]']),
     ('ctrl-c-dropped', 'P2', "a Ctrl-C that comes while a context begins is dropped",
-     'if self.held: raise KeyboardInterrupt\n', 'pass\n',
+     'if self.pop(): raise KeyboardInterrupt\n', 'self.pop()\n',
      ['tests/fault/test_begins_and_ends.py::test_ctrl_c_as_it_begins[3-_share_loaders-zero2]']),
     ('waits-for-the-dead', 'P2', "who survives waits for one that was killed, to gather its shards",
      "def lacks(): return store.check(['away']) or some_ended()", 'def lacks(): return False',

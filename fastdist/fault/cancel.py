@@ -6,7 +6,7 @@
 __all__ = ['cancels', 'may_cancel', 'Decisions']
 
 # %% ../../nbs/fault/08_cancel.ipynb #026677e9
-import hashlib,time
+import hashlib
 from collections import Counter,defaultdict
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -84,8 +84,8 @@ class Decisions:
 # %% ../../nbs/fault/08_cancel.ipynb #c2bf4a9b
 @patch(as_prop=True)
 def interrupted(self:Decisions):
-    "When Ctrl-C was pressed that is kept; 0 if it was not"
-    return self.interrupts.held
+    "Was Ctrl-C pressed, which is kept until all ranks can end together?"
+    return self.interrupts.holds and self.interrupts.held
 
 @patch
 def agree(self:Decisions, code=0, # 1 to 7 for a Cancel exception, 8 for `KeyboardInterrupt`, -1 at another call
@@ -228,7 +228,7 @@ def _callbacks(self:Decisions, event):
 def _undecided(self:Decisions, cb, event, e):
     "An exception of a callback after which the ranks do not agree"
     if isinstance(e, KeyboardInterrupt) and _library(cb)!='fastdist' and self.interrupts.holds and not self.interrupted:
-        self.interrupts.held = time.monotonic() # the others learn of it soon
+        self.interrupts.held = True # the others learn of it soon
     elif isinstance(e, KeyboardInterrupt) or self.inner or _library(cb) in _libraries: raise e
     elif self.has_all(cb) and gone_on(f'{_name(cb)}.{event}') is None: self._raise_in_all(e)
     else:

@@ -32,16 +32,14 @@ class Interrupts:
         self.in_scope = in_scope
         self.last = None # when it was pressed last, as of `time.monotonic`
         self.holds = False # is the next one kept?
-        self.held = 0. # when the one was pressed that is kept; 0 if none was
-        self.pending = None # a `KeyboardInterrupt` for the end of the scope, or what holds Ctrl-C next
+        self.held = False # has one been kept, for the end of the context that holds it, or of the scope?
 
     def handle(self, _, frame):
         "Handle SIGINT: raise `KeyboardInterrupt`, or keep it"
         now = time.monotonic()
         if self.last is not None and now-self.last < self.pause: return
         self.last = now
-        if self.holds and not self.held: self.held = now
-        elif self.in_scope() and is_ending(frame): self.pending = KeyboardInterrupt()
+        if self.holds and not self.held or self.in_scope() and is_ending(frame): self.held = True
         else: raise KeyboardInterrupt
 
 # %% ../../nbs/fault/01_interrupt.ipynb #4bafad01
@@ -68,26 +66,27 @@ def take(self:Interrupts):
 
 @patch
 def pop(self:Interrupts):
-    "The `KeyboardInterrupt` that has been kept, if there is one"
-    res,self.pending = self.pending,None
+    "Has one been kept that no context holds? Then whoever asks raises it"
+    res = self.held and not self.holds
+    if res: self.held = False
     return res
 
 # %% ../../nbs/fault/01_interrupt.ipynb #1e3ad74b
 @patch
 @contextmanager
 def hold(self:Interrupts):
-    "Keep the first Ctrl-C until the end of this context; `held` says when it was pressed. A second one, seconds later, counts at once"
+    "Keep the first Ctrl-C until the end of this context; `held` says that there was one. A second one, seconds later, counts at once"
     if self.holds: # by a context around this one
-        yield self
+        yield
         return
-    self.holds,self.held,self.last = True,0. if self.pop() is None else time.monotonic(),None
+    self.holds,self.last = True,None
     try:
         with handler_kept():
             self.take()
-            yield self
+            yield
             self.holds = False # the next one raises by itself
-            if self.held: raise KeyboardInterrupt
-    except Exception as e: # such as that of loader processes, which Ctrl-C has ended
-        if self.held: raise KeyboardInterrupt from e
+            if self.pop(): raise KeyboardInterrupt
+    except BaseException as e:
+        self.holds = False
+        if self.pop() and isinstance(e, Exception): raise KeyboardInterrupt from e # it has ended loader processes, say
         raise
-    finally: self.holds,self.held = False,0.

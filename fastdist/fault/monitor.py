@@ -305,7 +305,7 @@ def cause_of(self:Monitor, e, # The exception that this rank sees
             ):
     "The exception that another rank's failure is to be raised as, if `e` only follows from it"
     if isinstance(e, (RemoteError,KeyboardInterrupt)): return
-    if self.interrupts.pending is not None: return self.interrupts.pop()
+    if self.interrupts.pop(): return KeyboardInterrupt()
     if s.failure is not None: return s.failure.as_error()
     if not of_group(e): return
     keys = [o.key for o in (s,s.within,self.job) if o is not None]
@@ -336,7 +336,7 @@ def _uncaught(self:Monitor, typ, e, tb):
     if running_monitor() not in (None,self) or self.pid!=os.getpid(): return self.old_hook(typ, e, tb)
     if self.in_main: signal.signal(signal.SIGINT, signal.SIG_IGN) # it ends
     other = self.cause_of(e, self.job) or (e if isinstance(e, RemoteError) else None)
-    if isinstance(e, KeyboardInterrupt) or isinstance(other, KeyboardInterrupt) or self.interrupts.pending is not None:
+    if isinstance(e, KeyboardInterrupt) or isinstance(other, KeyboardInterrupt) or self.interrupts.held:
         if self.rank==0: print("fastdist: stopped by Ctrl-C", file=sys.stderr, flush=True)
     elif other is None:
         self.old_hook(typ, light_error(e), tb)
@@ -351,7 +351,7 @@ def _uncaught(self:Monitor, typ, e, tb):
 @patch
 def start(self:Monitor):
     "Watch from now on, until the process group goes"
-    self.in_main = threading.current_thread() is threading.main_thread() and hasattr(signal, 'SIGURG')
+    self.in_main = threading.current_thread() is threading.main_thread()
     if self.in_main:
         self.old_handler,self.old_hook = signal.signal(signal.SIGURG, self._on_signal),sys.excepthook
         sys.excepthook = self._uncaught

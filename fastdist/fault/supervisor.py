@@ -8,7 +8,7 @@ __all__ = ['watchdog_time', 'monitor', 'check_watchdog', 'scope', 'interrupt_def
 
 # %% ../../nbs/fault/06_supervisor.ipynb #c270c637
 import os
-from contextlib import contextmanager
+from contextlib import contextmanager,nullcontext
 
 import torch
 import torch.distributed as dist
@@ -68,7 +68,7 @@ def scope(watchdog # Seconds, or `None`
         rejoin()
         m.leave(s)
         if s.failure is not None: raise s.failure.as_error()
-        if m.interrupts.pending is not None: raise m.interrupts.pop()
+        if m.interrupts.pop(): raise KeyboardInterrupt
     except BaseException as e:
         if m.pid!=os.getpid(): raise # it ends a copy of this process, which is no rank
         m.leave(s)
@@ -78,7 +78,7 @@ def scope(watchdog # Seconds, or `None`
         if m.pid==os.getpid():
             if not s.broken and s.failure is None: m.note_ended(s)
             _close(m, s)
-    if m.interrupts.pending is not None: raise m.interrupts.pop() # since it was looked at above
+    if m.interrupts.pop(): raise KeyboardInterrupt # since it was looked at above
 
 # %% ../../nbs/fault/06_supervisor.ipynb #77323d55
 def _fail(m, s, e):
@@ -109,13 +109,10 @@ def _close(m, s):
     m.scopes.remove(s)
 
 # %% ../../nbs/fault/06_supervisor.ipynb #9332afdb
-@contextmanager
 def interrupt_deferred():
     "A context, of short duration, at whose end a Ctrl-C counts; a second one, seconds later, counts at once"
     m = monitor()
-    if m is None: yield
-    else:
-        with m.interrupts.hold(): yield
+    return nullcontext() if m is None else m.interrupts.hold()
 
 # %% ../../nbs/fault/06_supervisor.ipynb #643b90c1
 def _end_part(m, s):
@@ -189,7 +186,7 @@ def catchable():
         yield
         m.leave(s)
         if s.failure is not None and not s.raised: raise s.failure.as_error()
-        if m.interrupts.pending is not None: raise m.interrupts.pop()
+        if m.interrupts.pop(): raise KeyboardInterrupt
     except Exception as e:
         if m.pid==os.getpid():
             m.leave(s)
