@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import psutil
 from ..env import check_gpus, signals_to_handle
-from .machine import Parser, log_folder, n_cores, n_gpus, nearest, plural, quiet_env, startup_seconds, thread_env, why_cpu
+from .machine import Parser, log_folder, n_cores, n_gpus, nearest, quiet_env, starting, startup_seconds, thread_env, why_cpu
 from .nodes import node_range, own_options, rendezvous, slurm_srun
 from .watch import end_noticed, guarded, notices_shown
 from .processes import end_processes, one_worker, stopped_once, torch_quiet
@@ -83,17 +83,12 @@ def _is_other(a, conf=lambda name: None):
     return mode in ('FSDP','DEEPSPEED','MEGATRON_LM','XLA') or a.use_deepspeed or a.use_fsdp or a.use_megatron_lm or a.tpu
 
 # %% ../../nbs/launch/05_cli.ipynb #9faee408
-def _threads(cores, n):
-    given = os.environ.get('OMP_NUM_THREADS', '1')
-    if given.isdecimal() and int(given): return thread_env(cores, n)
-    raise ValueError(f"OMP_NUM_THREADS={given}: it is the number of threads of each worker: unset it, and the cores are divided among them")
-
 def _worker_env(a, cpu, n, cores, screen):
     "What is added to the environment of the `n` workers here. `screen`: is rank 0 one of them? `None` where nothing is redirected"
     res = dict(ACCELERATE_USE_CPU='true') if cpu else {}
     if 'PYTHONFAULTHANDLER' not in os.environ: res['PYTHONFAULTHANDLER'] = '1' # a crash in C says where in Python it was
     res.update(quiet_env())
-    if a.num_cpu_threads_per_process is None: res.update(_threads(cores, n))
+    if a.num_cpu_threads_per_process is None: res.update(thread_env(cores, n))
     if screen is not None: res['PET_REDIRECTS'] = ','.join(f"{i}:{0 if i==0 and screen else 3}" for i in range(n))
     return res
 
@@ -114,12 +109,10 @@ def _plan_srun(a, rest, srun):
 
 def _summary(a, n, cpu, env, want):
     threads = a.num_cpu_threads_per_process or env.get('OMP_NUM_THREADS') or os.environ['OMP_NUM_THREADS']
-    device = f"the CPU, {threads} thread{'' if str(threads)=='1' else 's'}" if cpu else "one GPU"
-    if n > 1: device += ' each'
     n_nodes,nodes = want['num_machines'],''
-    if n_nodes > 1: nodes = (f" on {a.nnodes if node_range(a) else n_nodes} nodes, "
+    if n_nodes > 1: nodes = (f" on {a.nnodes or n_nodes} nodes, "
                              f"rendezvous at {want['main_process_ip']}:{want['main_process_port']}")
-    return f"starting {plural(n, 'worker')} on {device}{nodes}"
+    return f"{starting(n, cpu, threads)}{nodes}"
 
 # %% ../../nbs/launch/05_cli.ipynb #4fd6c328
 def _check_watch(a, many):
@@ -371,7 +364,7 @@ def read_config(a):
 def _log_to(o, a):
     "The folder of the logs, which is added to the command where it needs one and has none"
     from fastdist.world.private import keep, new_folder
-    if a.log_dir is not None: return log_folder(a.log_dir, '--log-dir')
+    if a.log_dir is not None: return log_folder(a.log_dir, f"--log-dir {a.log_dir or repr('')}")
     if 'PET_REDIRECTS' not in o.env: return
     o.command[2:2] = '--log_dir',(folder := str(new_folder()))
     keep(folder) # until the workers have ended well: those of a launcher that is killed say why
@@ -402,12 +395,10 @@ def main(args # Arguments after `fastdist launch`
     _import_torch()
     a = _parse(args)[1]
     config = read_config(a)
-    try: startup = startup_seconds()
-    except ValueError as e: sys.exit(f"fastdist launch: {e}")
     o = _plan(args, n_gpus(), n_cores(), config)
     if a.dry_run: print(shlex.join(f'{k}={v}' for k,v in o.env.items()), shlex.join(o.command)); return 0
     srun = o.command[0]=='srun'
-    try: folder = None if srun else _log_to(o, a)
+    try: startup,folder = startup_seconds(),None if srun else _log_to(o, a)
     except ValueError as e: sys.exit(f"fastdist launch: {e}")
     logs = f'\nfastdist: logs in {folder}' if folder else ''
     if ':0' in o.env.get('PET_REDIRECTS', ':0'): print(f'fastdist: {o.summary}{logs}', file=sys.stderr, flush=True)

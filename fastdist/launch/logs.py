@@ -14,6 +14,7 @@ from pathlib import Path
 
 from fastcore.basics import patch
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from .machine import plural
 from ..world.errors import shorten
 from ..world.private import keep, new_folder
 
@@ -143,7 +144,7 @@ def _started_again(env, nodes, restarts):
     text = f"a worker has failed, and all are started again (restart {n} of {env.get('TORCHELASTIC_MAX_RESTARTS')})" if n > restarts else ''
     if nodes in (None,now): return text
     begin = f'{text},' if text else 'all workers are started again'
-    return f"{begin} on {now} node{'' if now=='1' else 's'}, {nodes} before: {env['WORLD_SIZE']} in all"
+    return f"{begin} on {plural(now, 'node')}, {nodes} before: {env['WORLD_SIZE']} in all"
 
 # %% ../../nbs/launch/02_logs.ipynb #ed9c701a
 def _redirect(dest, local, files):
@@ -201,11 +202,10 @@ _begins = 'Traceback (most recent call last)','Fatal Python error'
 
 def last_words(file, # A log of stderr
                lines=60, # At most
-               most=2**20, # Bytes of its end that are looked at
               ):
     "The end of a worker's stderr: from the first traceback in its last lines, or a few lines"
     with open(file, 'rb') as f:
-        f.seek(max(0, os.path.getsize(file)-most))
+        f.seek(max(0, os.path.getsize(file)-2**20))
         end = f.read().decode(errors='replace').splitlines()
     # of a crash: all the modules that are written in C, on one line
     text = [re.sub(r'^\[rank\d+\]: ?', '', o) for o in end if not o.startswith('Extension modules: ')][-lines:]

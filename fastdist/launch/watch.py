@@ -11,17 +11,10 @@ from contextlib import contextmanager,suppress
 
 import psutil
 from ..notices import notices_variable
-from .processes import send_signal
+from .processes import has_ended, send_signal
 from ..world.private import job_variable
 
 # %% ../../nbs/launch/03_watch.ipynb #5926516c
-def _show(o, hidden, left):
-    "Show a notice of a rank that is not on the screen itself; the number of those that may still be shown"
-    if left < 1 or not o['text'] or not hidden(o['rank']): return left
-    print(f"fastdist: {o['text']}", file=sys.stderr, flush=True)
-    if left==1: print("fastdist: further notices of workers are in their logs", file=sys.stderr, flush=True)
-    return left-1
-
 def _read_lines(fd, f):
     "Call `f` with each line that comes, until there is an empty one"
     data = b''
@@ -38,19 +31,20 @@ def notices_shown(hidden, # Function of a rank, as text: is what it prints in a 
                   most=20, # Notices
                  ):
     "Show the notices of workers that are started in the block; yields a list that all of them are added to"
-    found,left,(read,write) = [],[most],os.pipe()
+    from accelerate.utils import patch_environment
+    found,shown,(read,write) = [],[],os.pipe()
     def show(line):
-        try: found.append(json.loads(line))
+        try: found.append(o := json.loads(line))
         except ValueError: return # not ours
-        left[0] = _show(found[-1], hidden, left[0])
+        if not o['text'] or not hidden(o['rank']) or len(shown)==most: return
+        shown.append(o)
+        more = '' if len(shown) < most else '\nfastdist: further notices of workers are in their logs'
+        print(f"fastdist: {o['text']}{more}", file=sys.stderr, flush=True)
     t = threading.Thread(target=_read_lines, args=(read,show), daemon=True, name='fastdist notices')
     t.start()
-    old = os.environ.get(notices_variable)
-    os.environ[notices_variable] = f'/proc/{os.getpid()}/fd/{write}'
-    try: yield found
+    try:
+        with patch_environment(**{notices_variable:f'/proc/{os.getpid()}/fd/{write}'}): yield found
     finally:
-        os.environ.pop(notices_variable)
-        if old is not None: os.environ[notices_variable] = old # this launcher is a worker itself
         os.write(write, b'\n\n')
         t.join(2)
         for o in read,write: os.close(o)
@@ -62,14 +56,10 @@ def _ranks(p):
         env = p.environ()
         return int(env['RANK']),int(env['LOCAL_RANK'])
 
-def _runs(p):
-    try: return p.is_running() and p.status()!=psutil.STATUS_ZOMBIE
-    except psutil.Error: return False
-
 def _ended_alone(workers, n, since, now, after):
-    """(ranks that have ended, those that have run on for `after` seconds), of `n` workers, by (rank, local rank);
+    """(ranks that have ended, those that have run on for `after` seconds), of `n` workers, whose processes are by (rank, local rank);
     `None` where that is not so. `since` is for when the first ended"""
-    runs = {o for o,p in workers.items() if _runs(p)}
+    runs = {o for o,pid in workers.items() if not has_ended(pid)}
     if not runs or len(runs)==n: since.clear()
     else: since[:] = since or [now]
     if not runs: workers.clear() # they may be started again
@@ -87,7 +77,7 @@ def end_noticed(n, # Workers that are started here
     stop,workers,since = threading.Event(),{},[]
     def watch():
         while not stop.wait(1):
-            if len(workers) < n: workers.update({o:p for p in psutil.Process().children() if (o := _ranks(p)) is not None})
+            if len(workers) < n: workers.update({o:p.pid for p in psutil.Process().children() if (o := _ranks(p)) is not None})
             found = _ended_alone(workers, n, since, time.monotonic(), after)
             if not found: continue
             one,other = [f"worker{'' if len(o)==1 else 's'} {', '.join(map(str, o))}" for o in found]
@@ -131,6 +121,7 @@ def _guard(read, mark, seconds):
 def guarded(seconds=2, # Time for workers to end by themselves
            ):
     "What is started in the block ends when this process is killed"
+    from accelerate.utils import patch_environment
     mark,(read,write) = secrets.token_hex(8),os.pipe()
     if (pid := os.fork())==0: # forked twice: it is no child of the launcher, which takes its children for workers
         try:
@@ -140,11 +131,8 @@ def guarded(seconds=2, # Time for workers to end by themselves
         finally: os._exit(0)
     os.waitpid(pid, 0)
     os.close(read)
-    old = os.environ.get(job_variable)
-    os.environ[job_variable] = mark
-    try: yield
+    try:
+        with patch_environment(**{job_variable:mark}): yield
     finally:
-        os.environ.pop(job_variable)
-        if old is not None: os.environ[job_variable] = old # of a launcher that has started this one
         with suppress(OSError): os.write(write, b'.')
         os.close(write)

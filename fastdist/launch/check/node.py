@@ -37,14 +37,13 @@ def size(n # Bytes
     return f'{n:.1f} {unit}' if unit!='MiB' and n < 10 else f'{n:.0f} {unit}'
 
 # %% ../../../nbs/launch/check/01_node.ipynb #201fc4dd
-def versions(*more # Packages beside those that fastdist needs
-            ):
+def versions():
     "Version by name, of Python and fastdist too; `missing` where a package is not installed"
     def version(o):
         try: return importlib.metadata.version(o)
         except importlib.metadata.PackageNotFoundError: return 'missing'
-    names = 'torch','fastai','accelerate','fastcore',*more
-    return dict(python=platform.python_version(), **{o:version(o) for o in names}, fastdist=fastdist.__version__)
+    packages = {o:version(o) for o in ('torch','fastai','accelerate','fastcore')}
+    return dict(python=platform.python_version(), **packages, fastdist=fastdist.__version__)
 
 # %% ../../../nbs/launch/check/01_node.ipynb #54f3395c
 def usable_memory(cgroup='/sys/fs/cgroup', # Folder of the container's limits
@@ -197,8 +196,6 @@ def gpu_findings(found, # What `gpus` returns
                    "`nvidia-smi` names the process; end it, or hide the GPU by CUDA_VISIBLE_DEVICES")
 
 # %% ../../../nbs/launch/check/01_node.ipynb #83ccae55
-def _mps_running(env=os.environ): return Path(env.get('CUDA_MPS_PIPE_DIRECTORY', '/tmp/nvidia-mps'), 'control').exists()
-
 def shared_gpu_findings(text=None, # Of `nvidia-smi -L`, which runs by default
                         mps=None, # Does CUDA's multi-process service run? By default it is looked for
                        ):
@@ -209,7 +206,8 @@ def shared_gpu_findings(text=None, # Of `nvidia-smi -L`, which runs by default
         if parts := [o for o in lines[i:j] if o.split()[:1]==['MIG']]:
             yield note(f"{lines[i].partition(':')[0]} is divided by MIG into {plural(len(parts), 'instance')}",
                        "a process sees one of them, and nccl joins no two of one GPU: train with one worker of it, or turn MIG off")
-    if _mps_running() if mps is None else mps: yield note("CUDA's multi-process service (MPS) runs on this machine",
+    if mps is None: mps = Path(os.environ.get('CUDA_MPS_PIPE_DIRECTORY', '/tmp/nvidia-mps'), 'control').exists()
+    if mps: yield note("CUDA's multi-process service (MPS) runs on this machine",
         "processes may share a GPU by it, but not the workers of a run, as nccl joins no two of one GPU: one worker for each GPU")
 
 # %% ../../../nbs/launch/check/01_node.ipynb #ea2170d3

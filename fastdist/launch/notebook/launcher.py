@@ -15,9 +15,9 @@ import torch.distributed as dist
 from fastai.basics import *
 from ...data.rng import rng_state
 from ...env import check_gpus
-from ..machine import log_folder, n_cores, n_gpus, n_threads, plural, quiet_env, thread_env, why_cpu
+from ..machine import log_folder, n_cores, n_gpus, quiet_env, starting, thread_env, why_cpu
 from .serialize import namespace, pack, rich_shell, unpack, why_not
-from .workers import NotebookWorkers
+from .workers import NotebookWorkers, without_frames
 from ..processes import torch_quiet
 from ...world.errors import RemoteError
 from ...world.loopback import loopback_env, loopback_store
@@ -82,7 +82,7 @@ def _pack_call(func, args, kwargs, name):
 # %% ../../../nbs/launch/notebook/04_launcher.ipynb #92732eb9
 def _log_folder(log_dir, undo):
     "A folder for logs; a new one, where none was given, goes with the `ExitStack` undo, unless this process is killed"
-    folder = os.path.abspath(log_folder(new_folder() if log_dir is None else log_dir, 'log_dir'))
+    folder = os.path.abspath(log_folder(new_folder() if log_dir is None else log_dir, f'log_dir={log_dir!r}'))
     if log_dir is None:
         keep(folder)
         undo.callback(shutil.rmtree, folder, ignore_errors=True)
@@ -126,18 +126,11 @@ def _workers(n, cpu, log_dir):
     envs = _worker_envs(n, cpu, 0 if store is None else store.port)
     if rich_shell() is None: envs[0]['COLUMNS'] = str(shutil.get_terminal_size().columns) # a progress bar of text is as wide
     undo = ExitStack()
-    w = NotebookWorkers(n, envs, _log_folder(log_dir, undo), kind)
-    w.store,w.undo = store,undo
-    on = (f"the CPU, {plural(n_threads(n_cores(), n), 'thread')}" if cpu else 'one GPU') + (' each' if n > 1 else '')
-    print(f"fastdist: starting {plural(n, 'worker')} on {on}", file=sys.stderr if rich_shell() is None else sys.stdout, flush=True)
+    w = NotebookWorkers(n, envs, _log_folder(log_dir, undo))
+    w.kind,w.store,w.undo = kind,store,undo
+    threads = envs[0].get('OMP_NUM_THREADS') or os.environ['OMP_NUM_THREADS'] # as the user has chosen
+    print(f"fastdist: {starting(n, cpu, threads)}", file=sys.stderr if rich_shell() is None else sys.stdout, flush=True)
     return w
-
-# %% ../../../nbs/launch/notebook/04_launcher.ipynb #ad46c635
-def _interrupted():
-    "What a notebook shows in one line"
-    res = KeyboardInterrupt('the workers have been ended')
-    res._render_traceback_ = lambda: [f'KeyboardInterrupt: {res}'] # IPython asks for it
-    return res
 
 # %% ../../../nbs/launch/notebook/04_launcher.ipynb #f246ca0f
 def launch_in_notebook(func, # Called in every worker; cells may define it, and what it uses
@@ -159,7 +152,7 @@ def launch_in_notebook(func, # Called in every worker; cells may define it, and 
     except RemoteError as e:
         w.undo.pop_all() # the logs stay
         raise e.with_traceback(None) # the frames of this module help nobody
-    except KeyboardInterrupt: raise _interrupted() from None
+    except KeyboardInterrupt: raise without_frames(KeyboardInterrupt('the workers have been ended')) from None
     finally:
         if w.is_idle(): _kept = w
         else: w.undo.close()

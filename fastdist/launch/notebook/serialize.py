@@ -15,7 +15,7 @@ from ...world.errors import is_library
 # %% ../../../nbs/launch/notebook/00_serialize.ipynb #e930978f
 def _set_state(o, state): vars(o).update(state)
 
-def _own_shell(): return sys.modules['IPython'].get_ipython()
+def _shell(): return getattr(sys.modules.get('IPython'), 'get_ipython', noop)() # IPython's; `None` where there is none
 
 class _Packer(cloudpickle.Pickler):
     "Writes objects to a file, and notes in `sent` what of `ns` has a name there; sends only the name of those that are `known`, by name"
@@ -26,7 +26,7 @@ class _Packer(cloudpickle.Pickler):
     def persistent_id(self, o): return self.known.get(id(o))
 
     def reducer_override(self, o):
-        if isinstance(o, getattr(sys.modules.get('IPython'), 'InteractiveShell', ())): return _own_shell,() # `%time`, `!ls`: the reader's
+        if isinstance(o, getattr(sys.modules.get('IPython'), 'InteractiveShell', ())): return _shell,() # `%time`, `!ls`: the reader's
         # with its file, which cloudpickle 3.1.3 leaves out: a traceback names the cell
         if isinstance(o, types.CodeType): return marshal.loads,(marshal.dumps(o),)
         if isinstance(o, Recorder): return copyreg.__newobj__,(type(o),),vars(o),None,None,_set_state
@@ -57,7 +57,7 @@ class _Unpacker(pickle.Unpickler):
 # %% ../../../nbs/launch/notebook/00_serialize.ipynb #82a477c0
 def rich_shell():
     "IPython's shell, if it shows more than text; else `None`"
-    shell = getattr(sys.modules.get('IPython'), 'get_ipython', noop)()
+    shell = _shell()
     return None if shell is None or type(shell).__name__=='TerminalInteractiveShell' else shell
 
 # %% ../../../nbs/launch/notebook/00_serialize.ipynb #ca7f8869
@@ -72,7 +72,7 @@ def module_files(since # Seconds, as of `time.time`
 # %% ../../../nbs/launch/notebook/00_serialize.ipynb #58d1b8ed
 def namespace():
     "The names that cells, or the script, have defined"
-    shell = getattr(sys.modules.get('IPython'), 'get_ipython', noop)()
+    shell = _shell()
     return vars(sys.modules['__main__']) if shell is None else shell.user_ns
 
 def pack(o, # Anything
