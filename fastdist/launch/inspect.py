@@ -10,7 +10,7 @@ import json,sys
 from pathlib import Path
 
 from ..checkpoint.folder import Checkpoint, DamagedCheckpoint, ForeignCheckpoint, checkpoints
-from .machine import Parser
+from .machine import Parser, digits, plural
 
 # %% ../../nbs/launch/11_inspect.ipynb #f554c261
 def find_checkpoints(path, # Of one checkpoint, or of a folder of them
@@ -30,9 +30,9 @@ def human_size(n # Bytes
               ):
     "As people write it"
     for unit in ('bytes','KB','MB','GB'):
-        if n < 1000: return f'{n:.3g} {unit}' if unit!='bytes' else f'{n} bytes'
+        if n < 999.5: return f'{digits(n)} {unit}'
         n /= 1000
-    return f'{n:.3g} TB'
+    return f'{digits(n)} TB'
 
 def _place(s):
     "Where in the training a checkpoint is"
@@ -48,7 +48,7 @@ def describe(c # `Checkpoint`
     sizes = [o['size'] for o in s['files'].values()]
     rows = dict(place=_place(s), workers=f"{s['workers']}, strategy {s['strategy'] or 'none'}",
                 metrics=', '.join(f'{k} {v:.6g}' for k,v in s['metrics'].items()) or 'none',
-                saved=f"{s['saved']}, by run {s['run']}", size=f'{human_size(sum(sizes))} in {len(sizes)} files',
+                saved=f"{s['saved']}, by run {s['run']}", size=f"{human_size(sum(sizes))} in {plural(len(sizes), 'file')}",
                 versions=', '.join(f'{k} {v}' for k,v in s['versions'].items()))
     return [f'{c.path}', *(f'  {k:9} {v}' for k,v in rows.items())]
 

@@ -15,7 +15,7 @@ from ...comm.objects import all_gather_list, broadcast_object
 from ...fault.supervisor import fail_together
 from .node import cannot_write, fault, interface_findings, node_findings, note, size, versions
 from .report import Silent
-from ..machine import plural
+from ..machine import digits, plural
 from ...world.errors import RemoteError
 from ...world.process_group import init_group, teardown_distrib, world_store
 from ...world.arrival import MissingRanks
@@ -32,10 +32,10 @@ def _spans(ns):
         else: res.append([n, n])
     return ', '.join(f'{a}' if a==b else f'{a}-{b}' for a,b in res)
 
-def _some(names, most=6):
-    "Names of hosts, or the first of them"
+def _some(names):
+    "Names of hosts, or the first six of them"
     names = list(dict.fromkeys(names))
-    return ', '.join(names[:most]) + (f' and {len(names)-most} more' if len(names) > most else '')
+    return ', '.join(names[:6]) + (f' and {len(names)-6} more' if len(names) > 6 else '')
 
 # %% ../../../nbs/launch/check/02_probe.ipynb #b853f700
 def _version_findings(found):
@@ -72,10 +72,10 @@ def _device_findings(found):
     elif len(names) > 1: yield fault(what, "see why some find no GPU (`fastdist check` there), or train all on the CPU with --cpu")
 
 # %% ../../../nbs/launch/check/02_probe.ipynb #e84d013f
-def _clock_findings(found, most=2):
-    "Clocks that differ between hosts by more than `most` seconds; `found` has for each worker its host, and its time"
+def _clock_findings(found):
+    "Clocks that differ between hosts by more than two seconds; `found` has for each worker its host, and its time"
     (first,t0),(last,t1) = min(found, key=lambda o: o[1]),max(found, key=lambda o: o[1])
-    if t1-t0 > most:
+    if t1-t0 > 2:
         yield note(f"the clock of {last} is {t1-t0:.0f} s ahead of that of {first}",
                    "logs and the times of files will mislead; let the nodes set their clocks by NTP")
 
@@ -241,8 +241,8 @@ def _report_all_reduce(report):
         secs = _all_reduce_seconds(mb*10**6, calls)
         speed = mb/1e3/secs
         bus = speed*2*(n-1)/n # what crosses the busiest link
-        report.row('bandwidth', f"{speed:.3g} GB/s, on the bus {bus:.3g} GB/s: all-reduce of {mb} MB in {secs*1e3:.3g} ms")
-    report.row('gradients', f"{4e3*secs:.3g} ms a step for a model of 25 million parameters, less what the backward pass hides")
+        report.row('bandwidth', f"{digits(speed)} GB/s, on the bus {digits(bus)} GB/s: all-reduce of {mb} MB in {digits(secs*1e3)} ms")
+    report.row('gradients', f"{digits(4e3*secs)} ms a step for a model of 25 million parameters, less what the backward pass hides")
 
 def _report_pairs(report, hosts):
     "Measure messages between the first workers of each two nodes; `hosts` has the ranks of each"
@@ -251,7 +251,7 @@ def _report_pairs(report, hosts):
         report.step(f'sending messages between {first[a]} and {first[b]}')
         secs = next(o for o in all_gather_list(_pair_seconds(a, b)) if o)
         speeds[first[a],first[b]] = 25e6/secs
-    for (a,b),v in sorted(speeds.items(), key=lambda o: o[1])[:4]: report.row('node to node', f'{a}, {b}: {v/1e9:.3g} GB/s')
+    for (a,b),v in sorted(speeds.items(), key=lambda o: o[1])[:4]: report.row('node to node', f'{a}, {b}: {digits(v/1e9)} GB/s')
     report.find(_pair_findings(speeds))
 
 # %% ../../../nbs/launch/check/02_probe.ipynb #57f1739c
