@@ -6,7 +6,7 @@ import pytest
 from harness import ROOT, free_port, launched
 from learners import diff
 
-from fastdist.launch.config import check_devices, keys, read_config
+from fastdist.launch.config import keys, read_config
 from fastdist.launch.train import launch_args
 
 DOCNN = ROOT/'examples'/'docnn'
@@ -162,8 +162,11 @@ def test_windows_file(folder):
 
 def test_devices(folder):
     "PyText's rule: 1 turns it off, more than there are is an error, and without a GPU the workers are on the CPU"
-    assert [check_devices(*o) for o in ((1, 0, True), (4, 0, True), (4, 4, True), (5, 4, False))] == ['cpu', 'cpu', 'gpu', 'cpu']
-    with pytest.raises(ValueError, match='5 workers on this machine, which has 4 GPUs, and each needs its own: start 4 at most'): check_devices(5, 4, True)
+    def of(n, gpus, *words): return read_config('c.toml', [f'distributed_world_size={n}', *words], n_gpus=lambda: gpus)
+    for o in ((4, 0), (4, 4, 'precision=fp16'), (5, 4, 'use_cuda_if_available=false')): of(*o)
+    with pytest.raises(SystemExit, match='5 workers on this machine, which has 4 GPUs, and each needs its own: start 4 at most'): of(5, 4)
+    for o in ((4, 0), (4, 4, 'use_cuda_if_available=false')):
+        with pytest.raises(SystemExit, match='workers are on the CPU here'): of(*o, 'precision=fp16')
     asked = []
     c = read_config('c.toml', n_gpus=lambda: asked.append(1))
     assert launch_args(c, ['c.toml']) is None and not asked  # one process needs not know
