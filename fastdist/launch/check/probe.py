@@ -131,16 +131,17 @@ def _all_reduce_seconds(nbytes, n=20):
     return max(all_gather_list(statistics.median(times[3:])))
 
 # %% ../../../nbs/launch/check/02_probe.ipynb #a6169e30
-def _pair_seconds(a, b, nbytes=25*10**6, n=3):
-    "Median seconds of `n` messages from rank `a` to `b`, in these two; `None` in others"
+def _pair_speed(a, b):
+    "Bytes per second, the median of 3 messages between ranks `a` and `b`, in these two; `None` in others"
     if get_rank() not in (a,b): return
-    t,times = torch.zeros(nbytes//4, device=get_device()),[]
-    for _ in range(n+1):
+    nbytes,speeds = 25*10**6,[]
+    t = torch.zeros(nbytes//4, device=get_device())
+    for _ in range(4):
         start = time.perf_counter()
         for f in (dist.send,dist.recv) if get_rank()==a else (dist.recv,dist.send): f(t, a+b-get_rank())
         _sync()
-        times.append((time.perf_counter()-start)/2) # there and back
-    return statistics.median(times[1:])
+        speeds.append(2*nbytes/(time.perf_counter()-start)) # there and back
+    return statistics.median(speeds[1:])
 
 # %% ../../../nbs/launch/check/02_probe.ipynb #9e9144ae
 def _pairs_of(ranks, most=28):
@@ -153,7 +154,7 @@ def _pair_findings(speeds):
     if len(speeds) < 3: return
     typical = statistics.median(speeds.values())
     for (a,b),v in speeds.items():
-        if v < typical/2: yield note(f"{a} and {b} communicate at {v/1e9:.2g} GB/s, where others have {typical/1e9:.2g}",
+        if v < typical/2: yield note(f"{a} and {b} communicate at {digits(v/1e9)} GB/s, where others have {digits(typical/1e9)}",
                                      "one slow link slows all workers; leave one of these nodes out and check again")
 
 # %% ../../../nbs/launch/check/02_probe.ipynb #ea9a7d44
@@ -249,8 +250,7 @@ def _report_pairs(report, hosts):
     first,speeds = {ranks[0]:h for h,ranks in hosts.items()},{}
     for a,b in _pairs_of(list(first)):
         report.step(f'sending messages between {first[a]} and {first[b]}')
-        secs = next(o for o in all_gather_list(_pair_seconds(a, b)) if o)
-        speeds[first[a],first[b]] = 25e6/secs
+        speeds[first[a],first[b]] = next(o for o in all_gather_list(_pair_speed(a, b)) if o)
     for (a,b),v in sorted(speeds.items(), key=lambda o: o[1])[:4]: report.row('node to node', f'{a}, {b}: {digits(v/1e9)} GB/s')
     report.find(_pair_findings(speeds))
 
