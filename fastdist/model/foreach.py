@@ -11,6 +11,7 @@ from functools import partial
 from fastai.basics import *
 from fastai.optimizer import *
 from fastai.optimizer import average_grad,average_sqr_grad,debias # and what is in no `__all__`
+from ..comm.pack import buckets
 
 # %% ../../nbs/model/06_foreach.ipynb #4ceeeffd
 class _Same:
@@ -98,27 +99,16 @@ def _known(cbs):
     return [partial(_foreach[o.func], **o.keywords) for o in parts]
 
 # %% ../../nbs/model/06_foreach.ipynb #c228c8fc
-def _pieces(items):
-    "`items` in lists whose first tensors are small enough together, or are one alone"
-    res,size,most = [],0,_cpu_bytes if items[0][0].device.type=='cpu' else _gpu_bytes
-    for o in items:
-        n = o[0].numel()*o[0].element_size()
-        if res and size+n > most:
-            yield res
-            res,size = [],0
-        res.append(o)
-        size += n
-    if res: yield res
-
 def _groups(opt):
     "The parameters of `opt` that have gradients, as `_Same`"
     for pg,hyper in zip(opt.param_lists, opt.hypers):
         same = defaultdict(list)
         for p in pg:
             s = opt.state[p]
-            if p.grad is not None: same[p.device, p.dtype, s.get('step', 0), s.get('do_wd', True)].append((p.data, p.grad.data, s))
-        for (*_,step,do_wd),items in same.items():
-            for o in _pieces(items): yield _Same(o, dict(step=step, do_wd=do_wd, **hyper))
+            if p.grad is not None: same[p.device, p.dtype, s.get('step', 0), s.get('do_wd', True)].append(p)
+        for (device,_,step,do_wd),ps in same.items():
+            for some in buckets(ps, _cpu_bytes if device.type=='cpu' else _gpu_bytes):
+                yield _Same([(p.data, p.grad.data, opt.state[p]) for p in some], dict(step=step, do_wd=do_wd, **hyper))
 
 # %% ../../nbs/model/06_foreach.ipynb #a30ccdd2
 def _plain(p): # of a subclass of `Tensor` a parameter is of that class

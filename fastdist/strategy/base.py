@@ -14,7 +14,7 @@ from fastai.basics import *
 from torch.nn.parameter import is_lazy
 from ..comm.call import route, same_and_most, same_text, who_has
 from ..comm.objects import all_gather_list, from_rank0
-from ..comm.pack import as_bytes, checksum, tensors_in
+from ..comm.pack import as_bytes, bucket_bytes, checksum, tensors_in
 from ..comm.shards import is_dtensor
 from ..model.batchnorm import GlobalBatchNorm
 from ..model.params import ModelParams
@@ -145,7 +145,7 @@ def _broadcast(ts, # Tensors, in the same order and shapes in all workers
         flat = [as_bytes(t.to(to(t))) for t in some]
         large,small = partition(flat, lambda b: b.nbytes > 2**16) # these as they are, for a copy of them takes memory
         works = [dist.broadcast(b, src=0, async_op=True) for b in large]
-        if small: dist._broadcast_coalesced(dist.group.WORLD, small, 25*2**20, 0)
+        if small: dist._broadcast_coalesced(dist.group.WORLD, small, bucket_bytes, 0)
         for w in works: w.wait()
         for t,b in zip(some, flat):
             if b.data_ptr()!=t.data_ptr(): t.copy_(b.view(t.dtype).view(t.shape))

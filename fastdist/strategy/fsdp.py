@@ -14,10 +14,11 @@ from fastai.basics import *
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from ..comm.call import same_text
+from ..comm.pack import buckets
 from ..comm.shards import local
 from ..model.blocks import units
 from .base import Strategy, check_trainable, unused_error
-from .backward import Backwards, BeforeAdding, average_used, buckets
+from .backward import Backwards, BeforeAdding, average_used
 from .fully_shard import attributes, groups_of, keep_in_place, put_params, put_values, slots_of, take_off
 from .sharding import Rows, explain_shards, gather_group, gather_rows, gathered_at_once, mesh_of, shard_like
 from .sharded_opt import ShardedOptimizer, exchange_params

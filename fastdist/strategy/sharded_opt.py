@@ -14,8 +14,8 @@ from fastai.basics import *
 from fastai.optimizer import *
 from fastai.optimizer import average_grad,average_sqr_grad,debias # and what is in no `__all__`
 from ..model.foreach import ForeachOptimizer
+from ..comm.pack import buckets
 from ..comm.shards import is_dtensor, local
-from .backward import buckets
 from .base import inner_opt
 from .sharding import gather_rows, gathered_at_once, send_rows, shard_like
 from .whole import whole_numbers

@@ -13,8 +13,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from fastai.basics import *
 from torch.distributed.device_mesh import DeviceMesh
-from .backward import buckets
-from ..comm.pack import as_bytes, gather_single, scatter_single
+from ..comm.pack import as_bytes, bucket_bytes, buckets, gather_single, scatter_single
 from ..comm.shards import local
 from ..world.ranks import get_rank
 from ..world.backends import keep_timeout
@@ -158,10 +157,8 @@ def as_view(self:RowMessage):
 def _cuts(t, size, in_place):
     "(i,j) of the messages of one tensor: of 25 MiB each, but for one that is sent from where it is"
     k,row = _chunk(t, size),t.nbytes//len(t)*size
-    n = k if in_place else max(_piece//max(row, 1), 1)
+    n = k if in_place else max(bucket_bytes//max(row, 1), 1)
     return [(i,min(i+n, k)) for i in range(0, k, n)]
-
-_piece = 25*2**20 # bytes
 
 def row_messages(ts, # Tensors with elements, the same shapes in all workers; a number alone is of no use here
                  rows_of, # `Rows`

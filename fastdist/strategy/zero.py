@@ -8,9 +8,10 @@ __all__ = ['ShardedSteps', 'ShardedGradients']
 # %% ../../nbs/strategy/06_zero.ipynb #b31e5017
 import torch.distributed as dist
 from fastai.basics import *
+from ..comm.pack import buckets
 from ..comm.shards import is_dtensor, local
 from .base import Strategy, check_trainable, unused_error
-from .backward import Backwards, BeforeAdding, average_used, buckets, used_elsewhere
+from .backward import Backwards, BeforeAdding, average_used, used_elsewhere
 from .ddp import Replica
 from .sharding import Rows, explain_shards, gather_rows, gathered_at_once, mesh_of, row_messages
 from .sharded_opt import ShardedOptimizer
