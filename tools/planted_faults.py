@@ -36,7 +36,7 @@ FAULTS = [Fault(*o) for o in [
      'def real(r): return max(0, min(hi, n-r*self.size)-lo)', 'def real(r): return hi-lo',
      ['tests/data/test_data.py::test_partition']),
     ('norm-of-a-part', 'P1', "parallel_ctx: batch norm has the statistics of each GPU's part of the batch",
-     'if not self.sync_bn: return', 'return',
+     'in batch_norms(self.replicas[i]) if self.sync_bn else ():', 'in ():',
      ['tests/callbacks/test_data_parallel.py::test_numbers_of_one_gpu[norm-three]']),
     ('evaluated-with-what-is-there', 'P1', "a worker without a batch, where parameters are sharded, makes the forward of what it had last",
      'if gathers and not self.forwards: self._stand_in()', 'if gathers and vars(learn).get("xb") is None: self._stand_in()',

@@ -165,11 +165,6 @@ def _kernel_grads(g, needs, eps, counts, x, weight, bias, mean, invstd, n):
     return _input_grad(g, x, weight, mean, invstd, *(both/n).to(mean.dtype).chunk(2)),gw,gb
 
 # %% ../../nbs/model/03_batchnorm.ipynb #de1329e0
-def _refuse_apart(): raise RuntimeError(
-    f"rank {get_rank()}: a batch norm layer is in training mode in an evaluation, in which workers have batches of their own, so that "
-    "there is no global batch, and running statistics would not be those of one process: let it evaluate (m.eval()), as fastai's "
-    "MCDropoutCallback does, or evaluate after the context")
-
 def _check_count(n, x):
     "A `ValueError` as torch's, if the global batch has one value of each channel"
     msg = f"Expected more than 1 value per channel when training, got input size {tuple(x.shape)} in one worker alone"
@@ -182,18 +177,14 @@ class GlobalBatchNorm(_BatchNorm):
     share = SimpleNamespace(counts=True, empty=False, apart=False, whole=False) # of the batch that goes forward, see `expect`
 
     def forward(self, x):
+        if not self.training: return super().forward(x)
         self._check_input_dim(x)
-        if not self.training: # as torch's layer does it
-            return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, self.running_mean is None, 0., self.eps)
-        compiling,args = torch.compiler.is_compiling(),(x,self.weight,self.bias,self.eps,self.share.counts)
+        compiling = torch.compiler.is_compiling()
         # what one worker does alone leaves the running statistics as all have them
-        if not compiling and current_world().alone: return F.batch_norm(x, None, None, *args[1:3], True, 0., self.eps)
+        if not compiling and current_world().alone: return F.batch_norm(x, None, None, self.weight, self.bias, True, 0., self.eps)
         if self.share.whole and not compiling: return super().forward(x)
-        if self.share.apart: _refuse_apart()
-        y,mean,var,n = _global_norm(*args) if compiling else _norm_by_kernels(*args)
-        # to look at the number is to wait for a GPU
-        if self.share.empty or x.device.type=='cpu' and not compiling: _check_count(n, x)
-        self._update(mean, var, n)
+        y,*stats = _norm_of_all(x, self.weight, self.bias, self.eps)
+        self._update(*stats)
         return y
 
     def __reduce_ex__(self, proto):
@@ -217,6 +208,18 @@ def _norm_by_kernels(x, weight, bias, eps, counts=True):
     w,b = (o if o is None or xa is x else o.to(xa.dtype) for o in (weight,bias))
     y,*stats = _KernelNorm.apply(_dense(xa), w, b, eps, counts)
     return y.to(x.dtype),*stats
+
+def _norm_of_all(x, weight, bias, eps):
+    "`x` with the statistics of the global batch, and these, where it is as `GlobalBatchNorm.share` says; an error where there is none"
+    share,compiling = GlobalBatchNorm.share,torch.compiler.is_compiling()
+    if share.apart: raise RuntimeError(
+        f"rank {get_rank()}: a batch norm layer is in training mode in an evaluation, in which workers have batches of their own, so that "
+        "there is no global batch, and running statistics would not be those of one process: let it evaluate (m.eval()), as fastai's "
+        "MCDropoutCallback does, or evaluate after the context")
+    y,mean,var,n = (_global_norm if compiling else _norm_by_kernels)(x, weight, bias, eps, share.counts)
+    # to look at the number is to wait for a GPU
+    if share.empty or x.device.type=='cpu' and not compiling: _check_count(n, x)
+    return y,mean,var,n
 
 # %% ../../nbs/model/03_batchnorm.ipynb #87723bf1
 def _add_stats(running_mean, running_var, mean, var, n, momentum):
@@ -263,9 +266,7 @@ class _GlobalFunction(TorchFunctionMode):
         if not training: return plain()
         share,compiling = GlobalBatchNorm.share,torch.compiler.is_compiling()
         if share.whole and not compiling: return plain()
-        if share.apart: _refuse_apart()
-        y,mean,var,n = (_global_norm if compiling else _norm_by_kernels)(input, weight, bias, eps, share.counts)
-        if share.empty or input.device.type=='cpu' and not compiling: _check_count(n, input)
+        y,mean,var,n = _norm_of_all(input, weight, bias, eps)
         some = share.counts or compiling or n.item()
         if running_mean is not None and some: _add_stats(running_mean, running_var, mean, var, n, momentum)
         return y

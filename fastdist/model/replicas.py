@@ -101,17 +101,13 @@ def gather(self:ReplicaGroup, i, # Number of the copy that asks
 
 # %% ../../nbs/model/08_replicas.ipynb #b99676fa
 @patch
-def _join(self:ReplicaGroup, i):
-    own_hooks(self.replicas[i])
-    if not self.sync_bn: return
-    for m in batch_norms(self.replicas[i]): m.__class__,m.gather = _replica_class(type(m)),partial(self.gather, i)
-
-@patch
 def run(self:ReplicaGroup, i, # Number of the copy
         *args, **kwargs):
     "Its forward; where it fails those fail that wait for it"
-    self._join(i)
     try:
+        own_hooks(self.replicas[i])
+        for m in batch_norms(self.replicas[i]) if self.sync_bn else ():
+            m.__class__,m.gather = _replica_class(type(m)),partial(self.gather, i)
         with torch.autocast(**self.autocast): return self.replicas[i](*args, **kwargs)
     except Exception as e:
         if self.error is None: self.error = e
