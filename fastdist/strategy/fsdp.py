@@ -20,16 +20,16 @@ from ..model.blocks import units
 from .base import Strategy, check_trainable, unused_error
 from .backward import Backwards, BeforeAdding, average_used
 from .fully_shard import attributes, groups_of, keep_in_place, put_params, put_values, slots_of, take_off
-from .sharding import Rows, explain_shards, gather_group, gather_rows, gathered_at_once, mesh_of, shard_like
-from .sharded_opt import ShardedOptimizer, exchange_params
+from .sharding import explain_shards, gather_group, gather_rows, gathered_at_once, shard_like
+from .zero import _ShardedSteps
 from ..world.errors import refuse
 from ..world.ranks import get_rank
 from ..world.state import current_world
 
 # %% ../../nbs/strategy/08_fsdp.ipynb #5f300806
-class FullyShard(Strategy):
+class FullyShard(_ShardedSteps, Strategy):
     "`'fsdp'`: parameters, gradients and optimizer state sharded over all workers; `'hsdp'`: in each node, and replicated across nodes"
-    shards_params,gathers,moves,splits = True,True,True,('gradients','parameters')
+    shards_params,moves,splits = True,True,('gradients','parameters')
     def __init__(self, shard=None, # Workers that share one model; all, if `None`
                  modules=None, # The parts that are gathered as one, as for `units`; chosen by size, if `None`
                  min_numel=None, # Parameters of the smallest part; as `units` chooses, if `None`
@@ -40,8 +40,8 @@ class FullyShard(Strategy):
                 ):
         store_attr()
         self.name = 'fsdp' if shard is None else 'hsdp'
-        self.sharded,self.undo,self.checked,self.synced,self.ran,self.handles = None,None,False,True,True,[]
-        self.backwards,self.penalized,self.params = Backwards(self),False,[]
+        self.undo,self.checked,self.synced,self.ran,self.handles = None,False,True,True,[]
+        self.backwards,self.penalized = Backwards(self),False
 
     def setup(self, learn, device):
         "Shard the parameters of `learn.model`, and the gradients that they have"
@@ -55,8 +55,6 @@ class FullyShard(Strategy):
 def _divide(self:FullyShard):
     "Which parameters are sharded, and which modules are gathered as one"
     model,ignored = self.model,self.ignored or ()
-    self.mesh = mesh_of(self.device.type, self.shard)
-    self.rows_of = Rows(self.mesh['shard'] if self.mesh.ndim > 1 else self.mesh)
     if isinstance(ignored, str): ignored = [m for n,m in model.named_modules() if re.fullmatch(ignored, n)]
     every,ids = slots_of(model),{id(p) for m in ignored for p in m.parameters()}
     if self.ignored and not ids & {id(p) for p,_ in every}: refuse(
@@ -273,25 +271,6 @@ def on_zero(self:FullyShard):
     for o in self._of_torch() if self.unsynced else ():
         o.unsharded_accumulated_grad = None
         if (p := vars(o).get('_unsharded_param')) is not None: p.grad = None
-
-# %% ../../nbs/strategy/08_fsdp.ipynb #1f10b597
-@patch
-def set_opt(self:FullyShard, opt):
-    "Give `opt` the sharded parameters in place of the whole ones, and shard its state"
-    self._find_loose(opt, [*self.params, *(p for p,_ in self.slots)])
-    if self.sharded is not None and self.sharded.opt is opt: return
-    self.release()
-    if opt is None: return
-    exchange_params(opt, {p:new for (p,_),new in zip(self.slots, self.params)})
-    self.sharded = ShardedOptimizer(opt, self.rows_of, self.on_zero)
-
-@patch
-def release(self:FullyShard, group=None):
-    "Give the optimizer back, with its whole state"
-    sharded,self.sharded = self.sharded,None
-    if sharded is None: return
-    sharded.release(group, self.home)
-    exchange_params(sharded.opt, {new:p for (p,_),new in zip(self.slots, self.params)})
 
 # %% ../../nbs/strategy/08_fsdp.ipynb #a2f03d10
 @patch

@@ -38,13 +38,6 @@ class Rows:
         "This worker's rows of `t`, as a view"
         return t[_rows(len(t), self.size, self.rank)] if t.dim() else t
 
-    def shape(self, whole # Shape of a tensor
-             ):
-        "The shape of this worker's rows"
-        if not len(whole): return whole
-        own = _rows(whole[0], self.size, self.rank)
-        return torch.Size([own.stop-own.start, *whole[1:]])
-
     def as_dtensor(self, part, # This worker's rows
                    shape, # Of the whole
                   ):

@@ -14,29 +14,36 @@ from .base import Strategy, check_trainable, unused_error
 from .backward import Backwards, BeforeAdding, average_used, used_elsewhere
 from .ddp import Replica
 from .sharding import Rows, explain_shards, gather_rows, gathered_at_once, mesh_of, row_messages
-from .sharded_opt import ShardedOptimizer
+from .sharded_opt import ShardedOptimizer, exchange_params
 from ..world.ranks import get_rank
 
 # %% ../../nbs/strategy/06_zero.ipynb #290b1ed8
 class _ShardedSteps:
-    "What ZeRO-1 and ZeRO-2 have in common: whole parameters, and an optimizer for this worker's rows of them"
-    gathers,rows_of,sharded = True,None,None
+    "What strategies have in common whose optimizer steps this worker's rows of the parameters"
+    gathers,rows_of,sharded,shard,home = True,None,None,None,None
+    slots,params = (),() # parameters that are sharded, with their places, and what the optimizer has in place of them
     def setup(self, learn, device):
         super().setup(learn, device)
-        self.rows_of = Rows(mesh_of(device.type))
+        self.mesh = mesh_of(device.type, self.shard)
+        self.rows_of = Rows(self.mesh['shard'] if self.mesh.ndim > 1 else self.mesh)
 
     def set_opt(self, opt):
-        "Shard the steps and the state of `opt`"
-        self._find_loose(opt)
+        "Shard the steps and the state of `opt`, and give it the sharded parameters in place of the whole ones"
+        self._find_loose(opt, [*self.params, *(p for p,_ in self.slots)])
         if self.sharded is not None and self.sharded.opt is opt: return
         self.release()
-        if opt is not None: self.sharded = ShardedOptimizer(opt, self.rows_of, self.on_zero)
+        if opt is None: return
+        exchange_params(opt, {p:new for (p,_),new in zip(self.slots, self.params)})
+        self.sharded = ShardedOptimizer(opt, self.rows_of, self.on_zero)
 
     def release(self, group=None):
-        "Give the optimizer its whole state back"
+        "Give the optimizer back, with its whole state"
         sharded,self.sharded = self.sharded,None
-        if sharded is not None: sharded.release(group)
+        if sharded is None: return
+        sharded.release(group, self.home)
+        exchange_params(sharded.opt, {new:p for (p,_),new in zip(self.slots, self.params)})
 
+# %% ../../nbs/strategy/06_zero.ipynb #fe392e68
 class ShardedSteps(_ShardedSteps, Replica):
     "`'zero1'`: gradients averaged by `DistributedDataParallel`, sharded steps and optimizer state"
     name,splits = 'zero1',('parameters',)
@@ -59,7 +66,7 @@ class _RowSums:
 
     def _done(self, p, mean):
         "`mean` is all that this worker is to have of the gradient of `p`"
-        mean,old = mean.view(self.rows_of.shape(p.shape)),self.kept.pop(p, None)
+        mean,old = mean.view(self.rows_of.of(p.detach()).shape),self.kept.pop(p, None)
         p.grad = self.rows_of.as_dtensor(mean if old is None else old.add_(mean), p.shape)
 
 # %% ../../nbs/strategy/06_zero.ipynb #3a7456ab
@@ -93,6 +100,7 @@ def send(self:_RowSums, ps # Parameters of a bucket, with gradients
 class ShardedGradients(_ShardedSteps, Strategy):
     "`'zero2'`: sharded steps, optimizer state and gradients"
     name,splits = 'zero2',('gradients','parameters')
+    explain = explain_shards
     def __init__(self, handler=None # Accelerate's `DistributedDataParallelKwargs`, of which `find_unused_parameters` counts
                 ):
         self.allows_unused = handler is not None and (handler.find_unused_parameters or handler.static_graph)
@@ -119,11 +127,6 @@ def forward(self:ShardedGradients, sync):
     if self.trained_params()!=self.trained: self.begin_batch(sync)
 
 # %% ../../nbs/strategy/06_zero.ipynb #6d84a432
-@patch
-def explain(self:ShardedGradients, error):
-    "Raise an error that says more, where a gradient is a shard and the user takes it for the whole"
-    explain_shards(self, error)
-
 @patch
 def after_batch(self:ShardedGradients):
     "Backward passes are torch's again"
