@@ -59,15 +59,14 @@ def _recomputed(module, offload):
     return wrap
 
 # %% ../../nbs/model/01_activation_checkpoint.ipynb #a4d1de71
-def _blocks(model): return units(model, min_numel=1, layers=False) or units(model, min_numel=1)
-
 def checkpoint_activations(model, # Model whose parts compute their activations again in the backward pass
                            modules=True, # `True` for a choice by sizes; or a class, its name, a module, a function of one, or a list
                            offload_to_cpu=False, # Keep the parts' inputs in the CPU's memory?
                            arg='modules', # What the argument is called that `modules` comes from
                           ):
     "Compute activations of parts of `model` again in the backward pass, in place of keeping them; returns a function that undoes it"
-    chosen = _blocks(model) if modules is True else select(model, modules, arg)
+    if modules is not True: chosen = select(model, modules, arg)
+    else: chosen = units(model, min_numel=1, layers=False) or units(model, min_numel=1)
     if not chosen: raise ValueError(
         f"rank {get_rank()}: {arg}={modules}: {type(model).__name__} has no parts whose activations could be computed again, "
         "as it has no nn.Sequential or nn.ModuleList: name the modules")

@@ -17,6 +17,11 @@ def _numel(m): return sum(p.numel() for p in m.parameters())
 
 def _runs(m): return type(m).forward is not nn.Module.forward # a list of modules has no forward
 
+def _outermost(model, chosen):
+    "The modules of `model` that are in `chosen`, without those in another, in the order of `model.modules()`"
+    inner = {c for m in chosen for c in m.modules() if c is not m} # one that is in the model twice may be in another at one of them
+    return [m for m in model.modules() if m in chosen and m not in inner]
+
 def _occurrences(model):
     "How often each module is in `model`, and all names of each parameter"
     names = defaultdict(list)
@@ -77,8 +82,7 @@ def select(model, # Model whose modules are chosen
             f"{', '.join(dict.fromkeys(type(m).__name__ for m in every)) or 'no modules inside'}. "
             "Give a class, the name of a class, a module, or a function of one")
         chosen.update(found)
-    inner = {c for m in chosen for c in m.modules() if c is not m}
-    return [m for m in every if m in chosen and m not in inner]
+    return _outermost(model, chosen)
 
 def _show(o): return repr(o) if isinstance(o, (str,tuple)) else getattr(o, '__name__', None) or type(o).__name__
 
@@ -90,10 +94,7 @@ def units(model, # Model to cut
           arg='modules', # What the argument is called that `modules` comes from
          )->list: # Modules in `model`, none in another, in the order of `model.modules()`
     "The parts of `model` that are gathered, sharded, recomputed or compiled as one"
-    if modules is None:
-        res = set(_by_size(model, min_numel, layers))
-        inner = {c for m in res for c in m.modules() if c is not m} # one that is in the model twice may be in another at one of them
-        return [m for m in model.modules() if m in res and m not in inner]
+    if modules is None: return _outermost(model, {*_by_size(model, min_numel, layers)})
     res = [m for m in select(model, modules, arg) if _numel(m)]
     def error(why): return ValueError(f"rank {get_rank()}: {arg}={_show(modules)} means {why}")
     if not res: raise error('only modules without parameters: choose those that have some')

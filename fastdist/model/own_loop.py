@@ -74,21 +74,19 @@ def _fits_loop(dl, it):
     try: yield from it
     finally: dl.fit_on = False
 
-def _ended(end):
-    GlobalBatchNorm.expect()
-    end() # which knows better, in a batch of a fit's
+@contextmanager
+def _own_batch(dl, counts):
+    end = dl.begin_own(counts)
+    GlobalBatchNorm.expect(counts.mine!=0, counts.empty)
+    try: yield
+    finally:
+        GlobalBatchNorm.expect()
+        end() # which knows better, in a batch of a fit's
 
 def _own_loop(dl, it):
     with global_norms() if dl.sync_bn else nullcontext():
-        end = None
-        try:
-            for b,counts in _beside_fit(dl, it):
-                end = dl.begin_own(counts)
-                GlobalBatchNorm.expect(counts.mine!=0, counts.empty)
-                yield b
-                end = _ended(end)
-        finally:
-            if end is not None: _ended(end)
+        for b,counts in _beside_fit(dl, it):
+            with _own_batch(dl, counts): yield b
 
 # %% ../../nbs/model/05_own_loop.ipynb #47a59a4b
 class OwnLoopDL(DistributedDL):

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 from fastai.basics import *
+from ..comm.call import least
 from ..comm.pack import checksum
 from ..world.ranks import get_rank, get_world_size
 from ..world.state import current_world
@@ -35,9 +36,9 @@ def average_buffers(model # Whose buffers have the same names and shapes in all 
     named = [(f'{k}.{o}' if k else o, m, b) for k,m in model.named_modules() if not isinstance(m, _BatchNorm)
              for o,b in m.named_buffers(recurse=False) if b.numel()]
     if not named: return
-    most = torch.tensor([v for *_,b in named for s in (checksum(b),) for v in (s,-s)], device=named[0][2].device)
-    dist.all_reduce(most, dist.ReduceOp.MAX)
-    differ = [o for o,(hi,lo) in zip(named, most.view(-1,2).tolist()) if hi!=-lo]
+    sums = [checksum(b) for *_,b in named]
+    low = least(*sums, *(-s for s in sums))
+    differ = [o for o,lo,hi in zip(named, low, low[len(sums):]) if lo!=-hi]
     for _,_,b in differ:
         if not b.is_floating_point(): continue
         mean = b.detach().double()

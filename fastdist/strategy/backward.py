@@ -20,7 +20,8 @@ class Backwards:
     "Looks after the backward passes of a training batch: tells that of its own loss from any other, and weighs the others"
     def __init__(self, strategy # Its `begin_backward` and `end_backward` are called
                 ):
-        self.strategy,self.loss,self.previous,self.running,self.hook = strategy,None,None,False,None
+        self.strategy,self.previous,self.running,self.hook = strategy,None,False,None
+        self.loss = None # the batch's own, once it has been weighed
         self.recorded = False # has the last pass been recorded itself (create_graph=True)?
 
     def begin_batch(self):
@@ -36,10 +37,6 @@ class Backwards:
         if self.previous is not None: torch.autograd.backward,self.previous = self.previous,None
         if self.hook is not None: self.hook.remove() # which has the strategy, and so would keep the learner's memory
         self.loss,self.running,self.hook = None,False,None
-
-    def watch(self, loss):
-        "Take `loss`, which has been weighed, for the batch's own"
-        self.loss = loss
 
 # %% ../../nbs/strategy/01_backward.ipynb #cc732d2d
 @patch

@@ -138,7 +138,7 @@ def before_backward(self:Replica):
         f"rank {get_rank()}: the forward of this batch did not go through learn.model(...), so its gradients would not be averaged; "
         "call learn.model in `_do_one_batch`, not a part of it")
     self.unsynced = not self.sync
-    self.backwards.watch(self.learn.loss_grad)
+    self.backwards.loss = self.learn.loss_grad
 
 # %% ../../nbs/strategy/03_ddp.ipynb #72d2cad6
 @patch

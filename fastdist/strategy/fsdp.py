@@ -339,7 +339,7 @@ def before_backward(self:FullyShard):
     "Note that the backward of this batch runs, and which loss is its own"
     self.unsynced,self.ran = not self.synced,True
     if self.penalized: self._check_penalty(self.share_scale(added=True))
-    self.backwards.watch(self.learn.loss_grad)
+    self.backwards.loss = self.learn.loss_grad
 
 @patch
 def end_backward(self:FullyShard, own):

@@ -235,15 +235,15 @@ def held(self:_OptRows):
 def _gather(self:_OptRows, group=None, keep=True):
     """Let the optimizer remember whole tensors, in CPU memory where it had rows, or `None`, if they are not to be kept. The set of the
     ids of those that have been gathered; `group` as for `gather_rows`"""
-    found,wholes = self.held(),{}
+    found = self.held()
     for some in buckets(found.values(), gathered_at_once): # those that are not kept are never all there
         ts = gather_rows([o.o for o in some], [o.shape for o in some], self.rows_of, group, 'cpu')
-        wholes.update({id(o.o):t if keep else None for o,t in zip(some, ts)})
+        for o,t in zip(some, ts): o.whole = t if keep else None
     def whole(p, o):
-        if id(o) in found: return wholes[id(found[id(o)].o)]
+        if id(o) in found: return found[id(o)].whole
         return o.full_tensor() if is_dtensor(o) and p.dim() else local(o)
     _each_state(self.opt, whole)
-    return {id(t) for t in wholes.values() if t is not None}
+    return {id(o.whole) for o in found.values()}
 
 # %% ../../nbs/strategy/05_sharded_opt.ipynb #c56342d3
 @patch

@@ -141,7 +141,7 @@ def on_zero(self:ShardedGradients):
 @patch
 def before_backward(self:ShardedGradients):
     "Note which loss is the batch's own"
-    self.backwards.watch(self.learn.loss_grad)
+    self.backwards.loss = self.learn.loss_grad
 
 @patch
 def begin_backward(self:ShardedGradients):
