@@ -2631,6 +2631,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                         'fastdist.strategy.base.inner_opt': ('strategy/base.html#inner_opt', 'fastdist/strategy/base.py'),
                                         'fastdist.strategy.base.needs_closure': ( 'strategy/base.html#needs_closure',
                                                                                   'fastdist/strategy/base.py'),
+                                        'fastdist.strategy.base.put_method': ('strategy/base.html#put_method', 'fastdist/strategy/base.py'),
                                         'fastdist.strategy.base.same_everywhere': ( 'strategy/base.html#same_everywhere',
                                                                                     'fastdist/strategy/base.py'),
                                         'fastdist.strategy.base.state_tensors': ( 'strategy/base.html#state_tensors',

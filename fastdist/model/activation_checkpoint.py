@@ -43,20 +43,18 @@ def _runs(module):
     return _first_run(module, old), _second_run(module, old)
 
 # %% ../../nbs/model/01_activation_checkpoint.ipynb #ae345786
-def _recomputed(module, offload):
-    def wrap(forward):
-        def run(*args, **kwargs):
-            if not (module.training and torch.is_grad_enabled()): return forward(*args, **kwargs)
-            flat,spec = tree_flatten((args, kwargs))
-            def fn(*flat):
-                args,kwargs = tree_unflatten(flat, spec)
-                return forward(*args, **kwargs)
-            # compiled code changes a buffer once, whatever it computes again
-            buffers = {} if torch.compiler.is_compiling() else dict(context_fn=partial(_runs, module))
-            pinned = any(isinstance(o, Tensor) and o.is_cuda for o in flat)
-            with save_on_cpu(pin_memory=pinned) if offload else nullcontext(): return checkpoint(fn, *flat, use_reentrant=False, **buffers)
-        return run
-    return wrap
+def _recomputed(module, offload, forward):
+    def run(*args, **kwargs):
+        if not (module.training and torch.is_grad_enabled()): return forward(*args, **kwargs)
+        flat,spec = tree_flatten((args, kwargs))
+        def fn(*flat):
+            args,kwargs = tree_unflatten(flat, spec)
+            return forward(*args, **kwargs)
+        # compiled code changes a buffer once, whatever it computes again
+        buffers = {} if torch.compiler.is_compiling() else dict(context_fn=partial(_runs, module))
+        pinned = any(isinstance(o, Tensor) and o.is_cuda for o in flat)
+        with save_on_cpu(pin_memory=pinned) if offload else nullcontext(): return checkpoint(fn, *flat, use_reentrant=False, **buffers)
+    return run
 
 # %% ../../nbs/model/01_activation_checkpoint.ipynb #a4d1de71
 def checkpoint_activations(model, # Model whose parts compute their activations again in the backward pass
@@ -70,7 +68,7 @@ def checkpoint_activations(model, # Model whose parts compute their activations 
     if not chosen: raise ValueError(
         f"rank {get_rank()}: {arg}={modules}: {type(model).__name__} has no parts whose activations could be computed again, "
         "as it has no nn.Sequential or nn.ModuleList: name the modules")
-    undos = [wrap_forward(m, _recomputed(m, offload_to_cpu)) for m in chosen]
+    undos = [wrap_forward(m, partial(_recomputed, m, offload_to_cpu)) for m in chosen]
     def undo():
         for f in undos: f()
     return undo

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from fastai.basics import *
-from .base import Strategy, callback_results, check_trainable, needs_closure, unused_error
+from .base import Strategy, callback_results, check_trainable, needs_closure, put_method, unused_error
 from .backward import Backwards, average_grads, average_used
 from .forward_proxy import ForwardProxy
 from ..world.errors import refuse
@@ -199,13 +199,13 @@ def set_opt(self:Replica, opt):
     if self.by_closure is opt: return
     self.release()
     if opt is None or not needs_closure(opt): return
-    self.by_closure,opt.step = opt,partial(self._step, opt.step)
+    self.by_closure,self.own_step = opt,put_method(opt, 'step', partial(self._step, opt.step))
 
 @patch
 def release(self:Replica, group=None):
     "Give the optimizer its own `step` back"
     opt,self.by_closure = self.by_closure,None
-    if opt is not None: del opt.step
+    if opt is not None: self.own_step.remove()
 
 @patch
 def _step(self:Replica, step, closure):

@@ -17,7 +17,7 @@ from ..comm.call import same_text
 from ..comm.pack import buckets
 from ..comm.shards import local
 from ..model.blocks import units
-from .base import Strategy, check_trainable, unused_error
+from .base import Strategy, check_trainable, put_method, unused_error
 from .backward import Backwards, BeforeAdding, average_used
 from .fully_shard import attributes, groups_of, keep_in_place, put_params, put_values, slots_of, take_off
 from .sharding import explain_shards, gather_group, gather_rows, gathered_at_once, shard_like
@@ -200,16 +200,11 @@ def _check_penalty(self:FullyShard, scale):
 def _keep_shards(self:FullyShard):
     "Shards stay in rows, which no other memory format has, and with `cpu_offload` on the CPU"
     model,to = self.model,self.model.to
-    own = vars(model).get('to')
     def in_rows(*args, **kwargs):
         device,dtype,non_blocking,_ = torch._C._nn._parse_to(*args, **kwargs)
         new = {k:o for k,o in dict(dtype=dtype, device=None if self.cpu_offload else device).items() if o is not None}
         return to(**new, non_blocking=non_blocking) if new else model
-    def undo():
-        del model.to
-        if own is not None: model.to = own
-    model.to = in_rows
-    return [SimpleNamespace(remove=undo)]
+    return put_method(model, 'to', in_rows)
 
 # %% ../../nbs/strategy/08_fsdp.ipynb #244a8fd3
 @patch
@@ -235,7 +230,7 @@ def _add_hooks(self:FullyShard):
     self.handles += [p.register_hook(partial(self._penalty, p)) for p in self.params if _may_train(p)] # on a node, it could not be moved
     for p in frozen: p.requires_grad_(False)
     if hasattr(self.model, 'reset'): self.handles += self._wrap_reset()
-    self.handles += self._keep_shards()
+    self.handles.append(self._keep_shards())
     self.handles += [m.register_load_state_dict_pre_hook(self._load_rows) for m in {m for _,owners in self.slots for m,_ in owners}]
 
 # %% ../../nbs/strategy/08_fsdp.ipynb #8d24503e
@@ -247,19 +242,15 @@ def sync_params(self:FullyShard):
 
 @patch
 def _wrap_reset(self:FullyShard):
-    model,inside = self.model,[]
-    own,reset = vars(model).get('reset'),model.reset
+    model,reset,inside = self.model,self.model.reset,[]
     def unsharded_reset(*args, **kwargs):
         if inside: return reset(*args, **kwargs) # in this worker alone, it may be
         for m in (model,*self.parts): m.unshard()
         try: return reset(*args, **kwargs)
         finally: self.sync_params()
-    def undo():
-        del model.reset
-        if own is not None: model.reset = own
-    model.reset = unsharded_reset
     return [model.register_forward_pre_hook(lambda *_: inside.append(1)),
-            model.register_forward_hook(lambda *_: inside.clear(), always_call=True), SimpleNamespace(remove=undo)]
+            model.register_forward_hook(lambda *_: inside.clear(), always_call=True),
+            put_method(model, 'reset', unsharded_reset)]
 
 # %% ../../nbs/strategy/08_fsdp.ipynb #f1983264
 @patch
