@@ -6,7 +6,7 @@
 __all__ = ['checkpoint_activations']
 
 # %% ../../nbs/model/01_activation_checkpoint.ipynb #fceab0ad
-from contextlib import contextmanager,nullcontext
+from contextlib import ExitStack,contextmanager,nullcontext
 from functools import partial
 from torch.autograd.graph import save_on_cpu
 from torch.nn.modules.batchnorm import _NormBase
@@ -68,7 +68,6 @@ def checkpoint_activations(model, # Model whose parts compute their activations 
     if not chosen: raise ValueError(
         f"rank {get_rank()}: {arg}={modules}: {type(model).__name__} has no parts whose activations could be computed again, "
         "as it has no nn.Sequential or nn.ModuleList: name the modules")
-    undos = [wrap_forward(m, partial(_recomputed, m, offload_to_cpu)) for m in chosen]
-    def undo():
-        for f in undos: f()
-    return undo
+    undo = ExitStack()
+    for m in chosen: undo.callback(wrap_forward(m, partial(_recomputed, m, offload_to_cpu)))
+    return undo.close

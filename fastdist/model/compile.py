@@ -7,7 +7,7 @@ __all__ = ['GraphSteps', 'compile_model']
 
 # %% ../../nbs/model/02_compile.ipynb #09504462
 import sys
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from inspect import signature
 from torch.nn.parallel import DistributedDataParallel, DataParallel
@@ -81,23 +81,21 @@ def _in_order():
     try: yield
     finally: set_lru(True)
 
-def _compiled(code):
-    "What goes around a forward, as `wrap_forward` takes it, to compile it by `_Code` `code` in its first call"
-    def wrap(forward):
-        fns = {} # by forward: a module's class may change, and another class has another
-        def run(*args, **kwargs):
-            # of what one worker does alone nothing is sent; compiled code sends, as for batch norm
-            if current_world().alone: return forward(*args, **kwargs)
-            f = forward.plain()
-            key = getattr(f, '__func__', f)
-            with _in_order():
-                if key in fns: return fns[key](*args, **kwargs)
-                c = code(f)
-                res = code.first(c, *args, **kwargs)
-            fns[key] = c
-            return res
-        return run
-    return wrap
+def _compiled(code, forward):
+    "`forward`, which `wrap_forward` gives, compiled by `_Code` `code` in its first call"
+    fns = {} # by forward: a module's class may change, and another class has another
+    def run(*args, **kwargs):
+        # of what one worker does alone nothing is sent; compiled code sends, as for batch norm
+        if current_world().alone: return forward(*args, **kwargs)
+        f = forward.plain()
+        key = getattr(f, '__func__', f)
+        with _in_order():
+            if key in fns: return fns[key](*args, **kwargs)
+            c = code(f)
+            res = code.first(c, *args, **kwargs)
+        fns[key] = c
+        return res
+    return run
 
 # %% ../../nbs/model/02_compile.ipynb #074482f5
 def _compile_kwargs(plugin):
@@ -153,14 +151,12 @@ def compile_model(model, # Model, sharded and recomputed already if it is going 
     kwargs = _compile_kwargs(plugin)
     if kwargs is None: return noop
     names = {m:n for n,m in model.named_modules()}
-    codes,undos = {},[]
+    codes,undo = {},ExitStack()
+    # graphs keep their memory, and a group of nccl's waits at its end for those that have its collectives, as batch norm's
+    if _reuses_memory(kwargs): undo.callback(torch.compiler.reset)
     for m in _regions(model, plugin.use_regional_compilation):
         k = _kind(m)
         if k not in codes: codes[k] = _Code(kwargs, f"{names[m] or 'the model'}, a {type(m).__name__}")
-        undos.append(wrap_forward(m, _compiled(codes[k]), inner=True))
-    if _reuses_memory(kwargs): undos.append(wrap_forward(model, _kept))
-    def undo():
-        for f in undos: f()
-        # graphs keep their memory, and a group of nccl's waits at its end for those that have its collectives, as batch norm's
-        if _reuses_memory(kwargs): torch.compiler.reset()
-    return undo
+        undo.callback(wrap_forward(m, partial(_compiled, codes[k]), inner=True))
+    if _reuses_memory(kwargs): undo.callback(wrap_forward(model, _kept))
+    return undo.close

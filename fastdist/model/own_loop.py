@@ -6,7 +6,7 @@
 __all__ = ['global_norms', 'OwnLoopDL']
 
 # %% ../../nbs/model/05_own_loop.ipynb #dfbac84e
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from weakref import WeakSet
 
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -19,17 +19,14 @@ from .batchnorm import GlobalBatchNorm, batch_norms, sync_batch_norm
 @contextmanager
 def global_norms():
     "In a block, the batch norm layers of any model that is called in training take their statistics from the global batch"
-    seen,undo = WeakSet(),[]
+    seen,undo = WeakSet(),ExitStack()
     def sync(m, _):
         if not m.training or m in seen: return
         seen.update(m.modules()) # the outermost one comes first
         # those of the learner's own model are global already, and may have a class of torch's that shards them
-        if not all(isinstance(o, GlobalBatchNorm) for o in batch_norms(m)): undo.append(sync_batch_norm(m))
-    hook = register_module_forward_pre_hook(sync)
-    try: yield
-    finally:
-        hook.remove()
-        for f in undo: f()
+        if not all(isinstance(o, GlobalBatchNorm) for o in batch_norms(m)): undo.callback(sync_batch_norm(m))
+    undo.callback(register_module_forward_pre_hook(sync).remove)
+    with undo: yield
 
 # %% ../../nbs/model/05_own_loop.ipynb #fb334345
 def _places(dl):

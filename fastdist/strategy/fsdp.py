@@ -220,14 +220,11 @@ def _after(self:FullyShard, p):
 
 @patch
 def _add_hooks(self:FullyShard):
-    for p in filter(_may_train, self.replicated):
-        needs = p.requires_grad
-        p.requires_grad_() # torch puts none on a frozen one, which may be unfrozen later
-        self.handles += [BeforeAdding([p], self._before), p.register_post_accumulate_grad_hook(self._after)]
-        p.requires_grad_(needs)
-    frozen = [p for p in self.params if _may_train(p) and not p.requires_grad]
-    for p in frozen: p.requires_grad_()
-    self.handles += [p.register_hook(partial(self._penalty, p)) for p in self.params if _may_train(p)] # on a node, it could not be moved
+    sharded,whole = [[p for p in ps if _may_train(p)] for ps in (self.params,self.replicated)]
+    frozen = [p for p in (*sharded,*whole) if not p.requires_grad]
+    for p in frozen: p.requires_grad_() # torch puts no hook on a frozen one, which may be unfrozen later
+    self.handles += [BeforeAdding(whole, self._before), *(p.register_post_accumulate_grad_hook(self._after) for p in whole)]
+    self.handles += [p.register_hook(partial(self._penalty, p)) for p in sharded] # on a node, it could not be moved
     for p in frozen: p.requires_grad_(False)
     if hasattr(self.model, 'reset'): self.handles += self._wrap_reset()
     self.handles.append(self._keep_shards())
@@ -346,8 +343,7 @@ def average(self:FullyShard):
     self.unsynced,self.synced = False,True
     self.model.set_requires_gradient_sync(True)
     for p in self.replicated:
-        if p.grad is None: continue
-        self._after(p)
+        if p.grad is not None: self._after(p)
     average_used(self.loose)
     # What torch does at the end of a backward pass has no public name in all of its versions
     root = fully_shard.state(self.model)
@@ -386,14 +382,14 @@ def _gather_params(self:FullyShard, group):
 @patch
 def _unshard_model(self:FullyShard):
     undo,self.undo,modules = self.undo,None,(self.model,*self.parts)
-    groups,states = {m:groups_of(m) for m in modules},[fully_shard.state(m) for m in modules]
-    gathered = {id(getattr(o, '_unsharded_param', None)) for m in modules for g in groups[m] for o in g.fsdp_params}
+    of_torch = [*(g for m in modules for g in groups_of(m)), *map(fully_shard.state, modules)]
+    gathered = {id(getattr(o, '_unsharded_param', None)) for o in self._of_torch()}
     # what the user has put in the place of one stays
     def ours(m, n): return n in m._parameters and (isinstance(m._parameters[n], DTensor) or id(m._parameters[n]) in gathered)
     slots = [(p,[o for o in owners if ours(*o)]) for p,owners in self.slots]
     undo()
     # autograd's graph keeps them alive, where the garbage collector does not see it, and they the model and its gradients
-    for o in (*[g for m in modules for g in groups[m]], *states): vars(o).clear()
+    for o in of_torch: vars(o).clear()
     put_params(slots)
     for p,_ in slots: vars(p).pop('_fsdp_orig_uid', None) # torch's
     self.params,self.parts = [],[]
