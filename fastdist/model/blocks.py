@@ -84,7 +84,9 @@ def select(model, # Model whose modules are chosen
         chosen.update(found)
     return _outermost(model, chosen)
 
-def _show(o): return repr(o) if isinstance(o, (str,tuple)) else getattr(o, '__name__', None) or type(o).__name__
+def _show(o):
+    if isinstance(o, list): return f"[{', '.join(map(_show, o))}]"
+    return repr(o) if isinstance(o, (str,tuple)) else getattr(o, '__name__', None) or type(o).__name__
 
 # %% ../../nbs/model/00_blocks.ipynb #c83f566b
 def units(model, # Model to cut

@@ -65,7 +65,7 @@ def _divide(self:FullyShard):
     self.replicated = [p for p,_ in every if not has_rows(p)]
     self.slots = [o for o in every if has_rows(o[0])]
     self.formats = [p.stride() for p,_ in self.slots]
-    self.parts = units(model, self.modules, self.min_numel)
+    self.parts = units(model, self.modules, self.min_numel, arg='fsdp_plugin.transformer_cls_names_to_wrap')
     left = {id(p):i for i,(p,_) in enumerate(self.slots)}
     self.groups = [[left.pop(id(p)) for p in m.parameters() if id(p) in left] for m in (*self.parts,model)]
     self.params = [p for p,_ in self.slots] # and soon `DTensor`s

@@ -43,7 +43,7 @@ def _check_hook(ddp):
 
 # %% ../../nbs/strategy/09_select.ipynb #73da3c95
 _hook_fields = 'comm_hook','comm_wrapper','comm_state_option'
-_takes = dict(ddp=None, zero1=None, zero2=('find_unused_parameters','static_graph')) # `None` stands for all
+_takes = dict(auto=None, ddp=None, zero1=None, zero2=('find_unused_parameters','static_graph')) # `None` stands for all
 
 def check_ddp(ddp, # `DistributedDataParallelKwargs` or `None`
               strategy, # A word, or an object with hooks
@@ -53,8 +53,9 @@ def check_ddp(ddp, # `DistributedDataParallelKwargs` or `None`
     for k in ('check_reduction','dim'):
         if getattr(ddp, k): refuse(k, getattr(ddp, k), "torch does nothing with it any more: leave it out")
     _check_hook(ddp)
-    takes,plain = _takes.get(strategy, ()) if isinstance(strategy, str) else (),DistributedDataParallelKwargs()
-    if strategy=='auto' or takes is None: return
+    takes = _takes.get(strategy, ()) if isinstance(strategy, str) else ()
+    if takes is None: return
+    plain = DistributedDataParallelKwargs()
     name = f'strategy={strategy!r}' if isinstance(strategy, str) else 'a strategy of your own'
     for k in (o.name for o in dataclasses.fields(plain)):
         if k in takes or getattr(ddp, k)==getattr(plain, k): continue

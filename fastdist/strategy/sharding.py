@@ -261,11 +261,10 @@ def gather_rows(parts, # This worker's rows of each tensor
 # %% ../../nbs/strategy/04_sharding.ipynb #6c274410
 def _meeting(name): return dist.PrefixStore(f'fastdist/shards/{name}', current_world().store('shared'))
 
-def gather_group(name, # The same in all workers, and another one each time
-                 seconds=10, # To wait for the others
+def gather_group(name # The same in all workers, and another one each time
                 ):
     "A process group to gather shards in after a failure, or `None` where not all workers are there any more"
-    world,n = current_world(),dist.get_world_size()
+    world,n,seconds = current_world(),dist.get_world_size(),10
     try:
         store = _meeting(name)
         if store.add('here', 1)==n: store.set('all', '')
