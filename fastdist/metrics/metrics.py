@@ -49,7 +49,7 @@ def _has(m, nm, *classes): return any(getattr(type(m), nm) is getattr(c, nm, Non
 def _is_sum(m): return _has(m, 'accumulate', AvgMetric, AvgLoss, LossMetric) and _has(m, 'reset', AvgMetric, AvgLoss)
 def _is_accum(m): return isinstance(m, AccumMetric) and all(_has(m, o, AccumMetric) for o in ('accumulate','accum_values','reset'))
 
-_means = {accuracy, error_rate, top_k_accuracy, accuracy_multi, mse, mae, msle} # over samples: of a batch, it is the mean of its shares
+_means = accuracy,error_rate,top_k_accuracy,accuracy_multi,mse,mae,msle # over samples: of a batch, it is the mean of its shares
 
 def metric_kind(m, # A metric of fastai's, or one's own
                 rows=False, # Was each batch split between all workers, rather than whole batches given to each?

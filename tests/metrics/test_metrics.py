@@ -1,5 +1,6 @@
 "P1 for what is reported: each metric, of any kind, is that of one process"
 import collections, contextlib, itertools, math, warnings
+from dataclasses import dataclass
 
 import pytest, torch
 
@@ -95,6 +96,14 @@ class KeepsLoss(CrossEntropyLossFlat):
         return self.hardest/2
 
 
+@dataclass
+class Within:
+    "A function with a setting, which as a dataclass has no hash"
+    eps: float
+    __name__ = 'within'
+    def __call__(self, pred, targ): return ((pred-targ).abs() < self.eps).float().mean()
+
+
 def batch_worst(pred, targ): return pred.max().abs().sqrt()
 
 
@@ -113,7 +122,7 @@ def kinds():
             BalancedAccuracy(), Perplexity(), LossMetric('hardest'), ValueMetric(lambda: 5e-3, 'value'), AvgMetric(batch_worst), KeepsAll(), MoreThanAnAverage(accuracy), Reads(), LastTarget(), NoReset(), OfCallback(),
             OfStored(lambda p, t: p.float().sum().item(), dim_argmax=-1, name='stored'), Nothing()]),
         masks=(27, (3, 3, 3), lambda: CrossEntropyLossFlat(axis=1), lambda: [Dice(), JaccardCoeff(), DiceMulti(), JaccardCoeffMulti(), foreground_acc]),
-        numbers=(1, None, lambda: MSELossFlat(), lambda: [mse, mae, msle_, rmse, R2Score(), ExplainedVariance(), PearsonCorrCoef(), SpearmanCorrCoef()]),
+        numbers=(1, None, lambda: MSELossFlat(), lambda: [mse, mae, msle_, Within(.5), rmse, R2Score(), ExplainedVariance(), PearsonCorrCoef(), SpearmanCorrCoef()]),
         binary=(2, None, lambda: CrossEntropyLossFlat(), lambda: [RocAucBinary(), APScoreBinary(), accuracy]),
         tags=(3, None, lambda: BCEWithLogitsLossFlat(), lambda: [accuracy_multi, F1ScoreMulti(average='macro'), HammingLossMulti(), partial(accuracy_multi, thresh=0.3), HammingLossMulti(thresh=0.7)]),
         words=(24, (6, 4), lambda: CrossEntropyLossFlat(), lambda: [CorpusBLEUMetric(vocab_sz=4), Perplexity(), accuracy]))
