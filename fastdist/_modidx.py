@@ -3838,8 +3838,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                        'fastdist/world/store.py'),
                                       'fastdist.world.store.KeyValueStore._found': ( 'world/store.html#keyvaluestore._found',
                                                                                      'fastdist/world/store.py'),
-                                      'fastdist.world.store.KeyValueStore._open': ( 'world/store.html#keyvaluestore._open',
-                                                                                    'fastdist/world/store.py'),
                                       'fastdist.world.store.KeyValueStore.add': ( 'world/store.html#keyvaluestore.add',
                                                                                   'fastdist/world/store.py'),
                                       'fastdist.world.store.KeyValueStore.get': ( 'world/store.html#keyvaluestore.get',

@@ -14,7 +14,7 @@ from fastcore.foundation import L
 from torch import Tensor,nn
 from ..world.process_group import job_secret
 from ..world.ranks import get_rank
-from ..world.secret import Unpickler, is_signed, sign
+from ..world.secret import Unpickler, sign
 
 # %% ../../nbs/comm/00_pack.ipynb #8a1c0010
 def tensors_in(o # Lists, tuples and dicts, nested in any depth
@@ -138,9 +138,8 @@ def pack(o # Anything that can be pickled, with tensors in it
 class _Unpickler(Unpickler):
     "Tensors become views of the bytes before the pickle"
     def __init__(self, start, flat):
-        self.flat,rank = flat.numpy(),get_rank()
-        signed = is_signed(self.flat[start:].data, job_secret(), 'message', rank)
-        super().__init__(io.BytesIO(self.flat[start+32:]), signed, 'message', rank)
+        self.flat = flat.numpy()
+        super().__init__(self.flat[start:].data, job_secret(), 'message', get_rank())
 
     def find_class(self, module, name): return self._tensor if (module,name)==(__name__,'_tensor') else super().find_class(module, name)
 

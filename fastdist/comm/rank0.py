@@ -6,7 +6,7 @@
 __all__ = ['check_outside', 'rank0_first', 'rank0_read']
 
 # %% ../../nbs/comm/05_rank0.ipynb #633a2613
-import io,pickle
+import pickle
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import asdict
@@ -17,7 +17,7 @@ from ..world.store import wait_until
 from ..world.errors import Failure, RemoteError, hook_uncaught
 from ..notices import notice
 from ..world.process_group import all_sign, ended, job_secret, shared_store
-from ..world.secret import Unpickler, is_signed, open_json, sign, signed_json
+from ..world.secret import Unpickler, open_json, sign, signed_json
 
 # %% ../../nbs/comm/05_rank0.ipynb #1d0def23
 def _put(store, key, kind, data=b'', most=2**22):
@@ -46,7 +46,7 @@ def _value(store, key):
     kind,n = _opened(store.get(key), key)
     data = b''.join(store.get(f'{key}/{i}') for i in range(n))
     if kind=='failure': raise Failure(**_opened(data, f'{key}/failure')).as_error()
-    if kind=='value': return Unpickler(io.BytesIO(data[32:]), is_signed(data, job_secret(), key, get_rank()), key, get_rank()).load()
+    if kind=='value': return Unpickler(data, job_secret(), key, get_rank()).load()
 
 # %% ../../nbs/comm/05_rank0.ipynb #b4cb52ac
 def _ends(e):

@@ -127,8 +127,7 @@ def shared_store(name:str, # Of the part of the store; the same in all ranks
 def world_store(timeout=None, # Seconds that the first call waits for all workers; by default 600
                ):
     "The `KeyValueStore` of all workers; of this process alone, where there is one. It needs no process group"
-    store,secret = shared_store('user', seconds(timeout)),job_secret() # the job's, also after its process group
-    return KeyValueStore(store, get_rank(), lambda: secret)
+    return KeyValueStore(shared_store('user', seconds(timeout)), get_rank(), job_secret())
 
 # %% ../../nbs/world/09_process_group.ipynb #b6152504
 def _exported(new):

@@ -7,7 +7,7 @@ __all__ = ['given_secret', 'secret_env', 'SignatureError', 'sign', 'is_signed', 
            'agreed_secret']
 
 # %% ../../nbs/world/03_secret.ipynb #810258bb
-import hmac,json,os,pickle,re,secrets,shutil,stat,sys,time
+import hmac,io,json,os,pickle,re,secrets,shutil,stat,sys,time
 from pathlib import Path
 
 import torch
@@ -107,13 +107,13 @@ def _is_plain(module, name):
 # %% ../../nbs/world/03_secret.ipynb #3773e3c1
 class Unpickler(pickle.Unpickler):
     "Opens what `is_signed`; of other pickles plain data only"
-    def __init__(self, file, # Of the pickle
-                 signed:bool, # Has a worker of this job signed it?
-                 key:str, # What it is, for the error
-                 rank, # Of this process, for the error
+    def __init__(self, data, # Bytes-like: a signature, and the pickle
+                 secret, # As of `is_signed`
+                 key:str, # As of `sign`
+                 rank, # As of `is_signed`
                 ):
-        super().__init__(file)
-        self.signed,self.key,self.rank = signed,key,rank
+        super().__init__(io.BytesIO(data[_mac_size:]))
+        self.signed,self.key,self.rank = is_signed(data, secret, key, rank),key,rank
 
     def find_class(self, module, name):
         "What the pickle names"
@@ -187,11 +187,10 @@ def _found(folders):
         time.sleep(0.1)
 
 def agreed_secret(store, # torch's store, of those that agree
-                  n=None, # How many they are; `None` where that is not known
-                  known=None, # Those that this process has agreed on before, a `dict` that is changed
+                  n, # How many they are
+                  known, # Those that this process has agreed on before, a `dict` that is changed
                  ):
     "The secret of all that share `store`: that of the environment, or one in a file that it names; `None` where it cannot be read"
-    known = {} if known is None else known
     if (res := given_secret(n)): return res
     if not store.check(['secret']):
         secret = secrets.token_hex(32).encode()

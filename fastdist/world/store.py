@@ -6,13 +6,13 @@
 __all__ = ['seconds', 'wait_until', 'base_store', 'unset', 'KeyValueStore']
 
 # %% ../../nbs/world/05_store.ipynb #684a860a
-import io,pickle,time
+import pickle,time
 from datetime import timedelta
 from numbers import Integral,Real
 
 from fastcore.basics import patch
 from .ranks import get_rank
-from .secret import Unpickler, agreed_secret, is_signed, sign
+from .secret import Unpickler, sign
 
 # %% ../../nbs/world/05_store.ipynb #66ea7b14
 def seconds(t # A number of seconds, a `timedelta`, or `None`, which stays `None`
@@ -66,11 +66,10 @@ class KeyValueStore:
     """What all workers can read and write at any time. Values are anything that can be pickled; who has set a key is known.
     What somebody else has written, without the secret of the job, is a `SignatureError`"""
     def __init__(self, store, # One of torch's stores: `TCPStore`, `FileStore`, `HashStore`, `PrefixStore`
-                 rank=0, # Of this process
-                 secret=None, # Function that returns the job's, as bytes; by default those that share `store` agree on one
+                 rank, # Of this process
+                 secret, # Of the job, as bytes; `None` where there is none
                 ):
-        self.store,self.rank,self.known = store,rank,{}
-        self.secret = secret or (lambda: agreed_secret(self.store, known=self.known))
+        self.store,self.rank,self.secret = store,rank,secret
 
     def set(self, key, # Name, a string
             value=None, # Anything that can be pickled; a few MiB at most
@@ -80,7 +79,7 @@ class KeyValueStore:
         if len(v) > _most-32: raise ValueError( # torch's would end the connection
             f"rank {self.rank}: the value of {key!r} has {len(v)} bytes, and the store takes no more than 8 MiB at once: send it by "
             "broadcast_object or all_gather_list, or write a file, and set its name")
-        for k in (f'by/{self.rank}/{key}', f'value/{key}'): self.store.set(k, sign(v, self.secret(), k)+v)
+        for k in (f'by/{self.rank}/{key}', f'value/{key}'): self.store.set(k, sign(v, self.secret, k)+v)
 
 # %% ../../nbs/world/05_store.ipynb #2d693840
 @patch
@@ -91,11 +90,6 @@ def add(self:KeyValueStore, key, # Name of a number, which begins at 0
     return self.store.add(f'number/{key}', n)
 
 # %% ../../nbs/world/05_store.ipynb #f9319f01
-@patch
-def _open(self:KeyValueStore, k):
-    v = self.store.get(k)
-    return Unpickler(io.BytesIO(v[32:]), is_signed(v, self.secret(), k, self.rank), k, self.rank).load()
-
 @patch
 def _found(self:KeyValueStore, key, rank):
     keys = [f'value/{key}',f'number/{key}'] if rank is None else [f'by/{rank}/{key}']
@@ -108,7 +102,9 @@ def get(self:KeyValueStore, key, # Name
        ):
     "The value of `key`, or the number that was added up there, at once"
     k = self._found(key, rank)
-    if k is not None: return int(self.store.get(k)) if k.startswith('number') else self._open(k)
+    if k is not None:
+        v = self.store.get(k)
+        return int(v) if k.startswith('number') else Unpickler(v, self.secret, k, self.rank).load()
     who = 'no rank' if rank is None else f'rank {rank}'
     if default is ...: raise KeyError(f"rank {self.rank}: {who} has set {key!r}: `wait` for it, or give a default")
     return default
