@@ -112,7 +112,7 @@ def run(case, folder):
     main, old_env, old_dir, old_path, out = command(case.command[0]), dict(os.environ), os.getcwd(), list(sys.path), io.StringIO()
     for k in list(os.environ):
         if k.startswith(PREFIXES): del os.environ[k]
-    os.environ.update(case.env, PATH=str(Path(sys.executable).parent))  # no scontrol: it takes seconds where Slurm does not run
+    os.environ.update(case.env, PATH=str(Path(sys.executable).parent))  # none of Slurm's commands
     here = Path(folder)/case.folder
     for f, text in {**(FILES if case.folder else {}), **case.files}.items():
         (here/f).parent.mkdir(parents=True, exist_ok=True)

@@ -53,17 +53,14 @@ class Stopped(SystemExit):
 class RemoteError(RuntimeError):
     "Another rank has failed; each field of its `Failure` is an attribute: `e.rank`, `e.host`, `e.type`, `e.traceback`, `e.others`, ..."
     def __init__(self, msg, # What happened
-                 rank=None, # The rank that failed
-                 host=None, # Its machine
-                 traceback='', # Its traceback, as text
-                 failure=None, # `Failure` with these, and more
+                 failure=None, # The other rank's `Failure`
                 ):
         super().__init__(msg)
-        self.msg,self.failure = msg,failure or Failure(rank, host, traceback=traceback)
+        self.msg,self.failure = msg,failure or Failure()
         vars(self).update({k:v for k,v in vars(self.failure).items() if k!='args'}) # an exception has `args` of its own
 
     def __str__(self): return self.msg # fastai puts the name of the callback that it was in into `args`
-    def __reduce__(self): return type(self), (self.msg,self.rank,self.host,self.traceback,self.failure)
+    def __reduce__(self): return type(self), (self.msg,self.failure)
 
 # %% ../../nbs/world/08_errors.ipynb #754cffc0
 def _size(o, most):
@@ -185,7 +182,7 @@ def as_error(self:Failure):
     if self.kind in ('stalled','store'): msg = self.text
     elif self.kind=='ended': msg = f"{me} {self.who} {self.text}"
     else: msg = f"{me} rank {self.rank} ({self.host}) failed:\n{self.traceback or self.text}"
-    res = RemoteError(msg, failure=self)
+    res = RemoteError(msg, self)
     res.__cause__,res.__suppress_context__ = self.exception(),True
     return res
 

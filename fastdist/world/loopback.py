@@ -38,9 +38,8 @@ def loopback_socket(port=0, # 0 for any that is free
 
 def loopback_store(sock=None, # Of `loopback_socket`; by default at any port that is free
                    limit=600, # Seconds that a process waits for a reply
-                   host='127.0.0.1', # The address of `sock`
                   ):
     "A `TCPStore` that this process holds, and only processes of this machine reach"
     sock = loopback_socket() if sock is None else sock
-    port = sock.getsockname()[1]
+    host,port = sock.getsockname()[:2]
     return dist.TCPStore(host, port, None, True, timedelta(seconds=limit), wait_for_workers=False, master_listen_fd=sock.detach())

@@ -133,19 +133,15 @@ def check_member(group, # A process group, or `None` for that of all workers
 def get_rank(group=None, # A process group; by default that of all workers
             ):
     "Rank of this process, from 0: from the process group if there is one, else from the launcher's environment, else 0"
-    if group is not None:
-        check_member(group)
-        return dist.get_rank(group)
-    return dist.get_rank() if dist.is_initialized() else from_env().rank
+    if group is not None: check_member(group)
+    return dist.get_rank(group) if dist.is_initialized() else from_env().rank
 
 # %% ../../nbs/world/02_ranks.ipynb #6259c785
 def get_world_size(group=None, # A process group; by default that of all workers
                   ):
     "Number of processes that train together: from the process group if there is one, else from the environment, else 1"
-    if group is not None:
-        check_member(group)
-        return dist.get_world_size(group)
-    return dist.get_world_size() if dist.is_initialized() else from_env().world_size
+    if group is not None: check_member(group)
+    return dist.get_world_size(group) if dist.is_initialized() else from_env().world_size
 
 # %% ../../nbs/world/02_ranks.ipynb #55c29677
 def is_master(args=None, # fairseq's arguments, with a `distributed_rank` that counts instead of this process's rank
@@ -215,10 +211,9 @@ def use_cpu(cpu=False, # Train on the CPU although there are GPUs
     return cpu or not torch.cuda.is_available() or cpu_switch()
 
 # %% ../../nbs/world/02_ranks.ipynb #07de0a0b
-def other_accelerator(find=torch.accelerator.current_accelerator # torch's function
-                     ):
+def other_accelerator():
     "The type of an accelerator that torch sees here and workers do not train on ('mps', 'xpu'), or `None`"
-    o = find(check_available=True)
+    o = torch.accelerator.current_accelerator(check_available=True)
     return None if o is None or o.type=='cuda' else o.type
 
 # %% ../../nbs/world/02_ranks.ipynb #1c888c99

@@ -6,7 +6,7 @@
 __all__ = ['Start', 'first_host', 'slurm_port', 'infer_init_method', 'PortError', 'rendezvous', 'end_alone', 'reachable']
 
 # %% ../../nbs/world/07_rendezvous.ipynb #17383cfb
-import errno,json,os,queue,re,secrets,shutil,socket,subprocess,sys,threading,time
+import errno,json,os,queue,re,secrets,socket,sys,threading,time
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -43,10 +43,6 @@ class Start:
 def first_host(nodes, # Slurm's list of nodes, such as `n[01-03,7],m1`
               ):
     "The first node of the list"
-    if shutil.which('scontrol'):
-        cmd = ['scontrol','show','hostnames',nodes]
-        try: return subprocess.run(cmd, capture_output=True, text=True, timeout=5, check=True).stdout.split()[0]
-        except (subprocess.SubprocessError,OSError,IndexError): pass # in a container it may look for Slurm's configuration for a minute
     first = re.match(r'(?:[^,\[]|\[[^\]]*\])*', nodes)[0]
     return re.sub(r'\[([^\],-]+)[^\]]*\]', r'\1', first)
 
@@ -218,15 +214,10 @@ def _addresses():
     found = [a.address for _,addrs in nics for a in addrs if a.family==socket.AF_INET]
     return sorted(found, key=lambda o: o.startswith('127.'))
 
-# %% ../../nbs/world/07_rendezvous.ipynb #d1e2f3a1
-class PortError(ConnectionError):
-    "The rendezvous cannot be at its port: rank 0 cannot listen there, or what listens is no store: `port`"
-    def __init__(self, msg, port):
-        super().__init__(msg, port)
-        self.port = port
-    def __str__(self): return self.args[0]
-
 # %% ../../nbs/world/07_rendezvous.ipynb #70842ea0
+class PortError(ConnectionError):
+    "The rendezvous cannot be at its port: rank 0 cannot listen there, or what listens is no store"
+
 _reply_seconds = 60 # how long a busy store may take to reply
 
 def _client(host, port, rank, limit):
@@ -239,7 +230,7 @@ def _client(host, port, rank, limit):
     try: store = found.get(timeout=secs)
     except queue.Empty: raise PortError(
         f"rank {rank} is connected to {host}:{port}, and what listens there has not replied for {secs:g} s: is it another program, and not "
-        "rank 0 or the launcher, or is that one stopped? See MASTER_ADDR and MASTER_PORT, or init_method", port) from None
+        "rank 0 or the launcher, or is that one stopped? See MASTER_ADDR and MASTER_PORT, or init_method") from None
     if isinstance(store, Exception): raise store
     return store
 
@@ -358,14 +349,14 @@ def _store_by_tcp(host, port, rank, limit, agent, local=False):
     try:
         if not serves: return _client(host, port, rank, limit)
         try:
-            if own: return loopback_store(loopback_socket(port, host), limit, host)
+            if own: return loopback_store(loopback_socket(port, host), limit)
         except OSError as e: # by the store, perhaps, of a group that the script has made and destroyed: torch shares it within a process
             if e.errno!=errno.EADDRINUSE: raise
         return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, multi_tenant=True, timeout=timedelta(seconds=limit))
     except PortError: raise
     except (dist.DistError,RuntimeError,ValueError,OSError) as e: raise PortError(
         f"rank {rank} could not open port {port} ({host}): {str(e).splitlines()[0]}. "
-        "If another program uses it, set MASTER_PORT to a free one, or give another port", port) from e
+        "If another program uses it, set MASTER_PORT to a free one, or give another port") from e
 
 # %% ../../nbs/world/07_rendezvous.ipynb #2007e4f2
 def rendezvous(s, # `Start` that says how

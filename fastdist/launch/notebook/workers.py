@@ -18,7 +18,7 @@ from .serialize import rich_shell
 from ..logs import last_words
 from ..processes import handlers_kept, has_ended, send_signal, torch_quiet
 from ...env import signals_to_handle
-from ...world.errors import RemoteError, is_library, read_record
+from ...world.errors import Failure, RemoteError, is_library, read_record
 from ...world.private import new_folder
 
 # %% ../../../nbs/launch/notebook/03_workers.ipynb #9a4aba52
@@ -90,7 +90,7 @@ def run(self:NotebookWorkers, setup, # What the workers have to know for a funct
                 if not self.is_idle(): self.close()
     if self.failures or self.result is not None and self.result.is_failed(): raise self.error()
     if self.value is None: raise without_frames(
-        RemoteError(f"rank 0 of {self.n} ended before the function returned (os._exit?){self.where()}", 0))
+        RemoteError(f"rank 0 of {self.n} ended before the function returned (os._exit?){self.where()}", Failure(0)))
     return self.value
 
 # %% ../../../nbs/launch/notebook/03_workers.ipynb #69fef839
@@ -276,9 +276,9 @@ def error(self:NotebookWorkers):
         if p.exitcode==-signal.SIGKILL: how += " (out of memory?)"
         text = _tail(f'{self.log_dir}/rank{r}.err.log')
         last = text and f'. The last that it has written is:{text}'
-        return without_frames(RemoteError(f"rank {r} of {self.n} {how}, without a traceback{last}{self.where()}", r))
+        return without_frames(RemoteError(f"rank {r} of {self.n} {how}, without a traceback{last}{self.where()}", Failure(r)))
     who = 'the workers' if f.rank is None else f'rank {f.rank} of {self.n}'
-    res = RemoteError(f"{who} failed:\n{_short_traceback(f.traceback or f.text).rstrip()}{self.where()}", failure=f)
+    res = RemoteError(f"{who} failed:\n{_short_traceback(f.traceback or f.text).rstrip()}{self.where()}", f)
     res.__cause__ = f.exception()
     return without_frames(res)
 
