@@ -170,7 +170,7 @@ def ends_after_batch(self:Resume):
 def _keeps_batches(self:Resume):
     "Does a training metric need the predictions of the whole epoch? They are not saved"
     totals = getattr(trainer_of(self.learn), 'totals', None)
-    kept = self.many and (totals.batches or totals.twins is not None)
+    kept = self.many and totals.twins
     if kept and self.due: self._warn_once(
         "Resume saves at the end of epochs only: a metric of train_metrics=True needs the predictions of the whole epoch")
     return kept

@@ -36,9 +36,6 @@ def _pickled(o, key, name):
     return sign(data, job_secret(), key)+data
 
 # %% ../../nbs/comm/05_rank0.ipynb #8c091126
-def _put_failure(store, key, e):
-    _put(store, key, 'failure', signed_json(asdict(Failure.of(e)), job_secret(), f'{key}/failure').encode())
-
 def _opened(data, key): return open_json(data, job_secret(), key, get_rank(), all_sign())
 
 def _value(store, key):
@@ -60,7 +57,7 @@ def _lead(func, args, kwargs, store, key, send):
         res = func(*args, **kwargs)
         data = _pickled(res, key, _name(func)) if send else b''
     except BaseException as e:
-        _put_failure(store, key, e)
+        _put(store, key, 'failure', signed_json(asdict(Failure.of(e)), job_secret(), f'{key}/failure').encode())
         _ends(e)
         raise
     _put(store, key, 'value' if send else 'done', data)
@@ -83,16 +80,13 @@ def _follow(store, key, first=0, name='its call'):
 # %% ../../nbs/comm/05_rank0.ipynb #e4e6b5b7
 _outer = ContextVar('_outer', default='') # key of the call in whose function this is, with a slash
 
-def _next_call(name):
-    "The store, and the key of this call, which is the same in all workers"
-    store,outer = shared_store('rank0'),_outer.get()
-    return store, f"{outer}{name}/{store.add(f'{outer}calls/{get_rank()}', 1)}"
-
 @contextmanager
-def _within(key):
-    "Around what is done of the call of that key"
+def _next_call(name):
+    "Around what is done of this call: the store, and the key of the call, which is the same in all workers"
+    store,outer = shared_store('rank0'),_outer.get()
+    key = f"{outer}{name}/{store.add(f'{outer}calls/{get_rank()}', 1)}"
     token = _outer.set(f'{key}/')
-    try: yield
+    try: yield store,key
     finally: _outer.reset(token)
 
 def _check_func(func, name):
@@ -118,9 +112,8 @@ def rank0_first(func, # Called in rank 0 first, and when it is done in all other
     if not isinstance(per_node, bool): raise ValueError(f"rank {get_rank()}: per_node={per_node!r} is not accepted: it is True or False")
     _check_func(func, 'rank0_first')
     if get_world_size()==1: return func(*args, **kwargs)
-    store,key = _next_call('first')
     first = f'node {get_node_rank()}' if per_node else 0
-    with _within(key):
+    with _next_call('first') as (store,key):
         if per_node: key = f'{key}/{first}'
         if get_local_rank()==0 if per_node else is_master(): return _lead(func, args, kwargs, store, key, send=False)
         _follow(store, key, first, f'rank0_first({_name(func)})')
@@ -135,8 +128,7 @@ def rank0_read(func, # Called in rank 0 alone
     If it raises there, all others raise a `RemoteError`"""
     _check_func(func, 'rank0_read')
     if get_world_size()==1: return func(*args, **kwargs)
-    store,key = _next_call('read')
-    with _within(key):
+    with _next_call('read') as (store,key):
         res = _lead(func, args, kwargs, store, key, send=True) if is_master() else _follow(store, key, name=f'rank0_read({_name(func)})')
     _forget(store, key, get_world_size())
     return res

@@ -144,7 +144,7 @@ class EpochTotals:
 
     def reset(self):
         "Forget the batches, and which metrics need them again"
-        self.batches,self.read,self.every,self.twins,self.again = [],None,None,None,None
+        self.batches,self.read,self.every,self.twins = [],None,None,None
 
 # %% ../../nbs/metrics/00_metrics.ipynb #9d4aca8a
 @patch
@@ -157,23 +157,22 @@ def add_batch(self:EpochTotals, counts=True, # Does this worker's batch count, o
               rows=False, # Was each batch split between all workers, rather than whole batches given to each?
              ):
     "Keep predictions and targets of the learner's batch, if there is a metric that has to be fed again"
-    if self.again is None: self.again = self.fed(rows)
-    if not self.again: return
     learn = self.learn
-    self._begin(self.again)
-    if self.read is None and counts: self.read = _read_by(self.again, learn)
+    self._begin(rows)
+    if not self.twins: return
+    if self.read is None and counts: self.read = _read_by(self.twins, learn)
     self.batches.append(to_detach({o:getattr(learn, o) for o in (*_of_batch,*self.read)}, gather=False) if counts else None)
     if not rows: return # else all workers are at the same batch, and can gather what they have had, before it is too much
     if self.every is None:
         same_call('the size of a batch for metrics')
         self.every = max(1, self.keep//max(1, -least(-bytes_in(self.batches))[0]))
-    if len(self.batches)==self.every: self._feed(self.again, rows)
+    if len(self.batches)==self.every: self._feed(rows)
 
 # %% ../../nbs/metrics/00_metrics.ipynb #381c1426
 @patch
-def _begin(self:EpochTotals, mets):
+def _begin(self:EpochTotals, rows):
     # Before the recorder feeds the metrics themselves, with what this worker has
-    if self.twins is None: self.twins = [_twin(m) for m in mets]
+    if self.twins is None: self.twins = [_twin(m) for m in self.fed(rows)]
 
 @patch
 def _merge(self:EpochTotals, m, states):
@@ -183,8 +182,8 @@ def _merge(self:EpochTotals, m, states):
     m.merge_state(every)
 
 @patch
-def _feed(self:EpochTotals, mets, rows):
-    self._begin(mets)
+def _feed(self:EpochTotals, rows):
+    self._begin(rows)
     for parts in gather_chunks(self.batches):
         for b in (_joined(parts, self.learn.training) if rows else in_turn(parts)):
             for m in self.twins: m.accumulate(_BatchOf(self.learn, b))
@@ -243,6 +242,6 @@ def combine(self:EpochTotals, rows=True # Was each batch split between all worke
         every = [concat_in_turn(mine, most)] if (most := same_rows(mine)) else [o for parts in gather_chunks(mine) for o in in_turn(parts)]
         m.preds,m.targs = [o[0] for o in every],[o[1] for o in every]
     if by.get('feed'):
-        self._feed(by['feed'], rows)
+        self._feed(rows)
         for m,twin in zip(by['feed'], self.twins): vars(m).update(vars(twin))
     self.reset()
