@@ -44,7 +44,6 @@ def in_turn(parts:list, # For each worker a list, with something for each of its
 # %% ../../nbs/comm/04_gather.ipynb #3b865b6f
 def _rounds(ts, most):
     "Rows of the batches of all workers, of whom this one has `ts`, and some have `most`: for each round, of one a worker, those of each"
-    if not dist.is_initialized(): return [[len(t)] for t in ts]
     mine = torch.tensor([len(t) for t in ts]+[0]*(most-len(ts)), dtype=torch.int64, device=route(torch.device('cpu'), None))
     every = mine.new_empty(get_world_size()*len(mine))
     gather_single(every, mine)
@@ -54,7 +53,7 @@ def _rounds(ts, most):
 class _RowBuffers:
     "Takes rows of all workers at once: of each at most `most`, like those of `first`"
     def __init__(self, first, most):
-        self.shape,device = first.shape[1:],route(torch.device('cpu'), None) if dist.is_initialized() else 'cpu'
+        self.shape,device = first.shape[1:],route(torch.device('cpu'), None)
         self.width,self.n = math.prod(self.shape),get_world_size()
         self.mine = torch.zeros(most*self.width, dtype=first.dtype, device=device)
         self.every = torch.empty(self.n*most*self.width, dtype=first.dtype, device=device)
@@ -68,8 +67,7 @@ class _RowBuffers:
         for t in ts:
             mine[at:at+t.numel()].view(t.shape).copy_(t)
             at += t.numel()
-        if dist.is_initialized(): gather_single(as_bytes(every), as_bytes(mine)) # as bytes: no backend knows all types
-        else: every.copy_(mine)
+        gather_single(as_bytes(every), as_bytes(mine)) # as bytes: no backend knows all types
         return [o[:s] for o,s in zip(every.cpu().view(self.n, max(sums), *self.shape), sums)]
 
 # %% ../../nbs/comm/04_gather.ipynb #89c97141

@@ -25,13 +25,15 @@ from ..world.ranks import get_rank
 from ..world.state import current_world
 
 # %% ../../nbs/metrics/02_losses.ipynb #107ba435
-def _cross_entropy(f):
-    "(class weights, `ignore_index`) if `f` is torch's cross entropy with a mean, as a module or a function, else `None`"
+def _cross_entropy(f, yb):
+    "(labels, class weights, `ignore_index`) if `f` is torch's cross entropy with a mean, as a module or a function, else `None`"
     if isinstance(f, BaseLoss): f = f.func
     if isinstance(f, (nn.CrossEntropyLoss, nn.NLLLoss)): kwargs = vars(f) | dict(weight=f.weight)
     elif (f.func if isinstance(f, partial) else f) in (F.cross_entropy, F.nll_loss): kwargs = getattr(f, 'keywords', {})
     else: return
-    if kwargs.get('reduction', 'mean')=='mean': return kwargs.get('weight'),kwargs.get('ignore_index', -100)
+    if kwargs.get('reduction', 'mean')!='mean' or len(yb)!=1 or not isinstance(yb[0], Tensor): return
+    if yb[0].is_floating_point(): return # probabilities of classes: a mean over samples
+    return yb[0].as_subclass(Tensor),kwargs.get('weight'),kwargs.get('ignore_index', -100)
 
 def _inner(f): return f.func if isinstance(f, (BaseLoss,partial)) else f
 
@@ -53,10 +55,8 @@ def loss_divisor(loss_func, # The learner's loss function
         f"rank {get_rank()}: LabelSmoothingCrossEntropy with class weights, or with labels of -100, divides by two numbers, "
         "and cannot be split between workers: use nn.CrossEntropyLoss(weight=..., label_smoothing=...), or GlobalBatchLoss(...), "
         "which gathers predictions")
-    ce = _cross_entropy(loss_func)
-    if ce is None or len(yb)!=1 or not isinstance(yb[0], Tensor): return
-    (weight,ignore),y = ce,yb[0].as_subclass(Tensor)
-    if y.is_floating_point(): return # probabilities of classes: a mean over samples
+    if (ce := _cross_entropy(loss_func, yb)) is None: return
+    y,weight,ignore = ce
     # One label a sample is the common case, in which torch's default of -100 marks no class: it is spared the message.
     # By the number of dimensions, which no share changes: all workers must decide alike
     if weight is None and ignore==-100 and y.dim() <= 1: return
@@ -68,9 +68,8 @@ def kept_labels(loss_func, # The learner's loss function, of which `loss_divisor
                 yb, # Tuple of targets
                ):
     "How many of them cross entropy counts, as a tensor: those that a callback has set to -100 it does not. `None` for other losses"
-    ce = None if hasattr(loss_func, 'loss_divisor') else _cross_entropy(loss_func)
-    if ce is None or len(yb)!=1 or not isinstance(yb[0], Tensor) or yb[0].is_floating_point(): return
-    return (yb[0].as_subclass(Tensor)!=ce[1]).sum()
+    ce = None if hasattr(loss_func, 'loss_divisor') else _cross_entropy(loss_func, yb)
+    if ce is not None: return (ce[0]!=ce[2]).sum()
 
 # %% ../../nbs/metrics/02_losses.ipynb #e8a6ed59
 def is_summed(loss_func # The learner's loss function
@@ -165,9 +164,6 @@ def _no_trace(f, model):
             if not b.equal(was): b.copy_(was) # one that is as it was may be needed, untouched, by the backward of the batch
         set_rng_state(rng)
 
-# %% ../../nbs/metrics/02_losses.ipynb #4c28ff78
-def _trusted(f): return None in [getattr(o, 'loss_divisor', 0) for o in (f,_inner(f))]
-
 # %% ../../nbs/metrics/02_losses.ipynb #9c28e18c
 def _compared(f, pred, yb, loss):
     "(loss, those of its parts, what they make, whether they add up) of a batch, if its loss is not what is expected of `f`, else `None`"
@@ -197,16 +193,17 @@ def _no_mean(f, whole, losses, expected, adds_up):
 
 # %% ../../nbs/metrics/02_losses.ipynb #00418f15
 class LossCheck:
-    "Holds the loss of a learner's first batches against those of their parts; see `loss_divisor`"
-    def __init__(self, learn, # `Learner` that trains
-                 batches=3, # So many batches of a loss function
+    "Holds the loss of a learner's first three batches against those of their parts; see `loss_divisor`"
+    def __init__(self, learn # `Learner` that trains
                 ):
-        self.learn,self.batches,self.func,self.left = learn,batches,None,0
+        self.learn,self.func,self.left = learn,None,0
 
     def __call__(self):
         "After the loss: a `ValueError` if it is not what workers would make of their shares"
         learn,f = self.learn,self.learn.loss_func
-        if f!=self.func: self.func,self.left = f,0 if _is_known(f) or _trusted(f) else self.batches
+        if f!=self.func:
+            trusted = None in [getattr(o, 'loss_divisor', 0) for o in (f,_inner(f))]
+            self.func,self.left = f,0 if trusted or _is_known(f) else 3
         if not self.left or find_bs(learn.yb) < 2: return
         self.left -= 1
         try:

@@ -152,16 +152,6 @@ def _export(s, on_node, store):
     if on_node[1]==s.world_size: new.update(loopback_env())
     return _exported(new)
 
-# %% ../../nbs/world/09_process_group.ipynb #893f8222
-@contextmanager
-def _threads_kept():
-    "Accelerate sets the number of threads to all cores for each worker of a machine, with a warning; keep what the launcher or torch chose"
-    n = torch.get_num_threads()
-    with warnings.catch_warnings():
-        warnings.filterwarnings('ignore', message='OMP_NUM_THREADS')
-        try: yield
-        finally: torch.set_num_threads(n)
-
 # %% ../../nbs/world/09_process_group.ipynb #0e81a88d
 def _before_fork():
     # gloo's thread takes Python's locks for a moment after each collective; a process forked meanwhile hangs in Python itself
@@ -181,11 +171,15 @@ def _by_accelerate(cpu, args):
     PartialState._reset_state() # made before the launcher's variables were, or for a group that has gone
     # torch names a group by a count that a start which failed in one rank alone has left higher in the others: they would not meet
     dist.distributed_c10d._world.group_count = 0
+    n = torch.get_num_threads() # it sets all cores for each worker of a machine, with a warning: what the launcher or torch chose stays
     try:
-        with _threads_kept(): state = PartialState(cpu=cpu, **args)
+        with warnings.catch_warnings():
+            warnings.filterwarnings('ignore', message='OMP_NUM_THREADS')
+            state = PartialState(cpu=cpu, **args)
     except BaseException:
         PartialState._reset_state() # it would go on with what it has half of
         raise
+    finally: torch.set_num_threads(n)
     if 'device_id' not in args: return
     state.device = torch.device(state.device.type, args['device_id'].index) # it takes the one that is numbered like the local rank
     torch.cuda.set_device(state.device)
@@ -205,11 +199,6 @@ def _own_gpu(store, # torch's store, a part of this process group's own
         f"taken already: let each worker see a GPU of its own, or all {local_size} of them {local_size} GPUs, "
         "or set ACCELERATE_USE_CPU=true to train on the CPU")
     return i
-
-def _gpu_args(gpu):
-    "Make `gpu` the current one; arguments of `torch.distributed.init_process_group` for it"
-    torch.cuda.set_device(gpu)
-    return dict(backend='cpu:gloo,cuda:nccl', device_id=torch.device('cuda', gpu))
 
 # %% ../../nbs/world/09_process_group.ipynb #2ac8a70d
 def _one_prefix():
@@ -250,7 +239,9 @@ def _make_group(s, cpu, kwargs, gpu=None):
     args.update(store=part, rank=s.rank, world_size=s.world_size)
     try:
         if not cpu:
-            args = _gpu_args(_own_gpu(part, *on_node) if gpu is None else gpu)|args
+            if gpu is None: gpu = _own_gpu(part, *on_node)
+            torch.cuda.set_device(gpu)
+            args = dict(backend='cpu:gloo,cuda:nccl', device_id=torch.device('cuda', gpu))|args
             _all_here(dist.PrefixStore('gpus', part), s, store, limit)
         _one_prefix()
         with reach(): _by_accelerate(cpu, args)
