@@ -217,7 +217,7 @@ def _gather_at(self:Call, mine, sizes, dst):
 def _gather(self:Call, mine, sizes):
     "Of each worker, the `sizes` bytes that it sends"
     most = max(sizes)
-    if self.n*most <= 2*sum(sizes):
+    if self.n*most < 2*sum(sizes):
         bufs = [mine.new_empty(most) for _ in sizes]
         dist.all_gather(bufs, F.pad(mine, (0,most-len(mine))) if len(mine) < most else mine, group=self.group)
         return bufs

@@ -8,7 +8,7 @@ __all__ = ['gather_tensors', 'gather_chunks', 'in_turn', 'same_rows', 'concat_in
 # %% ../../nbs/comm/04_gather.ipynb #8a1c0003
 import math
 
-import torch, torch.distributed as dist
+import torch
 from fastcore.foundation import L
 from torch import Tensor
 from .pack import as_bytes, bytes_in, gather_single, pack, tensors_in

@@ -40,12 +40,8 @@ def broadcast_object(o=None, # What rank `src` sends; in other workers it does n
         if src not in c.ranks: raise ValueError(f"rank {get_rank()}: {src=} is not in this group: its global ranks are {c.ranks}")
         return pack(o) if src==c.ranks[c.me] else (None,None)
     c = Call(f'broadcast_object({src=})', group, prepare)
-    i = c.ranks.index(src)
-    if c.small[i] is not None or c.n==1: return o if i==c.me else c.load(c.parts()[i], i)
-    # only `src` knows by which device it would send a tensor: these are bytes
-    buf = (c.payload if i==c.me else torch.empty(c.sizes[i], dtype=torch.uint8)).to(route(torch.device('cpu'), group))
-    dist.broadcast(buf, src, group=group)
-    return o if i==c.me else c.load(buf, i)
+    i,parts = c.ranks.index(src),c.parts()
+    return o if i==c.me else c.load(parts[i], i)
 
 # %% ../../nbs/comm/02_objects.ipynb #56677bba
 _small = 1008 # bytes that travel with their number
