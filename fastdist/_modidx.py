@@ -3548,7 +3548,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                        'fastdist.world.errors.Failure.exception': ( 'world/errors.html#failure.exception',
                                                                                     'fastdist/world/errors.py'),
                                        'fastdist.world.errors.Failure.of': ('world/errors.html#failure.of', 'fastdist/world/errors.py'),
-                                       'fastdist.world.errors.Failure.who': ('world/errors.html#failure.who', 'fastdist/world/errors.py'),
                                        'fastdist.world.errors.RemoteError': ('world/errors.html#remoteerror', 'fastdist/world/errors.py'),
                                        'fastdist.world.errors.RemoteError.__init__': ( 'world/errors.html#remoteerror.__init__',
                                                                                        'fastdist/world/errors.py'),

@@ -38,13 +38,6 @@ class Failure:
     by:int=field(default_factory=get_rank) # The rank that reports it
     time:float=field(default_factory=time.time) # When, in seconds since the epoch
 
-# %% ../../nbs/world/08_errors.ipynb #5eb489f2
-@patch(as_prop=True)
-def who(self:Failure):
-    "The rank in words"
-    if self.rank is None: return 'another rank'
-    return f"rank {self.rank} (host {self.host}{'' if self.pid is None else f', process {self.pid}'})"
-
 # %% ../../nbs/world/08_errors.ipynb #66e348ba
 class Stopped(SystemExit):
     "All ranks end together, as a signal such as SIGTERM has asked; `code` is the exit status"
@@ -180,7 +173,7 @@ def as_error(self:Failure):
     if self.kind=='stopped': return Stopped(*self.args)
     me = f"rank {get_rank()} stopped because"
     if self.kind in ('stalled','store'): msg = self.text
-    elif self.kind=='ended': msg = f"{me} {self.who} {self.text}"
+    elif self.kind=='ended': msg = f"{me} rank {self.rank} (host {self.host}, process {self.pid}) {self.text}"
     else: msg = f"{me} rank {self.rank} ({self.host}) failed:\n{self.traceback or self.text}"
     res = RemoteError(msg, self)
     res.__cause__,res.__suppress_context__ = self.exception(),True

@@ -120,12 +120,10 @@ def _explicit(url, rank, size, e):
     try:
         if not isinstance(url, str): raise ValueError('it is a text that begins with env://, tcp:// or file://')
         u = urlparse(url)
-        query = {k:int(v[0]) for k,v in parse_qs(u.query).items() if k in ('rank','world_size')}
-        port,host = u.port,u.scheme!='tcp' or is_host(u.hostname or '')
+        query,port = {k:int(v[0]) for k,v in parse_qs(u.query).items() if k in ('rank','world_size')},u.port
+        if u.scheme not in ('env','tcp','file'): raise ValueError('it begins with env://, tcp:// or file://')
+        if u.scheme=='tcp' and not is_host(u.hostname or ''): raise ValueError(f'{u.hostname!r} is no name or address of a machine')
     except ValueError as err: raise ValueError(f"init_method={url!r} is not accepted: {err}") from None
-    if u.scheme not in ('env','tcp','file'): raise ValueError(
-        f"init_method={url!r} is not accepted: it begins with env://, tcp:// or file://")
-    if not host: raise ValueError(f"init_method={url!r} is not accepted: {u.hostname!r} is no name or address of a machine")
     rank,size = query.get('rank') if rank is None else rank, query.get('world_size') if size is None else size
     if rank is None or size is None:
         if e.launcher=='none': raise ValueError(
