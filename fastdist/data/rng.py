@@ -288,7 +288,7 @@ def generator_states(gens # From `generators_in`
 # %% ../../nbs/data/00_rng.ipynb #3ffd991a
 def stream_states(*randoms # `WorkerRandom`s
                  ):
-    "Where the shared stream and those of `randoms` are, as `WorkerRandom.state_dict` has them; it may be called while one of them is entered"
+    "Where the shared stream and those of `randoms` are, as `WorkerRandom.state_dict` has them, while one of them is entered, too"
     with _outside(): return dict(shared=rng_state(), own=[o.state_dict() for o in randoms])
 
 def set_stream_states(states, # What `stream_states` returned; also as plain data

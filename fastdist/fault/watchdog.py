@@ -130,9 +130,11 @@ class Beat:
         fs = [f for f in self.stack if 'wrapper' not in f[2] and not _machinery.search(f[0])] or self.stack
         return fs[:2] + user_frames(fs[2:])[:6]
 
-    def state(self):
-        "What the rank was doing, an entry of `RemoteError.others`: its `call` is the collective, or another function, that it was in"
-        return dict(rank=self.rank, host=self.host, pid=self.pid, call=_collective_of(self.stack), stack=self.frames(), left=self.left)
+# %% ../../nbs/fault/00_watchdog.ipynb #ee46aaae
+@patch
+def state(self:Beat):
+    "What the rank was doing, an entry of `RemoteError.others`: its `call` is the collective, or another function, that it was in"
+    return dict(rank=self.rank, host=self.host, pid=self.pid, call=_collective_of(self.stack), stack=self.frames(), left=self.left)
 
 # %% ../../nbs/fault/00_watchdog.ipynb #6ceb1661
 def own_beat(n, # Goes up with each

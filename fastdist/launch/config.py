@@ -232,6 +232,7 @@ def launcher_started():
     "Has a launcher started this process, perhaps? `from_env` knows for certain"
     return any(o in os.environ for o in ('WORLD_SIZE','RANK','SLURM_PROCID'))
 
+# %% ../../nbs/launch/08_config.ipynb #d364d1f6
 cpu_precision = '''workers are on the CPU here, where fastai's mixed precision does nothing: give precision = "fp32"'''
 
 def _check_machine(s, c, n_gpus=n_gpus):

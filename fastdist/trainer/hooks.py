@@ -92,6 +92,7 @@ def before_batch(self:StrategyHooks):
     self.weigh_stats = weighed_stats(learn.model, step.samples*get_world_size()/step.total if step.total else 1)
     self.strategy.forward(self.sync)
 
+# %% ../../nbs/trainer/04_hooks.ipynb #0685d235
 @patch
 def after_loss(self:StrategyHooks):
     "Send the loss"
