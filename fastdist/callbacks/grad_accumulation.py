@@ -47,6 +47,7 @@ class AccumulateSteps(Callback):
         self.plugin,self.average = plugin,average
         self.batch_weight = batch_weight or self._weight
         self.n,self.total,self.first,self.weight,self.ending = 0,0.,None,0.,False
+        self.passed = self.weighed = False # of the batch: has its loss had a backward pass, and is it multiplied by its weight?
 
     def _weight(self):
         f = self.learn.loss_func
@@ -78,17 +79,31 @@ def is_last(self:AccumulateSteps):
 
 @patch
 def after_cancel_backward(self:AccumulateSteps):
-    "A batch whose backward is cancelled weighs nothing"
-    self.weight = 0.
+    "A batch without a backward pass weighs nothing; a callback may have made one of its own"
+    if not self.passed: self.weight = 0.
 
 # %% ../../nbs/callbacks/04_grad_accumulation.ipynb #f3098eed
 @patch
-def before_backward(self:AccumulateSteps):
-    "Weigh the batch by its samples, in units of the first batch's"
+def after_loss(self:AccumulateSteps):
+    "A callback may make the backward pass by itself before this one has weighed the loss"
+    self.passed = self.weighed = False
+    if self.learn.loss_grad.requires_grad: self.learn.loss_grad.register_hook(self._pass)
+
+@patch
+def _weigh(self:AccumulateSteps, o):
     self.weight = 0. if is_summed(self.learn.loss_func) else self.batch_weight()
     if self.first is None and (isinstance(self.weight, Tensor) or self.weight): self.first = divisor(self.weight)
-    loss = self.learn.loss_grad
-    if self.first is not None: self.learn.loss_grad = (loss*(self.weight/self.first)).to(loss.dtype)
+    return o if self.first is None else (o*(self.weight/self.first)).to(o.dtype)
+
+@patch
+def _pass(self:AccumulateSteps, g):
+    self.passed = True
+    return g if self.weighed else self._weigh(g)
+
+@patch
+def before_backward(self:AccumulateSteps):
+    "Weigh the batch by its samples, in units of the first batch's"
+    self.learn.loss_grad,self.weighed = self._weigh(self.learn.loss_grad),True
 
 @patch
 def before_step(self:AccumulateSteps):

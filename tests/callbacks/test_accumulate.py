@@ -232,6 +232,23 @@ def test_a_batch_without_gradients_weighs_nothing(world2):
         for w in world2(fitted, True, 5, cbs=lambda: NoBackward(order), **kw): assert diff(want, w) < 2e-7
 
 
+class OwnBackward(Callback):
+    "In place of fastai's, before or after `AccumulateSteps` weighs the batch"
+    run_valid = False
+    def __init__(self, order): self.order = order
+    def before_backward(self):
+        self.learn.loss_grad.backward()
+        raise CancelBackwardException()
+
+
+@pytest.mark.parametrize('strategy', ['ddp', 'zero2'])
+def test_a_backward_of_a_callbacks_own_is_weighed(world2, strategy):
+    want, kw = fitted(None, 15, n=37), dict(n=37, steps=3)
+    for order in 0, 8:
+        assert diff(want, fitted(False, 5, cbs=lambda: OwnBackward(order), **kw)) < 2e-7
+        for w in world2(fitted, True, 5, cbs=lambda: OwnBackward(order), strategy=strategy, **kw): assert diff(want, w) < 2e-7
+
+
 class Loses(Callback):
     "Leaves samples out, from the `first` batch on"
     run_valid = False
