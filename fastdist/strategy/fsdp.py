@@ -257,7 +257,7 @@ def _of_torch(self:FullyShard): return [o for m in (*self.parts,self.model) for 
 def on_zero(self:FullyShard):
     "Forget what has been accumulated without a message"
     for o in self._of_torch() if self.unsynced else ():
-        o.unsharded_accumulated_grad = None
+        if 'unsharded_accumulated_grad' in vars(o): o.unsharded_accumulated_grad = None # torch adds up in `grad` from 2.15 on
         if (p := vars(o).get('_unsharded_param')) is not None: p.grad = None
 
 # %% ../../nbs/strategy/08_fsdp.ipynb #a2f03d10
