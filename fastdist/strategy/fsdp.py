@@ -296,7 +296,9 @@ def check_used(self:FullyShard):
 @patch
 def explain(self:FullyShard, error):
     "Raise an error that names the strategy, where a gradient of a gradient needs parameters that torch has let go of, or of shards"
-    if isinstance(error, NotImplementedError) and re.search('fsdp::.*Sparse', str(error)): raise RuntimeError(
+    sparse = any(getattr(m, 'sparse', False) for m in self.model.modules())
+    # by torch's collective or, from 2.15 on, as it makes the message
+    if sparse and isinstance(error, RuntimeError) and re.search('fsdp::.*Sparse|for sparse tensors', str(error)): raise RuntimeError(
         f"rank {get_rank()}: strategy={self.name!r} does not shard sparse gradients: use strategy='ddp' or 'zero1', or "
         "nn.Embedding(sparse=False)") from error
     if not isinstance(error, RuntimeError) or not any(o in str(error) for o in _gone): return explain_shards(self, error)
