@@ -105,6 +105,7 @@ def before_backward(self:AccumulateSteps):
     "Weigh the batch by its samples, in units of the first batch's"
     self.learn.loss_grad,self.weighed = self._weigh(self.learn.loss_grad),True
 
+# %% ../../nbs/callbacks/04_grad_accumulation.ipynb #4b975ca8
 @patch
 def before_step(self:AccumulateSteps):
     "Go on to the next batch, or divide by the number of samples, and step"
