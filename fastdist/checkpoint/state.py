@@ -394,7 +394,7 @@ def put_rest(learn, # `Learner` in a fit
     "Let this worker remember it; all but tensors, and the place in the training loader. Returns names of what has no place here"
     trainer = trainer_of(learn)
     # loaders of PyTorch's have no device; parameters may be offloaded from that of a context
-    device = getattr(trainer, 'device', None) or next((p.device for p in learn.model.parameters()), None)
+    device = device_of(learn) or next((p.device for p in learn.model.parameters()), None)
     for m,saved in zip(learn.metrics, rest['metrics']): m.reset() if saved is None else set_attributes(m, saved, device)
     left = put_callbacks(learn, rest['callbacks'], device, same)
     for k,v in rest['learner'].items(): setattr(learn, k, from_plain(v, device))

@@ -14,35 +14,27 @@ from fastai.basics import *
 from ..callbacks.activation_stats import ActivationStats, gather_stats
 from ..callbacks.data_parallel import ParallelTrainer
 from ..callbacks.late_loss import late_losses
-from ..callbacks.loggers import HiddenLoggers, is_logger
 from ..callbacks.precision import autocast_kept, synchronize_rng
 from ..comm.call import same_call
 from ..comm.rank0 import check_outside
-from ..data.loaders import same_data
-from ..data.rng import WorkerRandom, rank0_stream, rejoin_streams
-from ..fault.cancel import Decisions
+from ..data.rng import rank0_stream, rejoin_streams
 from ..fault.supervisor import catchable, check_watchdog, handler_kept, interrupt_deferred, rejoin, scope, watchdog_time
 from ..metrics.losses import losses_apart
-from ..metrics.metrics import EpochTotals
-from ..model.batchnorm import GlobalBatchNorm, sync_batch_norm
-from ..model.foreach import Foreach
+from ..model.batchnorm import GlobalBatchNorm
 from ..model.own_loop import OwnLoopDL
-from ..strategy.base import Strategy, check_values, inner_opt, same_everywhere, whole_model
-from ..strategy.select import close_strategy, drop_strategy, make_strategy, open_strategy
-from ..strategy.whole import norms_of_shards, whole_numbers
-from .argument_steps import ArgumentSteps
-from .args import accelerator_args, check_args, check_launch, check_own, check_precision, not_default, same_args, worker_device
+from ..strategy.base import Strategy, inner_opt
+from .args import accelerator_args, check_args, check_launch, check_own, check_precision, not_default, worker_device
 from .alike import begin_alike, hypers_of, versions
 from .evaluation import Evaluation, same_log
-from .loaders import SharedLoaders, back_on_device, move_learner, plain_dls
-from .hooks import StrategyHooks
+from .loaders import plain_dls
+from .setup_steps import SetupSteps
 from .step import TrainingStep
 from .undone import UndoneCallback
 from ..world.process_group import init_group, teardown_distrib
 from ..world.ranks import get_device, get_rank, get_world_size, use_cpu
 
 # %% ../../nbs/trainer/09_trainer.ipynb #83db08b8
-class DistributedTrainer(ArgumentSteps):
+class DistributedTrainer(SetupSteps):
     "Trains and evaluates a `Learner` on all workers of the process group; `attach` sets it up and `detach` undoes all of it"
     order = -900 # before whatever looks at batches, losses and metrics
     name = 'distributed_trainer' # as `trainer_of` looks for it, of subclasses too
@@ -81,87 +73,6 @@ def __call__(self:DistributedTrainer, event_name # Of a fit
     "Handle an event where there are other workers; in one process there is nothing to do, but to attach and detach"
     if self.device is not None or event_name in ('before_fit','after_fit'): return Callback.__call__(self, event_name)
 
-# %% ../../nbs/trainer/09_trainer.ipynb #72b96972
-@patch
-def _same_model(self:DistributedTrainer):
-    "All workers were given the same arguments, have the same data, and begin with rank 0's weights"
-    same_args(self.args, self.settings, self.precision)
-    same_data(self.learn.dls) # first: vocabularies, and so models, may differ by it
-    check_values(whole := whole_model(self.learn))
-    self.undo.enter_context(back_on_device(self.learn, self.device)) # undone last, when the strategy has given back what it has
-    self.undo.callback(self._drop_strategy)
-    self._choose()
-    same_everywhere(whole, self.learn.opt, grads=True)
-
-@patch
-def _drop_strategy(self:DistributedTrainer):
-    strategy,self.strategy = self.strategy,None
-    if strategy is not None: drop_strategy(strategy) # an error has kept it from being set up
-
-@patch
-def _choose(self:DistributedTrainer):
-    "Choose the strategy; the model goes to the device as a whole, unless the strategy brings it there part by part"
-    self.strategy = make_strategy(self.settings, self.learn, self.device)
-    if not self.strategy.moves: move_learner(self.learn, self.device)
-
-# %% ../../nbs/trainer/09_trainer.ipynb #b9718cfa
-@patch
-def _prepare(self:DistributedTrainer):
-    "Random numbers of one's own, decisions in common, and what events hand over to"
-    learn,device = self.learn,self.device
-    self.random,self.totals = WorkerRandom(get_rank()),EpochTotals(learn)
-    self.decisions = Decisions(learn, WorkerRandom(get_rank()).entered, is_logger)
-    self.loaders = SharedLoaders(learn, device, self.settings.split, self.args['sync_bn'], self.settings.non_blocking,
-                                 lambda counts: self.hooks.begin_own(counts) if self.hooks else noop)
-    self.evaluation = Evaluation(learn, self.decisions)
-    self.dirty = False
-    self.undo.callback(self.random.exit)
-    self.foreach = Foreach()
-    self.undo.callback(self.foreach.close)
-
-# %% ../../nbs/trainer/09_trainer.ipynb #ca027edf
-@patch
-def _share_batch_norm(self:DistributedTrainer):
-    "Take batch norm's statistics from the global batch"
-    self.undo.callback(GlobalBatchNorm.expect) # of a loop of one's own each local batch counts
-    if self.args['sync_bn']: self.undo.callback(sync_batch_norm(whole_model(self.learn)))
-
-# %% ../../nbs/trainer/09_trainer.ipynb #1ed02cb1
-@patch
-def _share_model(self:DistributedTrainer):
-    "Replicate or shard the model, as the strategy does"
-    learn,device,ddp = self.learn,self.device,self.settings.ddp
-    if self.strategy is None: self._choose() # the model has changed
-    self.strategy.share_scale = lambda **kwargs: (self.own or self.step).share_scale(**kwargs)
-    each = ddp is not None and (ddp.find_unused_parameters or ddp.static_graph) # what the last batch does not use would not be averaged
-    self.hooks = StrategyHooks(self, self.strategy, each)
-    self.add(self.hooks)
-    self.undo.enter_context(norms_of_shards())
-    if 'gradients' in self.strategy.splits: self.undo.enter_context(whole_numbers())
-    self.undo.callback(self._close_strategy)
-    open_strategy(self.strategy, learn, device)
-    self.strategy.set_opt(learn.opt)
-    self.seen = versions(self.learn)
-
-@patch
-def _close_strategy(self:DistributedTrainer):
-    strategy,self.strategy,self.hooks = self.strategy,None,None
-    close_strategy(strategy)
-
-# %% ../../nbs/trainer/09_trainer.ipynb #e5f3bb6d
-@patch
-def _share_loaders(self:DistributedTrainer):
-    "Give the learner this worker's parts of its loaders"
-    self.undo.enter_context(self.loaders.on_learner())
-
-@patch
-def _show_in_rank0(self:DistributedTrainer):
-    "Rank 0 alone shows a progress bar, a graph and a table, and logs"
-    self.loggers = HiddenLoggers(self.learn)
-    if get_rank()==0: return
-    self.undo.enter_context(self.learn.no_logging())
-    self.undo.enter_context(self.loggers.hidden())
-
 # %% ../../nbs/trainer/09_trainer.ipynb #22e674f5
 @patch
 def detach(self:DistributedTrainer):
@@ -176,19 +87,6 @@ def join_group(self:DistributedTrainer):
     init = self.settings.init
     if get_world_size() > 1: check_outside('distrib_ctx (or to_distributed)')
     init_group(cpu=use_cpu(self.args.get('cpu', False)), **({} if init is None else init.to_kwargs()))
-
-# %% ../../nbs/trainer/09_trainer.ipynb #7fb8f347
-@patch
-def model_steps(self:DistributedTrainer):
-    "What `shape_model` does"
-    return [self._share_batch_norm, self._checkpoint, self._share_model, self._compile]
-
-@patch
-def steps(self:DistributedTrainer):
-    "What `attach` does, in this order; `detach` undoes it in reverse"
-    both = [self._accumulate, self._follow_settings]
-    if self.device is None: return [self._copy_to_gpus, self._checkpoint, self._compile, *both]
-    return [self._same_model, self._prepare, self.shape_model, self._share_loaders, self._show_in_rank0, *both]
 
 # %% ../../nbs/trainer/09_trainer.ipynb #a9449f17
 @patch
