@@ -63,7 +63,10 @@ class DistributedTrainer(SetupSteps):
 @patch(as_prop=True)
 def accelerator(self:DistributedTrainer):
     "Accelerate's view of this worker, which fastai's trainer has by this name. Made when a script asks for it: nothing here does"
-    if '_accelerator' not in vars(self): self._accelerator = Accelerator(cpu=get_device().type=='cpu')
+    if '_accelerator' not in vars(self):
+        # what the launcher was told of these is the strategy's, and the precision's, to do
+        told = 'USE_FSDP','USE_PARALLELISM_CONFIG','DYNAMO_BACKEND','MIXED_PRECISION'
+        with modified_env(*(f'ACCELERATE_{o}' for o in told)): self._accelerator = Accelerator(cpu=get_device().type=='cpu')
     return self._accelerator
 
 # %% ../../nbs/trainer/09_trainer.ipynb #6c8451da

@@ -72,7 +72,13 @@ def accelerators():
     "What a script of fastai.distributed's asks its trainer's `Accelerator`; each trainer has one"
     learn = quiet(learner(n=22, bs=5))
     with in_ctx(learn, True):
-        acc = learn.distributed_trainer.accelerator
+        told = dict(ACCELERATE_MIXED_PRECISION='fp16', ACCELERATE_USE_FSDP='true', ACCELERATE_DYNAMO_BACKEND='EAGER')  # Accelerate refuses fp16 on the CPU
+        with pytest.MonkeyPatch.context() as mp:
+            for k, v in told.items(): mp.setenv(k, v)
+            before = dict(os.environ)
+            acc = learn.distributed_trainer.accelerator
+            assert dict(os.environ) == before
+        assert (acc.mixed_precision, acc.state.fsdp_plugin if hasattr(acc.state, 'fsdp_plugin') else None) == ('no', None)
         learn.fit(1)
         assert learn.distributed_trainer.accelerator is acc
         acc.wait_for_everyone()
