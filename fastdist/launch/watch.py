@@ -11,7 +11,8 @@ from contextlib import contextmanager,suppress
 
 import psutil
 from ..notices import notices_variable
-from .processes import has_ended, send_signal
+from ..env import process_ended
+from .processes import send_signal
 from ..world.private import job_variable
 
 # %% ../../nbs/launch/03_watch.ipynb #5926516c
@@ -59,7 +60,7 @@ def _ranks(p):
 def _ended_alone(workers, n, since, now, after):
     """(ranks that have ended, those that have run on for `after` seconds), of `n` workers, whose processes are by (rank, local rank);
     `None` where that is not so. `since` is for when the first ended"""
-    runs = {o for o,pid in workers.items() if not has_ended(pid)}
+    runs = {o for o,pid in workers.items() if not process_ended(pid)}
     if not runs or len(runs)==n: since.clear()
     else: since[:] = since or [now]
     if not runs: workers.clear() # they may be started again

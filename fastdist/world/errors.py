@@ -12,8 +12,8 @@ import json,os,re,sys,time,traceback,weakref
 from dataclasses import asdict,dataclass,field,replace
 from functools import lru_cache,reduce
 
-import psutil
 from fastcore.basics import patch
+from ..env import process_ended
 from .ranks import get_rank, get_world_size, host_name
 from .store import wait_until
 
@@ -227,9 +227,7 @@ def in_short(e, # A `RemoteError`
 def has_ended(f # `Failure` of a rank
              ):
     "Has its process ended, as far as is known here?"
-    if f.pid is None or f.host!=host_name(): return False
-    try: return psutil.Process(f.pid).status()==psutil.STATUS_ZOMBIE
-    except psutil.Error: return True
+    return f.pid is not None and f.host==host_name() and process_ended(f.pid)
 
 # %% ../../nbs/world/08_errors.ipynb #6675302c
 def end_after_first(e, # The exception that ends this process

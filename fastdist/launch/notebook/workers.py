@@ -16,8 +16,8 @@ from fastai.basics import *
 from torch.distributed.elastic.multiprocessing import LogsDest,LogsSpecs,start_processes
 from .serialize import rich_shell
 from ..logs import last_words
-from ..processes import handlers_kept, has_ended, send_signal, torch_quiet
-from ...env import signals_to_handle
+from ..processes import handlers_kept, send_signal, torch_quiet
+from ...env import process_ended, signals_to_handle
 from ...world.errors import Failure, RemoteError, is_library, read_record
 from ...world.private import new_folder
 
@@ -99,7 +99,7 @@ def is_done(self:NotebookWorkers):
     "Have all returned, or ended, or one of them in failure?"
     if self.failures: return time.monotonic() > self.since+self.grace or len({r for r,_ in self.failures})==self.n
     for r,pid in self.ctx.pids().items():
-        if has_ended(pid): self.ended.setdefault(r, time.monotonic()) # torch ends others when one has failed, and does not say which
+        if process_ended(pid): self.ended.setdefault(r, time.monotonic()) # torch ends others when one has failed, and does not say which
     self.result = self.ctx.wait(0)
     gone = {r for r,pid in self.ctx.pids().items() if not psutil.pid_exists(pid)} # with status 0: torch has waited for it
     return self.result is not None or len(self.done|gone)==self.n
@@ -107,7 +107,7 @@ def is_done(self:NotebookWorkers):
 @patch
 def is_idle(self:NotebookWorkers):
     "Do all of them wait for another function?"
-    return len(self.done)==self.n and not any(map(has_ended, self.ctx.pids().values()))
+    return len(self.done)==self.n and not any(map(process_ended, self.ctx.pids().values()))
 
 # %% ../../../nbs/launch/notebook/03_workers.ipynb #f1e7ad7b
 _most = 200_000 # characters shown at once: five times a second, they are what a Jupyter server lets through (1 MB/s)
