@@ -17,7 +17,7 @@ from ..strategy.backward import average_tensors
 from ..strategy.base import inner_opt
 from ..world.errors import refuse
 from ..comm.pack import tensors_in
-from .fastai_patches import in_evaluation, trainer_of
+from .fastai_patches import QuickCallback, in_evaluation, trainer_of
 from ..comm.call import same_text
 from ..comm.objects import all_gather_list
 from ..world.ranks import get_rank, whole_number
@@ -59,7 +59,7 @@ def _check_hook(hook, options):
     if hook=='powersgd': PowerSGDState(None, **options) # its own errors, before the training begins
 
 # %% ../../nbs/callbacks/06_compression.ipynb #fb7a0009
-class GradientCompression(Callback):
+class GradientCompression(QuickCallback):
     "In a fit on many workers, let `DistributedDataParallel` send compressed gradients"
     run_valid = False
     def __init__(self, hook='bf16', # `'bf16'`, `'fp16'`, `'powersgd'`, or a pair (state, hook) for `register_comm_hook`
@@ -101,7 +101,7 @@ def after_fit(self:GradientCompression):
     self.state = None
 
 # %% ../../nbs/callbacks/06_compression.ipynb #fb7a0010
-class LocalSGD(Callback):
+class LocalSGD(QuickCallback):
     "In a fit on many workers, step by each worker's own gradients, and average the weights every `every` steps"
     # after what steps at the end of an epoch, and before what compares or looks at the weights
     order,run_valid = MixedPrecision.order-3,False

@@ -20,7 +20,7 @@ from ..comm.pack import as_bytes
 from ..comm.shards import is_dtensor, local
 from ..model.batchnorm import GlobalBatchNorm
 from .compression import LocalSGD
-from .fastai_patches import device_of, in_evaluation
+from .fastai_patches import QuickCallback, device_of, in_evaluation
 
 # %% ../../nbs/callbacks/07_divergence.ipynb #d1fe0006
 _chunk = 2**18 # integers that are summed up at once, for the memory's sake
@@ -113,7 +113,7 @@ def check_same(model, # The same `nn.Module` in all workers, wrapped or not
 def _agrees(m): return not isinstance(m, _NormBase) or isinstance(m, GlobalBatchNorm)
 
 # %% ../../nbs/callbacks/07_divergence.ipynb #9a00d839
-class DivergenceCheck(Callback):
+class DivergenceCheck(QuickCallback):
     "In a fit on many workers, `check_same` before each `every`-th step, and after the training part of each epoch"
     # with gradients as they are after the last batch of a step, and before a GradScaler may skip it in the worker that has a NaN
     order,run_valid = MixedPrecision.order-1,False

@@ -9,7 +9,7 @@ __all__ = ['divisor', 'grads_of', 'scale_all', 'AccumulateSteps', 'looked_at']
 from fastai.basics import *
 from fastai.callback.fp16 import MixedPrecision
 from fastai.callback.training import GradientAccumulation
-from .fastai_patches import in_evaluation
+from .fastai_patches import QuickCallback, in_evaluation
 from ..metrics.losses import is_summed, kept_labels, loss_divisor
 from ..world.ranks import get_rank
 
@@ -36,7 +36,7 @@ def scale_all(grads, # Gradients, shards or whole
     for g in grads: g.mul_(k.to(g.device) if isinstance(k, Tensor) else k) # they may be kept in CPU memory
 
 # %% ../../nbs/callbacks/04_grad_accumulation.ipynb #7c3e0006
-class AccumulateSteps(Callback):
+class AccumulateSteps(QuickCallback):
     "Step once for several batches, with the gradient of all their samples: what `gradient_accumulation_steps` does"
     order,run_valid = MixedPrecision.order-4,False # before the gradients are looked at: unscaled, clipped
     def __init__(self, plugin, # Accelerate's `GradientAccumulationPlugin`

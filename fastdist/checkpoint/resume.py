@@ -10,7 +10,7 @@ import time
 
 from fastai.basics import *
 from ..callbacks.compression import GradientCompression, LocalSGD
-from ..callbacks.fastai_patches import device_of, trainer_of
+from ..callbacks.fastai_patches import QuickCallback, device_of, trainer_of
 from .callbacks import not_made, not_put, not_saved, users_callbacks
 from .found import FoundFit, metric_names, recorded
 from .plain import attributes_of
@@ -27,7 +27,7 @@ from ..world.errors import RemoteError, refuse
 from ..world.ranks import get_rank, whole_number
 
 # %% ../../nbs/checkpoint/09_resume.ipynb #071cbecf
-class Resume(Callback):
+class Resume(QuickCallback):
     "Saves all of a fit's state to a folder, and goes on from there when the same script is started again"
     order = 10**9 # after all others, whatever they take for late
     def __init__(self,

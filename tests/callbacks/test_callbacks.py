@@ -240,3 +240,30 @@ def test_activation_stats_of_one_worker(world2):
     "Those of its share: nobody waits for them"
     (a, n), (b, none) = world2(stats_in_rank_0)
     assert diff(a, b) == 0 and (n, none) == (4, 0)
+
+
+def named_alike(kinds):
+    "A model has attributes of the names that our callbacks set: fastai warns of each, where a callback asks whether the learner has it"
+    import tempfile
+    from fastdist.all import DivergenceCheck, GradientCompression, LocalSGD, Resume
+    from fastdist.world import get_world_size, rank0_read
+    for kind in kinds:
+        learn = quiet(learner(n=23, bs=5))
+        with tempfile.TemporaryDirectory() as folder:
+            folder = rank0_read(lambda: folder)
+            cbs = dict(check=lambda: [DivergenceCheck(every=2)], local=lambda: [LocalSGD(every=2)], compressed=lambda: [GradientCompression()],
+                       resume=lambda: [Resume(folder, every=2)], steps=list)[kind]()
+            kw = dict(gradient_accumulation_steps=2) if kind == 'steps' else {}
+            with learn.distrib_ctx(**kw):
+                for o in [*cbs, *learn.cbs]:
+                    if type(o).__module__.startswith('fastdist'): vars(learn.model).update({k: 0 for k in vars(o) if k != 'learn' and not hasattr(learn.model, k)})
+                with warnings.catch_warnings():
+                    warnings.simplefilter('error')
+                    learn.fit(1, cbs=cbs)
+    return get_world_size()
+
+
+@pytest.mark.parametrize('world', [1, 2])
+def test_model_has_the_same_names(worlds, world):
+    kinds = ['check', 'resume', 'steps'] + ['local', 'compressed']*(world > 1)
+    assert (worlds(world)(named_alike, kinds) if world > 1 else [named_alike(kinds)]) == [world]*world
