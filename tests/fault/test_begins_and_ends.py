@@ -78,9 +78,9 @@ def pressed(place):
     "In rank 1 a Ctrl-C arrives in `place`: errors"
     import fastdist.all
     from fastdist.fault import monitor, supervisor
-    from fastdist.trainer import trainer
+    from fastdist.trainer import setup_steps
     from fastdist.world import get_rank, teardown_distrib
-    at = dict(start=(monitor.Monitor, '_publish'), close=(supervisor, '_close'), gather=(trainer, 'close_strategy'))
+    at = dict(start=(monitor.Monitor, '_publish'), close=(supervisor, '_close'), gather=(setup_steps, 'close_strategy'))
     teardown_distrib()
     learn, error, start, mine = quiet(learner(n=24, bn=True, opt=Adam)), None, time.monotonic(), get_rank() == 1
     def patch(o, nm):
