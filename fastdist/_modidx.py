@@ -3638,6 +3638,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                             'fastdist/world/process_group.py'),
                                               'fastdist.world.process_group._missing_recorded': ( 'world/process_group.html#_missing_recorded',
                                                                                                   'fastdist/world/process_group.py'),
+                                              'fastdist.world.process_group._next_start': ( 'world/process_group.html#_next_start',
+                                                                                            'fastdist/world/process_group.py'),
                                               'fastdist.world.process_group._one_prefix': ( 'world/process_group.html#_one_prefix',
                                                                                             'fastdist/world/process_group.py'),
                                               'fastdist.world.process_group._own_gpu': ( 'world/process_group.html#_own_gpu',

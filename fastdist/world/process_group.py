@@ -277,6 +277,19 @@ def _begin_world():
         teardown_distrib()
         raise
 
+# %% ../../nbs/world/09_process_group.ipynb #cc4a2015
+def _next_start(init_method=None):
+    """The `Start` of the next process group: as the environment says or, where that says nothing, as the last one was made. A `RuntimeError`
+    where somebody else has made that: nobody knows how"""
+    s,world = infer_init_method(init_method=init_method),current_world()
+    rank,n = world.place
+    if s.world_size > 1 or n==1 or 'WORLD_SIZE' in os.environ: return s
+    if world.rendezvous is not None and world.rendezvous.start.init_method!='env://': return world.rendezvous.start
+    raise RuntimeError(
+        f"rank {rank}: the process group of {n} workers has gone (destroy_process_group), and the environment does not say how to make it "
+        "again: make it by init_process_group before this, or let it be until all is done. To train alone from here on, set WORLD_SIZE=1")
+
+
 # %% ../../nbs/world/09_process_group.ipynb #1ee89d63
 def init_group(cpu=False, # Train on the CPU although there are GPUs
                start=None, # `Start` that says how; by default inferred from the environment
@@ -290,7 +303,7 @@ def init_group(cpu=False, # Train on the CPU although there are GPUs
     if dist.is_initialized():
         own_sockets()
         return _check_same(start, kwargs, gpu) # whoever has made it, the environment may be another's
-    s = start or infer_init_method(init_method=kwargs.get('init_method'))
+    s = start or _next_start(kwargs.get('init_method'))
     if s.world_size==1: return
     own_sockets()
     _check_spawned(s)

@@ -36,6 +36,8 @@ class World:
         self._store,self._ends = store,[]
         group = get_default_group()
         self._group = None if group is None else weakref.ref(group) # one that is held here would outlive its end
+        old = before.place if before and before.pid==self.pid else (0,1)
+        self.place = old if group is None else (dist.get_rank(),dist.get_world_size()) # in the group that there is, or was last
 
     @property
     def is_live(self):
