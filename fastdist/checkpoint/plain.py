@@ -131,6 +131,8 @@ def is_link(v, # Anything
     except RecursionError: return False # it contains itself
 
 # %% ../../nbs/checkpoint/03_plain.ipynb #e0adcf4a
+_changed = Tensor,np.ndarray,*_lists.values(),*_dicts.values() # what two attributes may share
+
 def attributes_of(o, # A callback, or a metric
                   shared=(), # From `memory_of`: what lies there is the learner's, and no copy is to take its place
                  ):
@@ -142,12 +144,13 @@ def attributes_of(o, # A callback, or a metric
         except NotPlain as e: raise NotPlain(
             f"rank {get_rank()}: {type(o).__name__}.state_dict returns what cannot be saved (a {e}): "
             "let it return numbers, texts, tensors, arrays, and lists, tuples, sets and dicts of them") from None
-    res,left = {},[]
+    res,left,seen = {},[],{}
     for nm,v in vars(o).items():
         clock = nm=='start_epoch' and isinstance(o, Recorder) # an epoch's time is that of this process
         if nm in _nobodys or clock or is_link(v, shared): continue
-        try: res[nm] = _remembered(v)
+        try: res[nm] = _mark('same', seen[id(v)]) if id(v) in seen else _remembered(v)
         except NotPlain: left.append(nm)
+        else: seen.update({id(v):nm} if isinstance(v, _changed) else {})
     return res|held,left
 
 # %% ../../nbs/checkpoint/03_plain.ipynb #731c9ec4
@@ -163,7 +166,7 @@ def _put_one(o, nm, v, device):
     elif kind=='attributes':
         if not isinstance(there, Metric): return False
         set_attributes(there, v['data'], device)
-    else: vars(o)[nm] = from_plain(v, device)
+    else: vars(o)[nm] = vars(o)[v['data']] if kind=='same' else from_plain(v, device)
     return True
 
 _set = Callback.__setattr__

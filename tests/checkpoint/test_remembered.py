@@ -69,6 +69,17 @@ def test_what_a_callback_makes_late(ends, every, tmp_path):
     assert not compare(tmp_path, lambda f: simple(f, Averages()), means, ends, every)
 
 
+class SharesLists(Callback):
+    "Two attributes are one list, which it grows by the first and reads by the second"
+    def __init__(self): self.seen = self.last = []
+    def after_batch(self):
+        if self.training: self.seen.append(len(self.last))
+
+
+def test_what_two_attributes_share(tmp_path):
+    assert not compare(tmp_path, lambda f: simple(f, SharesLists()), lambda learn: (learn.shares_lists.seen, learn.shares_lists.last))
+
+
 def test_what_a_callback_makes_no_more(tmp_path):
     fitted(tmp_path, lambda f: simple(f, MakesOnce()), means, 15)
     said, _, got = fitted(tmp_path, lambda f: simple(f, MakesOnce()), means)
