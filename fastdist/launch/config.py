@@ -176,17 +176,45 @@ def callback_modules():
     return {name:f'{package}.{file.stem}' for package,folder in folders.items() for file in sorted(folder.glob('*.py'))
             for name in re.findall(r'(?m)^class ([A-Za-z]\w*)', file.read_text(encoding='utf-8'))}
 
+
+# %% ../../nbs/launch/08_config.ipynb #f5f767f2
+def _init_of(module, name, folder):
+    """(the arguments that the class `name` of a module, which is not imported, takes, those that it needs); `None` where another class's
+    `__init__`, a decorator or `**kwargs` may take more"""
+    file = module_file(module, folder)
+    tops = ast.parse(Path(file).read_bytes()).body if file else ()
+    cls = next((o for o in tops if isinstance(o, ast.ClassDef) and o.name==name), None)
+    f = next((o for o in getattr(cls, 'body', ()) if isinstance(o, ast.FunctionDef) and o.name=='__init__'), None)
+    if f is None or f.args.kwarg or f.decorator_list: return
+    names = [o.arg for o in f.args.args[1:]]
+    keys = {o.arg:default for o,default in zip(f.args.kwonlyargs, f.args.kw_defaults)}
+    return [*names, *keys], [*names[:len(names)-len(f.args.defaults)], *(k for k,default in keys.items() if default is None)]
+
+
+# %% ../../nbs/launch/08_config.ipynb #0e2695b3
+def _check_callback(s, name, args, known):
+    "Note a callback that nobody has, and arguments that it does not take, or lacks"
+    folder,key = Path(s.path).absolute().parent,('callbacks',name)
+    if not isinstance(args, dict): return s.fault(key, "a table of its arguments is needed, such as {}")
+    if ':' not in name and name not in known:
+        near = nearest(name, list(known), 'one of yours is named as "module:class"')
+        return s.fault(key, f"fastai and fastdist have no such callback: {near}")
+    if ':' in name and (not _is_function(name) or module_file(name.partition(':')[0], folder) is None):
+        return s.fault(key, "there is no such module, neither beside the config nor where Python looks")
+    module,cls = name.split(':') if ':' in name else (known[name],name)
+    takes,needs = _init_of(module, cls, folder) or (args,())
+    for k in args:
+        if k not in takes: s.fault((*key,k), f"{cls} has no such argument: {nearest(k, takes)}")
+    missing = [k for k in needs if k not in args]
+    if missing: s.fault(key, f"it needs an argument {missing[0]}")
+
 def _check_callbacks(s):
-    "Note callbacks that nobody has, and arguments that are no table"
+    "Note what is wrong with the table of callbacks"
     given = s.values.get('callbacks')
-    known = callback_modules() if isinstance(given, dict) else {}
-    for name,args in given.items() if known else ():
-        if not isinstance(args, dict): s.fault(('callbacks',name), "a table of its arguments is needed, such as {}")
-        elif ':' not in name and name not in known:
-            near = nearest(name, list(known), 'one of yours is named as "module:class"')
-            s.fault(('callbacks',name), f"fastai and fastdist have no such callback: {near}")
-        elif ':' in name and (not _is_function(name) or module_file(name.partition(':')[0], Path(s.path).absolute().parent) is None):
-            s.fault(('callbacks',name), "there is no such module, neither beside the config nor where Python looks")
+    if not isinstance(given, dict) or not given: return
+    known = callback_modules()
+    for name,args in given.items(): _check_callback(s, name, args, known)
+
 
 # %% ../../nbs/launch/08_config.ipynb #83322727
 def _check_nodes(s, c):

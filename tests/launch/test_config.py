@@ -131,12 +131,15 @@ FAULTS = [  # the config, words of the command line, and the beginnings of what 
         'c.toml:3: callbacks.SaveModelCallbck: fastai and fastdist have no such callback: did you mean SaveModelCallback?',
         'c.toml:4: callbacks.GradientClip = 0.1: a table of its arguments is needed', 'c.toml:5: callbacks.nowhere:Cb: there is no such module']),
     (GOOD, ['callbacks.GradientClip.max_norm=1', 'context=1'], ['argument context=1: a table of arguments is needed']),
+    (f'{GOOD}\n[callbacks]\nGradientClip = {{max_nrm = 1}}\n"mine:Cb" = {{}}\n"mine:Any" = {{x = 1}}', [], [
+        'c.toml:3: callbacks.GradientClip.max_nrm = 1: GradientClip has no such argument: did you mean max_norm?',
+        'c.toml:4: callbacks.mine:Cb: it needs an argument n']),
     (GOOD, ['epochs', 'save="a', 'epochs.x=3'], ['argument epochs: what follows the config is like key=value', 'argument save="a: "a is not complete', 'argument epochs.x=3: a'])]
 
 
 @pytest.mark.parametrize('text,words,want', FAULTS, ids=[w[0].partition(': ')[2][:40] for *_, w in FAULTS])
 def test_faults(folder, text, words, want):
-    (folder/'mine.py').write_text('def get(n=23, bs=5): ...\ndef needs(path): ...\n')
+    (folder/'mine.py').write_text('def get(n=23, bs=5): ...\ndef needs(path): ...\nclass Cb:\n def __init__(self, n): ...\nclass Any:\n def __init__(self, **kwargs): ...\n')
     (folder/'c.toml').write_text(text+'\n')
     with pytest.raises(SystemExit) as e: read_config('c.toml', words, n_gpus=lambda: 8)
     head, *got = str(e.value).split('\n')
@@ -259,9 +262,9 @@ learn.export('plain.pkl')
     res = launched([sys.executable, '-c', code], 100, env=NO_GPU, cwd=folder)
     assert res.returncode == 0, res.stderr
     assert diff(*exported(folder, monkeypatch, 'l.pkl', 'plain.pkl')) < 1e-7
-    (folder/'c.toml').write_text(textwrap.dedent(CONFIG) + '[callbacks.GradientClip]\nmax_nrm = 1')
+    (folder/'c.toml').write_text(textwrap.dedent(CONFIG) + '[callbacks."mine:Ends"]\nx = 1')
     res = train('c.toml', cwd=folder)
-    assert res.returncode == 1 and "c.toml:5: callbacks.GradientClip: TypeError: " in res.stderr and 'Traceback' not in res.stderr, res.stderr
+    assert res.returncode == 1 and "c.toml:5: callbacks.mine:Ends: AssertionError: " in res.stderr and 'Traceback' not in res.stderr, res.stderr
 
 
 def test_learning_rate(folder, monkeypatch):
