@@ -6,7 +6,8 @@
 __all__ = ['main']
 
 # %% ../../nbs/launch/06_slurm.ipynb #6b80eace
-import argparse,os,re,shlex,shutil,subprocess,sys
+import argparse,io,os,re,shlex,shutil,subprocess,sys
+from contextlib import redirect_stderr
 from pathlib import Path
 from .machine import Parser, n_threads, plural
 
@@ -168,6 +169,19 @@ def _check_names(p, a):
         try: shlex.split(o)
         except ValueError: p.error(f"--launch={o}: a quote is not closed")
 
+# %% ../../nbs/launch/06_slurm.ipynb #59871e63
+def _launch_options(a): return [o for text in a.launch for o in shlex.split(text)]
+
+def _check_launch(p, a):
+    "Let the launcher's own parser read its options now, and not in the job; where that has another Python, it may know others"
+    if not a.launch or a.venv or a.env_setup: return
+    from fastdist.launch.cli import _parse # here: it imports accelerate
+    with redirect_stderr(io.StringIO()) as err:
+        try: return _parse([*_launch_options(a), a.script])
+        except SystemExit: why = err.getvalue().rpartition('error: ')[2].strip()
+    p.error(f"--launch={' '.join(a.launch)}: {why}")
+
+
 # %% ../../nbs/launch/06_slurm.ipynb #581121cd
 def _script_last(args):
     "(arguments with the script after the options, the script if it came first)"
@@ -186,7 +200,7 @@ def _read(args):
     if script and a.script!=script:
         p.error(f"{a.script}: is it the script's? Then it stands after --, as in: fastdist slurm {script} --nodes 2 --gpus 8 -- {a.script}")
     a.command = ['fastdist','slurm',*args]
-    for check in (_check_size,_check_time,_check_files,_check_names): check(p, a)
+    for check in (_check_size,_check_time,_check_files,_check_names,_check_launch): check(p, a)
     return a
 
 # %% ../../nbs/launch/06_slurm.ipynb #25bf5680
@@ -210,7 +224,7 @@ def _launch_command(a):
     "The launcher on one node, as shell words"
     python = os.path.abspath(f'{a.venv}/bin/python') if a.venv else 'python' if a.env_setup else sys.executable
     restarts = ['--max-restarts',str(a.max_restarts)] if a.max_restarts is not None else []
-    more = [o for text in a.launch for o in shlex.split(text)]
+    more = _launch_options(a)
     command = shlex.join([python,'-m','fastdist','launch','--nproc-per-node',str(a.workers), *restarts, *more])
     if any(re.match('--log[-_]dir', o) for o in more): return command
     # in a folder that all nodes see; the launcher's own choice is one of its node

@@ -187,6 +187,7 @@ def test_rejected(slurm, tmp_path):
     (['--gpus', '-1', 'train.py'], '--gpus -1'),
     (['--gpus', '1', '--max-restarts', '3', 'train.py'], '--max-restarts 3: the launcher'),  # as it would say when the job begins
     (['--gpus', '2', '--time', 'tomorrow', 'train.py'], '--time tomorrow'),
+    (['--gpus', '2', '--launch=--mixed_precison bf16', 'train.py'], '--launch=--mixed_precison bf16: --mixed_precison: there is no such option: did you mean --mixed-precision?'),
     (['--gpus', '2', '--submit', 'train.py'], 'there is no `sbatch` on this machine')])
 def test_wrong(tmp_path, args, says):
     "Where there is no Slurm: the message, and nothing is written"
