@@ -20,12 +20,13 @@ def weighed_stats(model, # Any
                   scale, # Weight of this worker's share of the batch that goes forward next: 1 where all are of one size
                  ):
     "A function that scales, after the forward, what the batch has added to the running statistics of `InstanceNorm` layers"
-    kept = [] if scale==1 else [(m, b, b.clone()) for m in model.modules() if isinstance(m, _InstanceNorm) and m.training
+    kept = [] if scale==1 else [(m, b, b._version, b.clone()) for m in model.modules() if isinstance(m, _InstanceNorm) and m.training
                                 for b in (m.running_mean,m.running_var) if b is not None]
     def weigh():
         with torch.no_grad():
-            for m,b,was in kept:
-                if not b.equal(was): b.mul_(scale).add_(was, alpha=(1-scale)*(1-(m.momentum or 0.))) # it was part of the forward
+            for m,b,v,was in kept:
+                n = b._version-v # how often it was called: not at all, or more than once
+                if n: b.mul_(scale).add_(was, alpha=(1-scale)*(1-(m.momentum or 0.))**n)
     return weigh
 
 # %% ../../nbs/model/04_running_stats.ipynb #56338b6f

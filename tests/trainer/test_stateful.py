@@ -69,12 +69,13 @@ class Stats(nn.Module):
         super().__init__()
         torch.manual_seed(3)
         self.kind, self.lin, self.out = kind, nn.Linear(4, 12), nn.Linear(12, 3)
-        self.norm = nn.InstanceNorm1d(3, affine=True, track_running_stats=True) if kind == 'instance' else None
+        self.norm = nn.InstanceNorm1d(3, affine=True, track_running_stats=True) if kind in ('instance', 'twice') else None
         if kind == 'spectral': self.lin = nn.utils.parametrizations.spectral_norm(self.lin)
         if kind == 'ema': self.register_buffer('ema', torch.zeros(12))
     def forward(self, x):
         x = self.lin(x)
         if self.norm is not None: x = self.norm(x.view(-1, 3, 4)).flatten(1)
+        if self.kind == 'twice': x = self.norm(x.view(-1, 3, 4)*2+1).flatten(1)
         if self.training and self.kind == 'ema': self.ema.lerp_(x.detach().mean(0).to(self.ema.dtype), .1)
         return self.out(x.relu())
 
@@ -104,7 +105,7 @@ def test_running_statistics(world):
     """The last batch has 4 of 22 samples: 2 and 2, or 2, 1 and 1; one of 24 has as many as the others. A callback ends it after one of 5,
     or after the last one, of 1"""
     ended = [('instance', dict(n=n, bs=5, ends=o)) for n in (20, 11) for o in ('CancelTrainException', 'CancelEpochException', 'CancelFitException')]
-    kinds = [('instance', {}), ('instance', dict(n=20)), ('spectral', {}), ('ema', dict(n=24)), *ended]
+    kinds = [('instance', {}), ('instance', dict(n=20)), ('twice', dict(n=20)), ('spectral', {}), ('ema', dict(n=24)), *ended]
     for r, every in enumerate(world(stats_of, kinds)):
         for (k, _), a, b in zip(kinds, stats_of(kinds, distrib=False), every):
             assert diff(a[0], b[0]) < 2e-7 and diff(a[1], b[1]) < 1e-6, k
