@@ -855,6 +855,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                    'fastdist/data/adapter.py')},
             'fastdist.data.dl': { 'fastdist.data.dl.DistributedDL': ('data/dl.html#distributeddl', 'fastdist/data/dl.py'),
                                   'fastdist.data.dl.DistributedDL.__copy__': ('data/dl.html#distributeddl.__copy__', 'fastdist/data/dl.py'),
+                                  'fastdist.data.dl.DistributedDL.__deepcopy__': ( 'data/dl.html#distributeddl.__deepcopy__',
+                                                                                   'fastdist/data/dl.py'),
                                   'fastdist.data.dl.DistributedDL.__init__': ('data/dl.html#distributeddl.__init__', 'fastdist/data/dl.py'),
                                   'fastdist.data.dl.DistributedDL.__iter__': ('data/dl.html#distributeddl.__iter__', 'fastdist/data/dl.py'),
                                   'fastdist.data.dl.DistributedDL.__len__': ('data/dl.html#distributeddl.__len__', 'fastdist/data/dl.py'),

@@ -141,6 +141,13 @@ def __reduce__(self:DistributedDL):
     return object.__new__, (type(self),), {**{k:v for k,v in vars(self).items() if k!='_family'}, '_live':False}
 
 @patch
+def __deepcopy__(self:DistributedDL, memo):
+    f,args,state = self.__reduce__()
+    res = memo[id(self)] = f(*args)
+    vars(res).update(deepcopy(state, memo))
+    return res._found(self._family) if '_family' in vars(self) else res # when a context ends it is whole, too
+
+@patch
 def _like(self:DistributedDL, dl, place=None, **state):
     "`dl`, split as this loader is; the part of `place`, (rank, world size), by default of this worker"
     res = object.__new__(type(self))

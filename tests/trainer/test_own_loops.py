@@ -80,6 +80,20 @@ def test_nothing_is_left_of_a_loop_that_does_not_end(world2):
     for o in world2(left): assert o == (True, 0, True)
 
 
+def test_a_copy_is_whole_after_the_context(world2):
+    "As the loader that it is a copy of"
+    def copied():
+        import fastdist.all
+        learn = quiet(learner(n=22))
+        with learn.distrib_ctx(split_batches=True):
+            train, deep, dls = learn.dls.train, deepcopy(learn.dls.train), deepcopy(learn.dls)
+            inside = [sum(len(b[0]) for b in o) for o in (train, deep, dls.train)]
+        return inside, [sum(len(b[0]) for b in o) for o in (train, deep, dls.train)]
+    found = world2(copied)
+    for inside, after in found: assert len({*inside}) == 1 and after == [22]*3
+    assert sum(inside[0] for inside, _ in found) == 22
+
+
 def test_a_copy_is_nobodys(world2):
     "It has nothing of the learner"
     def copied():
