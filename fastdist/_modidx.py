@@ -661,6 +661,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                      'fastdist/checkpoint/weights.py'),
                                              'fastdist.checkpoint.weights._full_states': ( 'checkpoint/weights.html#_full_states',
                                                                                            'fastdist/checkpoint/weights.py'),
+                                             'fastdist.checkpoint.weights._is_elsewhere': ( 'checkpoint/weights.html#_is_elsewhere',
+                                                                                            'fastdist/checkpoint/weights.py'),
                                              'fastdist.checkpoint.weights._load_model': ( 'checkpoint/weights.html#_load_model',
                                                                                           'fastdist/checkpoint/weights.py'),
                                              'fastdist.checkpoint.weights._mark_written': ( 'checkpoint/weights.html#_mark_written',

@@ -11,9 +11,9 @@ from fastai.basics import *
 from fastai.callback.schedule import LRFinder
 from ..callbacks.fastai_patches import replace_in_fastai
 from ..comm.shards import is_dtensor
-from ..strategy.sharded_opt import ShardedOptimizer
+from ..strategy.sharded_opt import ShardedOptimizer, move_state
 from ..fault.same_call import all_at
-from ..world.ranks import get_rank, get_world_size
+from ..world.ranks import get_device, get_rank, get_world_size
 from ..world.state import current_world
 
 # %% ../../nbs/checkpoint/00_weights.ipynb #7ff02e60
@@ -84,11 +84,20 @@ def _save_model(file, model, opt=None, with_opt=True, **kwargs):
     finally: tmp.unlink(missing_ok=True)
     _mark_written(file)
 
+def _is_elsewhere(device):
+    "Is it a GPU that is not this worker's, as 'cuda:0' in a script that all run?"
+    if device is None or not dist.is_initialized() or get_world_size()==1: return False
+    device = torch.device('cuda', device) if isinstance(device, int) else torch.device(device)
+    return device.type!='cpu' and device.index is not None and device!=get_device()
+
 def _load_model(file, model, opt=None, with_opt=True, device=None, **kwargs):
-    if is_sharded(model, opt): device = 'cpu' # a worker's memory may not have room for the whole
-    try: return _fastai_load(file, model, opt, with_opt, device, **kwargs)
+    elsewhere = _is_elsewhere(device)
+    if elsewhere or is_sharded(model, opt): device = 'cpu' # of shards, a worker's memory may not have room for the whole
+    try: res = _fastai_load(file, model, opt, with_opt, device, **kwargs)
     finally:
         if isinstance(file, (str,Path)): _check_written(file)
+    if elsewhere and with_opt and opt is not None and sharded_of(opt) is None: move_state(opt)
+    return res
 
 _fastai_save,_fastai_load = fastai.learner.save_model,fastai.learner.load_model
 replace_in_fastai({_fastai_save:_save_model, _fastai_load:_load_model})

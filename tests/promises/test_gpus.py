@@ -187,6 +187,31 @@ def test_loaders_for_another_gpu(gpu_worlds, strategy):
         assert many.devices == {own}
 
 
+def loaded_to(strategy, path):
+    "In a context all workers load what was saved, and say `device='cuda:0'`, as the script did in one process"
+    import fastdist.all
+    res = []
+    for ctx in (None, ctx_of(strategy)):
+        torch.cuda.set_device(0)
+        learn = quiet(learner(n=20, bs=6, opt=Adam, path=path))
+        learn.dls.to('cuda:0')
+        with contextlib.nullcontext() if ctx is None else learn.distrib_ctx(**ctx):
+            learn.fit(1)
+            if ctx is not None:
+                learn.save('saved')
+                learn.load('saved', device='cuda:0')
+            learn.fit(1)
+        res.append(report(learn))
+    return *res, own_gpu()
+
+
+@pytest.mark.parametrize('strategy', ['ddp', 'zero1'])
+def test_load_for_another_gpu(gpu_worlds, tmp_path, strategy):
+    for alone, many, own in gpu_worlds(2)(loaded_to, strategy, tmp_path):
+        same(alone, many)
+        assert many.devices == {own}
+
+
 def goes_on(strategy, opt):
     "A fit of a model that has been left on the CPU, with a parameter that is a number, in a context or not, and one after it, by this process alone on its GPU"
     import fastdist.all
