@@ -24,9 +24,18 @@ usage = ("usage: fastdist COMMAND [arguments]\n\n" + '\n'.join(f'  {k:10}{v}' fo
          "\n\n`fastdist COMMAND --help` has more of each.")
 
 # %% ../nbs/launch/10_main.ipynb #da56deaa
+def _open_streams():
+    "A stream that is closed, as by `<&-`, leads nowhere: what is opened next would have its number, so that others wrote into it, or took its place"
+    for i,(nm,mode) in enumerate(dict(stdin='r', stdout='w', stderr='w').items()):
+        try: os.fstat(i)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR) # has the lowest number that is free
+            setattr(sys, nm, open(i, mode, closefd=False))
+
 def main(args=None # Command line, without the name of the program
         ):
     "Run a command; ends the process with its exit status"
+    _open_streams()
     command,*rest = list(sys.argv[1:] if args is None else args) or ['--help']
     if command in ('-h','--help','help'): print(usage); return
     if command in ('-V','--version'): print(f'fastdist {__version__}'); return
