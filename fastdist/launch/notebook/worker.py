@@ -150,8 +150,9 @@ def _run(line, rank, setup, call, shell=None):
 class _NoInput(io.TextIOWrapper):
     "Instead of `sys.stdin`: `input` and the debugger say why nobody answers"
     def readline(self, *args):
-        raise EOFError(f"rank {os.environ['RANK']}: a worker cannot ask, for it has no keyboard: "
-                       "ask in a cell, and pass the answer to the function")
+        asks = sys._getframe(1).f_globals.get('__name__') # `cmd` is the debugger's: it takes an `EOFError` for "quit", and says nothing
+        raise (RuntimeError if asks=='cmd' else EOFError)(f"rank {os.environ['RANK']}: a worker cannot ask, for it has no keyboard: "
+            "ask in a cell, and pass the answer to the function; a debugger can run with the function in the notebook itself")
 
 # %% ../../../nbs/launch/notebook/01_worker.ipynb #bb840f11
 def _tidy():
