@@ -1925,6 +1925,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                    'fastdist/launch/notebook/launcher.py'),
                                                    'fastdist.launch.notebook.launcher._n_workers': ( 'launch/notebook/launcher.html#_n_workers',
                                                                                                      'fastdist/launch/notebook/launcher.py'),
+                                                   'fastdist.launch.notebook.launcher._open': ( 'launch/notebook/launcher.html#_open',
+                                                                                                'fastdist/launch/notebook/launcher.py'),
                                                    'fastdist.launch.notebook.launcher._pack_call': ( 'launch/notebook/launcher.html#_pack_call',
                                                                                                      'fastdist/launch/notebook/launcher.py'),
                                                    'fastdist.launch.notebook.launcher._setup': ( 'launch/notebook/launcher.html#_setup',

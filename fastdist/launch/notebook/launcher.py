@@ -70,8 +70,9 @@ def _check_func(func, keep):
     if not callable(func): raise TypeError(f"func={func!r}: it has to be a function, which every worker calls")
     e = from_env()
     if e.launcher!='launch_in_notebook' and e.world_size==1 and not (dist.is_initialized() and dist.get_world_size() > 1): return
+    left = "" if e.launcher!='environment' else "; or run os.environ.pop('WORLD_SIZE'), which another job has left there"
     raise RuntimeError(f"rank {e.rank}: this process is a worker itself (of {e.launcher}), and cannot start others: "
-                       "call launch_in_notebook in the notebook")
+                       f"call launch_in_notebook in the notebook{left}")
 
 def _pack_call(func, args, kwargs, name):
     try: return pack((func,args,kwargs))
@@ -132,6 +133,17 @@ def _workers(n, cpu, log_dir):
     print(f"fastdist: {starting(n, cpu, threads)}", file=sys.stderr if rich_shell() is None else sys.stdout, flush=True)
     return w
 
+# %% ../../../nbs/launch/notebook/04_launcher.ipynb #3a11186c
+def _open(value, sent, name):
+    "What rank 0 has returned; it is kept in a file where that fails"
+    try: return unpack(value, known=sent)[0]
+    except Exception as e:
+        file = new_folder()/'value'
+        keep(file.parent)
+        file.write_bytes(value)
+        raise TypeError(f"what {name} returned cannot be opened in the notebook ({type(e).__name__}: {e}), and is kept. When it has what it lacks: "
+                        f"from fastdist.launch.notebook.serialize import *; unpack(Path({str(file)!r}).read_bytes(), namespace())[0]") from e
+
 # %% ../../../nbs/launch/notebook/04_launcher.ipynb #f246ca0f
 def launch_in_notebook(func, # Called in every worker; cells may define it, and what it uses
                        *args, # Passed to `func`
@@ -156,4 +168,4 @@ def launch_in_notebook(func, # Called in every worker; cells may define it, and 
     finally:
         if w.is_idle(): _kept = w
         else: w.undo.close()
-    return unpack(value, known=sent)[0]
+    return _open(value, sent, name)
