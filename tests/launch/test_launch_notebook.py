@@ -244,6 +244,24 @@ def deaf():
             time.sleep(0.2)
     assert kernel.run("launch_in_notebook(deaf, n=1)", during=impatient).error['ename'] == 'KeyboardInterrupt' and not kernel.workers()
     assert kernel.run("print(launch_in_notebook(lambda: 6*7))").text.endswith('\n42\n')
+    # while they are started; and while kept ones, of which one is stopped, are ended
+    r = kernel.run("""
+from unittest.mock import patch
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+def popen_and_interrupt(self, *args):
+    res = popen(self, *args)
+    signal.raise_signal(signal.SIGINT)
+    return res
+popen = SubprocessHandler._popen
+with patch.object(SubprocessHandler, '_popen', popen_and_interrupt): launch_in_notebook(train, n=2)
+""")
+    assert r.error['traceback'] == ['KeyboardInterrupt: the workers have been ended'] and not kernel.workers(), r.shown
+    r = kernel.run("""
+os.kill(launch_in_notebook(os.getpid, n=1, keep=True), signal.SIGSTOP)
+threading.Timer(0.2, signal.raise_signal, [signal.SIGINT]).start()
+end_workers()
+""")
+    assert r.status == 'ok' and not kernel.workers(), r.shown
     # the bar that it was at has stopped, and says so
     r = kernel.run("""
 def stops():

@@ -6,7 +6,7 @@
 __all__ = ['end_workers', 'launch_in_notebook']
 
 # %% ../../../nbs/launch/notebook/04_launcher.ipynb #ba45cc7d
-import atexit,linecache,os,shutil,sys,time
+import atexit,linecache,os,shutil,signal,sys,time
 from contextlib import ExitStack
 from numbers import Integral
 from types import ModuleType
@@ -18,7 +18,7 @@ from ...env import check_gpus
 from ..machine import log_folder, n_cores, n_gpus, quiet_env, starting, thread_env, why_cpu
 from .serialize import namespace, pack, rich_shell, unpack, why_not
 from .workers import NotebookWorkers, without_frames
-from ..processes import torch_quiet
+from ..processes import handlers_kept, torch_quiet
 from ...world.errors import RemoteError
 from ...world.loopback import loopback_env, loopback_store
 from ...world.private import clear_left, keep, new_folder
@@ -106,7 +106,7 @@ def end_workers():
     global _kept
     if _kept is None or _kept.pid!=os.getpid(): return # a copy of this process may end, too
     w,_kept = _kept,None
-    with torch_quiet(): w.close()
+    with torch_quiet(),handlers_kept(SIGINT=signal.SIG_IGN): w.close() # an interrupt would leave workers
     w.undo.close()
 
 atexit.register(end_workers)

@@ -61,9 +61,12 @@ def start(self:NotebookWorkers):
     self.listener.listen(self.n)
     code = _program.format(path=[o for o in sys.path if isinstance(o, str)])
     args = {r:('-c', code, address) for r in range(self.n)}
-    signals = ','.join(signals_to_handle('SIGTERM','SIGINT','SIGHUP','SIGQUIT')) # torch handles them until all have started
-    with handlers_kept(), patch_environment(TORCHELASTIC_SIGNALS_TO_HANDLE=signals):
+    signals,pressed = ','.join(signals_to_handle('SIGTERM','SIGHUP','SIGQUIT')),[] # torch handles these until all have started
+    # an interrupt waits for that: torch would forget those that it has started
+    held = dict.fromkeys(signals_to_handle('SIGINT'), lambda *_: pressed.append(True))
+    with handlers_kept(**held), patch_environment(TORCHELASTIC_SIGNALS_TO_HANDLE=signals):
         self.ctx = start_processes('worker', sys.executable, args, self.envs, _Logs(self.log_dir))
+    if pressed: signal.raise_signal(signal.SIGINT)
     self.tails = {o:open(f'{self.log_dir}/rank0.{o[3:]}.log', encoding='utf-8', errors='replace') for o in ('stdout','stderr')}
 
 # %% ../../../nbs/launch/notebook/03_workers.ipynb #310b5359
