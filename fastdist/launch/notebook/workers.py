@@ -6,7 +6,7 @@
 __all__ = ['NotebookWorkers', 'without_frames']
 
 # %% ../../../nbs/launch/notebook/03_workers.ipynb #2ef3fe60
-import itertools,json,os,re,shutil,signal,socket,sys,time
+import itertools,json,os,re,shutil,signal,socket,sys,tempfile,time
 from contextlib import ExitStack,suppress
 from multiprocessing.connection import AuthenticationError,Connection,answer_challenge,deliver_challenge,wait
 
@@ -49,7 +49,7 @@ class NotebookWorkers:
         self.kind,self.done = None,set() # what they have from their start; ranks that have returned
         self.undo,self.store,self.files = ExitStack(),None,{} # what ends with the workers; where they meet; their `module_files`
         self.pid = os.getpid()
-        self.folder = new_folder() # the path of a socket has to be short
+        self.folder = new_folder(None if len(os.fsencode(tempfile.gettempdir())) <= 80 else '/tmp') # the path of a socket has 107 bytes at most
         self.listener = socket.socket(socket.AF_UNIX)
 
 # %% ../../../nbs/launch/notebook/03_workers.ipynb #2decc958
