@@ -3631,6 +3631,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                              'fastdist/world/process_group.py'),
                                               'fastdist.world.process_group._by_accelerate': ( 'world/process_group.html#_by_accelerate',
                                                                                                'fastdist/world/process_group.py'),
+                                              'fastdist.world.process_group._check_main': ( 'world/process_group.html#_check_main',
+                                                                                            'fastdist/world/process_group.py'),
                                               'fastdist.world.process_group._check_same': ( 'world/process_group.html#_check_same',
                                                                                             'fastdist/world/process_group.py'),
                                               'fastdist.world.process_group._check_spawned': ( 'world/process_group.html#_check_spawned',

@@ -7,7 +7,7 @@ __all__ = ['ended', 'some_ended', 'note_killed', 'all_sign', 'job_secret', 'shar
            'distributed_init', 'setup_distrib', 'teardown_distrib', 'call_main']
 
 # %% ../../nbs/world/09_process_group.ipynb #f6da0eae
-import atexit,gc,hmac,inspect,multiprocessing,os,secrets,shutil,sys,time,warnings
+import atexit,gc,hmac,inspect,multiprocessing,os,pickle,secrets,shutil,sys,time,warnings
 from contextlib import contextmanager,nullcontext
 from dataclasses import replace
 from datetime import timedelta
@@ -402,6 +402,19 @@ def _launch_config(s, folder):
                         run_id='fastdist', start_method='spawn', monitor_interval=0.1, logs_specs=DefaultLogsSpecs(folder),
                         signals_to_handle=','.join(signals), **where)
 
+# %% ../../nbs/world/09_process_group.ipynb #233762b2
+def _check_main(main):
+    "An error where workers, which import `main` by its name, would not find it, or would start workers in turn"
+    if getattr(multiprocessing.current_process(), '_inheriting', False): raise SystemExit(
+        "fastdist: call_main has to stand under `if __name__=='__main__':`, for each worker that it starts imports the script")
+    script = sys.modules['__main__']
+    try:
+        pickle.dumps(main)
+        found = getattr(main, '__module__', '')!='__main__' or getattr(script, '__spec__', None) or os.path.isfile(getattr(script, '__file__', ''))
+    except Exception: found = False # of a function or a class, a lambda
+    if not found: raise ValueError(f"main={main!r} is not accepted: the workers that call_main starts import it by its name: define it in a file, "
+                                   "outside of functions; in a notebook, call launch_in_notebook")
+
 # %% ../../nbs/world/09_process_group.ipynb #7a956e9a
 def _run_main(main, args, kwargs, method):
     # torch has spawned this process; what it starts, such as loader processes, would be spawned as well, each of which imports all again
@@ -410,6 +423,7 @@ def _run_main(main, args, kwargs, method):
 
 def _spawn(s, main, args, kwargs):
     "Start the workers of this node"
+    _check_main(main)
     from torch.distributed.launcher.api import elastic_launch
     if not use_cpu(): check_gpus(s.spawn, torch.cuda.device_count(), 'set ACCELERATE_USE_CPU=true')
     folder,undo = new_folder(),_exported(secret_env(s.spawn) if s.world_size==1 else {}) # many nodes have to agree on one

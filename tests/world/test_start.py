@@ -318,6 +318,15 @@ def test_call_main(tmp_path, n):
     assert said(res.stdout) == [[r, n, r, 3, n*(n+1)//2, multiprocessing.get_start_method()] for r in range(n)]
 
 
+@pytest.mark.parametrize('cmd, says', (
+    (['s.py'], "call_main has to stand under `if __name__=='__main__':`"),
+    (['-c', "exec(open('s.py').read())"], 'import it by its name: define it in a file')))
+def test_call_main_where_workers_cannot_find_it(tmp_path, cmd, says):
+    (tmp_path/'s.py').write_text('from fastdist.world import *\ndef main(): pass\ncall_main(main, n=2)')
+    res = launched([PYTHON, *cmd], 120, cwd=tmp_path)
+    assert res.returncode == 1 and says in res.stderr and 'bootstrapping' not in res.stderr and "Can't get" not in res.stderr and not res.left, res
+
+
 def test_call_main_calls_once(tmp_path):
     "Workers that have failed are not started again, which would do again what they have done"
     (tmp_path/'s.py').write_text(textwrap.dedent("""
