@@ -61,7 +61,7 @@ def _modules(ns):
 def _setup(folder, name, gpu, keep):
     "What a worker has to know of this process, and of a call"
     cells = {k:v for k,v in linecache.cache.items() if len(v)==4 and v[1] is None} # that have no file
-    return dict(notebook=rich_shell() is not None, terminal=sys.stdout.isatty(), modules=_modules(namespace()), cells=cells,
+    return dict(notebook=rich_shell() is not None, terminal=getattr(sys.stdout, 'isatty', bool)(), modules=_modules(namespace()), cells=cells,
                 state=pack((warnings.filters[:], rng_state()))[0], start=time.time(), folder=folder, name=name, gpu=gpu, keep=keep)
 
 # %% ../../../nbs/launch/notebook/04_launcher.ipynb #4aaf605c

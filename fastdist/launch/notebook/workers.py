@@ -124,9 +124,10 @@ def _shortened(text):
 def show(self:NotebookWorkers):
     "Show what was printed; pieces of a line, and lines, together: each output that a notebook flushes waits for another thread"
     for name,parts in itertools.groupby(self.texts, key=lambda o: o[0]):
-        getattr(sys, name).write(_shortened(''.join(text for _,text in parts)))
+        text = _shortened(''.join(text for _,text in parts))
+        if (stream := getattr(sys, name)) is not None: stream.write(text) # it may have been closed, as by `>&-`
     self.texts,self.shown = [],time.monotonic()
-    sys.stdout.flush()
+    if sys.stdout is not None: sys.stdout.flush()
 
 # %% ../../../nbs/launch/notebook/03_workers.ipynb #27c5cac1
 @patch
