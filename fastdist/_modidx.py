@@ -1699,6 +1699,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                         'fastdist/launch/check/report.py')},
             'fastdist.launch.cli': { 'fastdist.launch.cli._accelerate_args': ('launch/cli.html#_accelerate_args', 'fastdist/launch/cli.py'),
                                      'fastdist.launch.cli._changing': ('launch/cli.html#_changing', 'fastdist/launch/cli.py'),
+                                     'fastdist.launch.cli._check_left': ('launch/cli.html#_check_left', 'fastdist/launch/cli.py'),
                                      'fastdist.launch.cli._check_watch': ('launch/cli.html#_check_watch', 'fastdist/launch/cli.py'),
                                      'fastdist.launch.cli._closed': ('launch/cli.html#_closed', 'fastdist/launch/cli.py'),
                                      'fastdist.launch.cli._first_failure': ('launch/cli.html#_first_failure', 'fastdist/launch/cli.py'),

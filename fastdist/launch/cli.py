@@ -121,9 +121,20 @@ def _check_watch(a, many):
     if a.max_restarts and not many:
         raise ValueError(f"--max-restarts {a.max_restarts}: Accelerate's launcher watches over 2 workers or more; "
                          f"type `torchrun --nproc-per-node 1 --max-restarts {a.max_restarts} ...` for one")
+    if (t := a.num_cpu_threads_per_process) is not None and t < 1: raise ValueError(
+        f"--num_cpu_threads_per_process {t}: it is at least 1; without it the cores are divided among the workers")
     try: Std.from_str(a.tee)
     except ValueError: raise ValueError(f"--tee {a.tee}: it is 1 (what all workers print), 2 (their errors) or 3 (both); "
                                         "or, of some of this machine, like 1:3,2:3") from None
+
+# %% ../../nbs/launch/05_cli.ipynb #55bc7403
+def _check_left(n):
+    "A `ValueError` where the environment has workers whom this machine, which is to start all `n`, does not start"
+    size,rank = (os.environ.get(o) for o in ('WORLD_SIZE','RANK'))
+    if size in (None,str(n)) and (n > 1 or rank in (None,'0')): return
+    left = [o for o in ('RANK','WORLD_SIZE') if o in os.environ]
+    raise ValueError(f"{', '.join(f'{o}={os.environ[o]}' for o in left)} in the environment: if an earlier job has left it there, type "
+                     f"`unset {' '.join(left)}`; if this is one of several machines, give --nnodes, --node-rank and --rdzv-endpoint")
 
 # %% ../../nbs/launch/05_cli.ipynb #521d8b6e
 def _plan_here(a, rest, conf, n_gpus, n_cores):
@@ -136,6 +147,7 @@ def _plan_here(a, rest, conf, n_gpus, n_cores):
     if not cpu and not a.use_deepspeed: check_gpus(local, n_gpus, 'add --cpu', f'{name} {n}: ')
     many = n > 1 or other
     _check_watch(a, many)
+    if want['num_machines']==1 and (n==1 or (a.nnodes,a.num_machines)==(None,None)): _check_left(n)
     want.update(num_processes=n, mixed_precision=a.mixed_precision or conf('mixed_precision') or 'no',
                 dynamo_backend=a.dynamo_backend or (conf('dynamo_config') or {}).get('dynamo_backend', 'no').lower())
     # `--multi_gpu` is Accelerate's word for many processes, on the CPU too
@@ -324,7 +336,7 @@ def _run(command, startup, nodes=None):
     except SignalException as e:
         print(f"fastdist: stopped by {e.sigval.name}", file=sys.stderr)
         return _saved_status(found) or 128+e.sigval.value
-    except (torch.distributed.DistError,ValueError,ConnectionError) as e: # of the rendezvous of the nodes; Accelerate's, of an option
+    except (torch.distributed.DistError,ValueError,ConnectionError,ImportError) as e: # of the rendezvous of the nodes; Accelerate's, of an option
         print('fastdist launch:', str(e).partition('\n')[0], file=sys.stderr)
         return 1 if isinstance(e, torch.distributed.DistError) else 2
     except subprocess.CalledProcessError as e: # one worker, with its traceback
