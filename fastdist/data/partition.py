@@ -150,7 +150,7 @@ def counts(self:BatchPartition, k:int):
 def _rows_of(o, n, rows, inner=False):
     if o is None: return
     if isinstance(o, (Tensor,np.ndarray)):
-        if o.ndim and len(o)==n: return o[rows]
+        if o.ndim and len(o)==n: return o[rows].clone() if isinstance(o, Tensor) else o[rows] # without gaps: a model may `view` it
     elif isinstance(o, dict):
         res = copy(o)
         for k,v in o.items(): res[k] = _rows_of(v, n, rows, True)

@@ -319,6 +319,14 @@ def test_a_collate_function_that_has_no_rows():
     with pytest.raises(TypeError, match='without 3 rows: Tensor of shape'): list(dl)
 
 
+def test_a_share_of_a_batch_is_without_gaps():
+    "Which models of other libraries rely on: they `view` labels in one dimension. A memory format stays"
+    def pictures(b): return torch.rand(len(b), 3, 4, 4).to(memory_format=torch.channels_last), dict(labels=torch.stack([torch.arange(3)+10*i for i in b]))
+    for dl in TfmdDL(list(range(6)), bs=6, num_workers=0, create_batch=pictures), TorchDL(list(range(6)), batch_size=6, collate_fn=pictures):
+        [(x, y)] = DistributedDL(dl, 1, 2, split_batches=True)
+        assert y['labels'].view(-1).tolist()==[10, 11, 12, 30, 31, 32, 50, 51, 52] and x.is_contiguous(memory_format=torch.channels_last)
+
+
 @pytest.mark.parametrize('size', [1, 2, 3, 7])
 @pytest.mark.parametrize('how', [dict(split_batches=True), dict(split_batches=False), dict(split_batches=True, evaluate=True), dict(split_batches=False, evaluate=True), {}],
                          ids=['split', 'own', 'evaluate', 'evaluate_own', 'slices'])

@@ -18,6 +18,7 @@ def added(p, y): return ce(p, y, reduction='sum')
 def declared_sum(p, y): return added(p, y)/5
 declared_sum.reduction = 'sum'
 def rmse(p, y): return (p.sum(1)-y).square().mean().sqrt().float()
+def viewed(p, y): return rmse(p.view(-1).view(-1, 3), y)
 def contrast(p, y): return torch.log_softmax(p@p.T, 1).diag().mean().neg().float() + ce(p, y)
 
 
@@ -266,8 +267,8 @@ def refused(*losses):
 
 def test_refused(world2):
     "Losses that workers cannot put together, and do not say so"
-    for texts in world2(refused, weighted, Combined(), added, contrast, rmse, declared, Noisy()):
-        assert all('no mean over samples' in o for o in texts[:5]) and not any(texts[5:]), texts
+    for texts in world2(refused, weighted, Combined(), added, contrast, rmse, viewed, declared, Noisy()):
+        assert all('no mean over samples' in o for o in texts[:6]) and not any(texts[6:]), texts
         assert 'weighted.loss_divisor = a function of the targets' in texts[0] and 'GlobalBatchLoss(Combined)' in texts[1]
         assert "set added.reduction = 'sum'" in texts[2]
 
