@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from fastai.basics import *
 from ..callbacks.fastai_patches import QuickCallback
 from ..checkpoint.weights import is_sharded
-from ..strategy.base import check_trainable, same_everywhere, sync_buffers, whole_model
+from ..strategy.base import same_everywhere, sync_buffers, whole_model
 
 # %% ../../nbs/trainer/07_undone.ipynb #0a43622b
 class UndoneCallback(QuickCallback):
@@ -99,7 +99,6 @@ def _undo_model(self:FollowsModel):
 @patch
 def follow_model(self:FollowsModel):
     "Shape the model anew, where it has other modules or parameters, or of another type; rank 0's weights are all's. `True` if it had"
-    check_trainable(self.learn.model)
     old,_ = self.parts,self.note_parts()
     if len(old)==len(self.parts) and all(a is b for a,b in zip(old, self.parts)): return False
     if not self.strategy.shards_params and is_sharded(self.learn.model): return False # by its user, after the context began

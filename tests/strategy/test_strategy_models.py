@@ -469,6 +469,22 @@ def predictions(ctx, path):
 
 
 @case
+def nothing_to_train(ctx, path):
+    "A model whose parameters are all frozen, as those of adapters that are switched off, evaluates between two fits"
+    learn = made(net, metrics=accuracy)
+    with within(learn, ctx):
+        learn.fit(1)
+        learn.model.requires_grad_(False)
+        valid, preds = learn.validate(), learn.get_preds()
+        learn.model.requires_grad_(True)
+        learn.fit(1)
+    res = result(learn, valid=[*valid], preds=[*preds])
+    learn.model.requires_grad_(False)
+    with pytest.raises(Exception, match='so there is nothing to train' if ctx else 'does not require grad'), within(learn, ctx): learn.fit(1)
+    return res
+
+
+@case
 def same_in_all(ctx, path):
     "What all workers have agrees"
     from fastdist.callbacks.divergence import DivergenceCheck
