@@ -180,8 +180,10 @@ def _compared(f, pred, yb, loss):
     if not same(whole, expected): return whole,losses,expected,same(whole, sum(losses))
 
 # %% ../../nbs/metrics/02_losses.ipynb #65caa720
+def _name_of(f): return getattr(f, '__name__', type(f).__name__)
+
 def _no_mean(f, whole, losses, expected, adds_up):
-    nm = getattr(f, '__name__', type(f).__name__)
+    nm = _name_of(f)
     hint = f"It adds up the losses of its samples: set {nm}.reduction = 'sum'" if adds_up else (
         f"If it divides by something else, say what: {nm}.loss_divisor = a function of the targets. Else let it see the global batch: "
         f"learn.loss_func = GlobalBatchLoss({nm}), which gathers predictions. To train by each worker's own share all the same: "
@@ -191,25 +193,45 @@ def _no_mean(f, whole, losses, expected, adds_up):
         f"{losses[0]:.6g} and {losses[1]:.6g}, from which follows {expected:.6g}. Each worker has its own share of a batch, "
         f"and would train on another loss than one process. {hint}")
 
+# %% ../../nbs/metrics/02_losses.ipynb #3a46f4ec
+def _leaves_out(yb):
+    "Are there labels of -100?"
+    return any(bool((o==-100).any()) for o in tensors_in(yb) if not o.is_floating_point())
+
+def _unsaid(f, why):
+    nm = _name_of(f)
+    return ValueError(
+        f"rank {get_rank()}: {why}, as where a model makes its loss itself, and some labels are -100, so that what its mean divides by is "
+        f"not known, and workers would train on another loss than one process. Say what: {nm}.loss_divisor = a function of the targets, such as "
+        "lambda y: (y!=-100).sum(), or lambda y: (y[:,1:]!=-100).sum() for a model that shifts them. "
+        f"For a mean over samples: {nm}.loss_divisor = None")
+
 # %% ../../nbs/metrics/02_losses.ipynb #00418f15
 class LossCheck:
     "Holds the loss of a learner's first three batches against those of their parts; see `loss_divisor`"
     def __init__(self, learn # `Learner` that trains
                 ):
-        self.learn,self.func,self.left = learn,None,0
+        self.learn,self.func,self.left,self.unsaid = learn,None,0,0
 
     def __call__(self):
         "After the loss: a `ValueError` if it is not what workers would make of their shares"
         learn,f = self.learn,self.learn.loss_func
         if f!=self.func:
             trusted = None in [getattr(o, 'loss_divisor', 0) for o in (f,_inner(f))]
-            self.func,self.left = f,0 if trusted or _is_known(f) else 3
+            said = any(hasattr(o, 'loss_divisor') for o in (f,_inner(f)))
+            self.func,self.left,self.unsaid = f,0 if trusted or _is_known(f) else 3,0 if said else 3
         if not self.left or find_bs(learn.yb) < 2: return
         self.left -= 1
         try:
             with _no_trace(f, learn.model): found = _compared(f, learn.pred, learn.yb, learn.loss)
-        except Exception: return # it takes no part of a batch: nothing is known
-        if found: raise _no_mean(f, *found)
+        except Exception: found = ()
+        if found==(): self.divides(f"the loss function {_name_of(f)} takes no part of a batch")
+        elif found: raise _no_mean(f, *found)
+    def divides(self, why):
+        "A `ValueError` if labels are left out of a mean of which nothing is known but `why`: what it divides by has to be said"
+        if not self.unsaid: return
+        self.unsaid -= 1
+        if _leaves_out(self.learn.yb): raise _unsaid(self.func, why)
 
 # %% ../../nbs/metrics/02_losses.ipynb #70fe255b
 def loss_parts(learn # Any `Learner`

@@ -36,6 +36,7 @@ class TrainingStep:
         self.summed = is_summed(learn.loss_func) and not isinstance(learn.loss_func, GlobalBatchLoss)
         self.whole,self.weighed = False,[] # is the loss that of the global batch, or a sum? Has `weigh_loss` been called?
         self.apart,self.own,self.ratio = False,None,[] # does its mean divide by another number than that of samples? See `_weigh_apart`
+        self.made = None # the loss function's loss, until callbacks have had theirs
         self.uneven = getattr(last, 'uneven', None) # have the shares of some batch before not added up to the samples dealt out?
         self.before,self.late,self.stops = getattr(last, 'late', None),None,False # see `_agreed`; has Ctrl-C ended the fit of all?
         self.waiting = getattr(last, 'waiting', False) # do gradients of batches before wait for the step that this one is part of?
@@ -162,6 +163,7 @@ def note_loss(self:TrainingStep):
         self.has_loss = True
         self.check()
         self._begin_weighing()
+        self.made = self.learn.loss_grad
         self.waiting = True # until the optimizer has stepped, or a callback has cancelled that
     # a share may be of one row, and the batch not
     for cb in callbacks_of(self.learn, RNNRegularizer):
@@ -189,12 +191,23 @@ def _loss_sum(self:TrainingStep):
     added = (loss-own).detach().double().mean()*(self.share_scale(added=True)/get_world_size()*self.batch_weight())
     return self._sum_of(own)+added
 
+# %% ../../nbs/trainer/03_step.ipynb #3904776e
+@patch
+def _see_replaced(self:TrainingStep):
+    "A loss that a callback has put in the place of the loss function's, as one that the model has made, divides by what that is said to"
+    made,self.made,loss = self.made,None,self.learn.loss_grad
+    if made is None or loss is made or not loss.requires_grad or not (self.apart or self.check.unsaid): return
+    if made.requires_grad and torch.autograd.grad(loss.sum(), made, retain_graph=True, allow_unused=True)[0] is not None: return
+    self.check.divides("a callback has put another loss in the place of the loss function's")
+    self.apart = False
+
 # %% ../../nbs/trainer/03_step.ipynb #3264c896
 @patch
 def send_loss(self:TrainingStep, interrupted=False # Was Ctrl-C pressed in this worker?
              ):
     "Add up the losses of all workers, while the backward runs; what other callbacks make of the loss is in it"
     if not self.has_loss or self.loss is not None: return
+    self._see_replaced()
     wish = sum(callback_results(self.learn, 'wish'))
     # what metrics read of the loss function; that of a `GlobalBatchLoss` is of all samples
     self.parts = {} if self.whole else loss_parts(self.learn)

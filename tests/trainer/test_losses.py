@@ -94,6 +94,21 @@ class Twice(Callback):
     def after_loss(self): self.learn.loss_grad, self.learn.loss = self.learn.loss_grad*2, self.learn.loss*2
 
 
+class OfModel(Callback):
+    "The model makes its loss itself, of the labels that count, and this puts it in the place of the loss function's"
+    def after_loss(self):
+        self.learn.loss_grad = ce(self.pred, self.y)
+        self.learn.loss = self.learn.loss_grad.clone()
+
+
+def counting(f):
+    f.loss_divisor = lambda y: (y!=-100).sum()
+    return f
+
+
+def unused(p, y): return torch.tensor(0.)
+
+
 class Skips(Items):
     skipped = ()
     def __getitem__(self, i):
@@ -152,6 +167,8 @@ CASES = dict(
     own_aux_acc=lambda: learner(n=22, bs=5, loss=Double(weight=W), cbs=[Aux(), Own('loss_grad'), GradientAccumulation(9)]),
     own_sum_aux=lambda: learner(n=22, loss=declared_sum, cbs=[Aux(), Own('loss_grad')]), marks_aux_acc=lambda: learner(n=22, cbs=[Marks(), Aux(), GradientAccumulation(9)]),
     own_drops_acc=lambda: learner(n=22, bs=5, cbs=[DropsShares(), Own('loss'), GradientAccumulation(9)]),
+    of_model=lambda: learner(n=22, loss=counting(partial(unused)), cbs=[Marks(), OfModel()]), of_model_too=lambda: learner(n=22, loss=counting(Double()), cbs=[Marks(), OfModel()]),
+    of_model_acc=lambda: learner(n=22, loss=counting(partial(unused)), cbs=[Marks(), OfModel(), GradientAccumulation(9)], bs=3),
     drops=lambda: learner(n=22, cbs=Drops(), bs=11), picks=lambda: learner(n=22, cbs=Picks(), bs=11),
     drops_shares=lambda: learner(n=22, cbs=DropsShares(), bs=3),
     drops_shares_acc=lambda: learner(n=22, cbs=[DropsShares(), GradientAccumulation(4)], bs=3), drops_acc=lambda: learner(n=22, cbs=[Drops(), GradientAccumulation(9)], bs=11), made=only_x,
@@ -271,6 +288,29 @@ def test_refused(world2):
         assert all('no mean over samples' in o for o in texts[:6]) and not any(texts[6:]), texts
         assert 'weighted.loss_divisor = a function of the targets' in texts[0] and 'GlobalBatchLoss(Combined)' in texts[1]
         assert "set added.reduction = 'sum'" in texts[2]
+
+
+class WithLoss(Callback):
+    "What a model of transformers returns, which has the labels"
+    def after_pred(self): self.learn.pred = dict(loss=ce(self.pred, self.y), logits=self.pred)
+
+
+def passed_on(p, y): return p['loss']
+
+
+def of_model(loss, cbs):
+    import fastdist.all
+    learn = quiet(learner(n=22, loss=loss, bs=6, cbs=cbs))
+    try:
+        with learn.distrib_ctx(split_batches=True): learn.fit(1)
+    except Exception as e: return str(e)
+
+
+def test_a_loss_that_a_model_makes(world2):
+    "Where labels are left out of it, and nobody says what it divides by"
+    for loss, cbs, text in (unused, OfModel(), 'a callback has put another loss'), (Double(), OfModel(), 'a callback has put another loss'), (passed_on, WithLoss(), 'takes no part of a batch'):
+        for every in world2(of_model, loss, [Marks(), cbs]): assert text in every and 'loss_divisor = a function of the targets' in every, every
+        assert world2(of_model, loss, [cbs])==[None, None]
 
 
 def counted():
