@@ -13,7 +13,7 @@ from fastai.learner import _ConstantFunc
 from .adapter import Adapter, loader_ends_told
 from .partition import Counts, Partition, local_rows, shared_iter
 from .rng import OtherLoader, WorkerRandom, begin_batch, drawers, generators_in, seed_of
-from ..fault.monitor import loader_begins
+from ..fault.stop import loader_begins
 
 # %% ../../nbs/data/04_fastai_dl.ipynb #cad8c9d2
 def reads_rows(dl # Any loader

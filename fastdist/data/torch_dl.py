@@ -18,7 +18,7 @@ from torch.utils.data import (DataLoader as TorchDataLoader, DistributedSampler,
 from .adapter import Adapter, loader_ends_told
 from .partition import BatchPartition, Counts, Partition, local_rows, shared_iter
 from .rng import WorkerRandom, drawers, generators_in
-from ..fault.monitor import loader_begins
+from ..fault.stop import loader_begins
 
 # %% ../../nbs/data/03_torch_dl.ipynb #7b1e83ea
 class _StepsOf(IterableDataset):

@@ -4,15 +4,16 @@
 
 # %% auto #0
 __all__ = ['Stacks', 'ask_stack', 'ask_children', 'ask_late', 'end_stopped', 'end_stopped_children', 'end_with_children',
-           'begin_loader_process', 'crashes', 'tell_collectives']
+           'stacks_of', 'begin_loader_process', 'crashes', 'tell_collectives']
 
 # %% ../../nbs/fault/02_stacks.ipynb #8554efed
-import ctypes,faulthandler,os,re,signal,sys,time,traceback
+import ctypes,faulthandler,fcntl,os,re,signal,sys,time,traceback
 from contextlib import suppress
 from functools import partial
 from multiprocessing import queues
 
 import psutil
+from ..env import is_caught
 from .watchdog import recorders, user_frames
 from ..world.errors import shorten, write_record_of
 from ..world.ranks import host_name
@@ -31,11 +32,13 @@ def _can_be_asked():
 # %% ../../nbs/fault/02_stacks.ipynb #f86bbfd6
 class Stacks:
     "The file of this process, and of those that it forks, into which they write where they are"
-    def __init__(self):
+    def __init__(self, file=None, # That of a rank, in a process of its loaders that it has not forked
+                ):
         self.fd,self.by_user = None,faulthandler.is_enabled()
         if not self.by_user: faulthandler.enable(file=2) # the standard error that the launcher reads, whatever `sys.stderr` is now
         if not _can_be_asked(): return # a user has handlers of these signals
-        self.fd = os.memfd_create(_name)
+        self.fd = os.memfd_create(_name) if file is None else os.open(file, os.O_RDWR)
+        fcntl.fcntl(self.fd, fcntl.F_SETFL, os.O_APPEND) # others write there too
         faulthandler.register(_ask, file=self.fd, all_threads=True)
         libc = ctypes.CDLL(None)
         libc.signal(_ask_stopped, libc.pause) # what `chain` calls when the stack is written
@@ -61,9 +64,8 @@ def _answers(pid, fd):
     "Would process `pid` write into its file `fd` where it is? The signal would end another program"
     try:
         if not os.readlink(f'/proc/{pid}/fd/{fd}').startswith(f'/memfd:{_name}'): return False
-        with open(f'/proc/{pid}/status') as f: caught = next(int(o.split()[1], 16) for o in f if o.startswith('SigCgt'))
-        return all(caught >> (o-1) & 1 for o in (_ask,_ask_stopped))
-    except (OSError,StopIteration): return False
+    except OSError: return False
+    return all(is_caught(o, pid) for o in (_ask,_ask_stopped))
 
 def _written(file, seconds=1):
     "What is being written to a file now, until nothing comes any more"
@@ -101,17 +103,23 @@ def ask_stack(pid, # Process of this user's on this machine
             return _frames(_written(file))
     except (OSError,psutil.Error): return [] # it has ended
 
-def ask_children(pid, # Process of this user's on this machine
-                 fd, # Number of the file of its `Stacks`
+def _file_in(pid):
+    "The number of the file of `Stacks` in process `pid`, `None` where it has none"
+    with suppress(OSError):
+        for o in os.listdir(f'/proc/{pid}/fd'):
+            with suppress(OSError):
+                if os.readlink(f'/proc/{pid}/fd/{o}').startswith(f'/memfd:{_name}'): return int(o)
+
+def ask_children(pid # Process of this user's on this machine
                 ):
-    "The same of the processes that it has forked, its loader processes, of 16 at most: {pid: frames}"
+    "The same of its loader processes, of 16 at most: {pid: frames}"
     try: pids = [o.pid for o in psutil.Process(pid).children(recursive=True)][:16]
     except psutil.Error: return {}
-    return {o:fs for o in pids if (fs := ask_stack(o, fd))}
+    return {o:fs for o in pids if (fs := ask_stack(o, _file_in(o)))}
 
 # %% ../../nbs/fault/02_stacks.ipynb #833290f2
 def _of_loader(frames):
-    "The frames of a loader process, without those of the rank that has forked it"
+    "The frames of a loader process, without those of whoever has started it"
     ends = [i for i,f in enumerate(frames) if f[2] in ('_worker_loop','_bootstrap')]
     return user_frames(frames[:ends[0]] if ends else frames)
 
@@ -121,7 +129,7 @@ def ask_late(beats, # `Beat` of each rank that keeps others waiting, or `None`; 
     "Ask ranks of this machine, 8 at most, where they are now, and their loader processes"
     for b in [b for b in beats if b is not None and b.host==host_name() and not b.left][:8]:
         if silent: b.stack = ask_stack(b.pid, b.stacks) or b.stack
-        b.loaders = {pid:fs for pid,o in ask_children(b.pid, b.stacks).items() if (fs := _of_loader(o))}
+        b.loaders = {pid:fs for pid,o in ask_children(b.pid).items() if (fs := _of_loader(o))}
 
 # %% ../../nbs/fault/02_stacks.ipynb #0fd747a6
 def end_stopped(beats, # `Beat` of each late rank, or `None`
@@ -158,6 +166,12 @@ def _end_unsent(fd, e, _):
     text = f"Fatal Python error: a loader process cannot send a batch\n{''.join(traceback.format_exception(type(e), e, e.__traceback__))}"
     os.write(fd, text.encode(errors='replace'))
     os._exit(1)
+
+def stacks_of(pid # Process of this user's on this machine
+             ):
+    "`Stacks` that write into the file of process `pid`; `None` where it has none"
+    fd = _file_in(pid)
+    with suppress(OSError): return fd if fd is None else Stacks(f'/proc/{pid}/fd/{fd}') # not there any more where it has ended
 
 def begin_loader_process(stacks # `Stacks` of the rank; `None` where it has none
                         ):

@@ -1,7 +1,7 @@
 "P2: whatever goes wrong in one worker of a plain loop ends it in all of them, within seconds, and each says why"
 import json, os, pickle, re, signal, subprocess, sys, textwrap, time
 
-import pytest
+import pytest, warm
 from forked import start, started
 from harness import free_port, launched, wait_for
 
@@ -120,6 +120,45 @@ def test_ends_and_says_why(tmp_path, fault):
     shown = [o for o in res.stderr.splitlines() if o and 'Warning' not in o and 'warnings.warn' not in o]
     print(f'{fault}: all had ended {seconds:.1f} s after it. A user reads:\n' + '\n'.join(shown[:25]))
     assert not seconds > 60  # seconds, and not the time limits of collectives and of the start, which are minutes; how many is in what is printed
+
+
+FRESH = """
+    import ctypes, multiprocessing, sys, time, torch.distributed as dist
+    from fastai.data.load import DataLoader
+    from fastdist.all import DistributedDL
+    from fastdist.fault.monitor import running_monitor
+    from fastdist.fault.stacks import crashes
+    from fastdist.world import *
+    class Unsendable:
+        def __reduce__(self): raise TypeError('it stays here')
+    def crash(i): return ctypes.string_at(0)
+    def unsendable(items): return Unsendable()
+    def later(i): return i if i == 0 else time.sleep(1000)
+    def read(**kwargs): return iter(DistributedDL(DataLoader([0, 1], bs=1, num_workers=1, **kwargs), 0, 1))
+    if __name__ == '__main__':
+        multiprocessing.set_start_method(sys.argv[1])
+        setup_distrib(timeout=100)
+        for kwargs in (dict(after_item=crash), dict(create_batch=unsendable)) if get_rank() == 1 else ():
+            try: list(read(**kwargs))
+            except RuntimeError as e: print(crashes(running_monitor().stacks), file=sys.stderr)
+        it = read(after_item=later)
+        next(it)
+        dist.barrier()
+        with fail_together(watchdog=6):
+            if get_rank() == 1: next(it)
+            dist.barrier()
+    """
+
+
+@pytest.mark.parametrize('method', ['spawn', 'forkserver'])
+def test_loader_processes_that_a_rank_has_not_forked(tmp_path, method):
+    "They say where they have crashed, what they could not send, and where they are stuck; the rank waited for a batch that could not be sent"
+    (tmp_path/'train.py').write_text(textwrap.dedent(FRESH))
+    r = launched([*FASTDIST[:-1], '2', '--log-dir', 'logs', tmp_path/'train.py', method], 100, cwd=tmp_path, env={warm.SPAWNS: '1'})
+    assert r.returncode not in (0, None) and r.left == {}, r.stderr
+    said = (tmp_path/'logs'/'rank1.stderr.log').read_text() + r.stderr
+    for o in ('Segmentation fault', 'in crash', 'cannot send a batch', 'TypeError: it stays here', 'rank 1 has kept the others waiting', 'its loader process', 'in later'):
+        assert o in said, said
 
 
 def reached(rank, n, how, url):
