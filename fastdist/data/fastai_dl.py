@@ -10,7 +10,7 @@ import itertools
 from fastai.basics import *
 from fastai.data.load import DataLoader as FastaiDataLoader, SkipItemException, _FakeLoader, _loaders
 from fastai.learner import _ConstantFunc
-from .adapter import Adapter, loader_ends_told
+from .adapter import Adapter, loader_ends_told, loader_starts_told
 from .partition import Counts, Partition, local_rows, shared_iter
 from .rng import OtherLoader, WorkerRandom, begin_batch, drawers, generators_in, seed_of
 from ..fault.stop import loader_begins
@@ -341,7 +341,8 @@ def _reader(self:FastaiAdapter):
 def batches(self:FastaiAdapter):
     "Batches with their `Counts`, before `finish`"
     self.counted = True
-    try: it = _loaders[self.fake_l.num_workers==0](self.fake_l)
+    try:
+        with loader_starts_told(self.nm): it = _loaders[self.fake_l.num_workers==0](self.fake_l)
     finally: self.counted = False
     try:
         with loader_ends_told(it):

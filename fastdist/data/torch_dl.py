@@ -15,7 +15,7 @@ from fastcore.all import patch
 from torch.utils.data import (DataLoader as TorchDataLoader, DistributedSampler, IterableDataset, IterDataPipe, MapDataPipe,
                               RandomSampler, SequentialSampler, default_collate)
 
-from .adapter import Adapter, loader_ends_told
+from .adapter import Adapter, loader_ends_told, loader_starts_told
 from .partition import BatchPartition, Counts, Partition, local_rows, shared_iter
 from .rng import WorkerRandom, drawers, generators_in
 from ..fault.stop import loader_begins
@@ -187,7 +187,8 @@ def _reader(self:TorchAdapter):
 @patch
 def batches(self:TorchAdapter):
     "Batches with their `Counts`"
-    plan,sized,it,k = self.plan,self.batched or self.rows,iter(self._reader()),0
+    plan,sized,k = self.plan,self.batched or self.rows,0
+    with loader_starts_told(self.nm): it = iter(self._reader())
     while True:
         try:
             with loader_ends_told(it): b,counts = next(it)

@@ -45,8 +45,15 @@ def _missing_recorded():
         if e.end: write_record(e, _failure(e.end))
         raise
 
+def _check_is_rank(s):
+    "A `RuntimeError` where `multiprocessing` imports the script once more, in a process that it starts: that would be the same rank again"
+    if getattr(multiprocessing.current_process(), '_inheriting', False): raise RuntimeError(
+        f"rank {s.rank}: the script runs once more, in a process that is started for it (of a loader), and that must not train: put what "
+        "trains under `if __name__=='__main__':`; or call multiprocessing.set_start_method('fork') first, which was Python's own way before 3.14")
+
 def _join(s, timeout=None):
     "torch's store of the job that `Start` `s` describes; the first call waits for all of its workers"
+    _check_is_rank(s)
     env = ('MASTER_ADDR','MASTER_PORT','TORCHELASTIC_RESTART_COUNT') if s.init_method=='env://' else ()
     key = s.init_method,s.rank,s.world_size,*map(os.environ.get, env)
     world = current_world()

@@ -2,7 +2,7 @@
 import json, multiprocessing, os, random, re, socket, sys, textwrap
 from functools import partial
 
-import pytest
+import pytest, warm
 from forked import started
 from harness import free_port, launched, wait_for
 
@@ -294,6 +294,23 @@ def test_the_same_rank_twice():
     # of three, so that those who have come do not start, and end, before the other one is there
     res = started(lambda: by_hand(url, int(os.environ['R']), 3, timeout=15), [dict(R=r) for r in '011'])
     assert 'two workers say that they are rank 1 of 3' in str(res)
+
+
+@pytest.mark.parametrize('method', ['spawn', 'forkserver'])
+def test_a_script_that_its_loader_processes_run_again(tmp_path, method):
+    "Without a guard, where they are not forked: they would be the same ranks a second time"
+    (tmp_path/'train.py').write_text(textwrap.dedent('''
+        import multiprocessing, sys
+        from fastai.basics import *
+        from fastdist.all import *
+        multiprocessing.set_start_method(sys.argv[1], force=True)
+        dls = DataLoaders.from_dsets(*[[(torch.ones(1), torch.ones(1))]*8]*2, bs=2, num_workers=1)
+        with Learner(dls, nn.Linear(1, 1), loss_func=MSELossFlat()).distrib_ctx() as learn: learn.fit(1)
+        '''))
+    r = launched([*LAUNCHERS['fastdist'], tmp_path/'train.py', method], 100, cwd=tmp_path, env={warm.SPAWNS: '1'})
+    assert r.returncode not in (0, None) and r.left == {}, r.stderr
+    assert "the script runs once more" in r.stderr, r.stderr
+    assert "its processes cannot be started" in r.stderr or "exited unexpectedly" in r.stderr, r.stderr
 
 
 MAIN = r'''
