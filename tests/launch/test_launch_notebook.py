@@ -207,6 +207,17 @@ print(launch_in_notebook(like_a_cell, n=1))
     assert r.types.count('stream') < 100, len(r.types)
 
 
+def test_workers_start_processes_as_the_notebook_does(kernel):
+    "A data set of a cell can be read by loader processes that are forked, and not by others, which are Python's default from 3.14 on"
+    r = kernel.run("""
+multiprocessing.set_start_method('spawn', force=True)
+def method(): return multiprocessing.get_start_method()
+try: print(launch_in_notebook(method, n=1))
+finally: multiprocessing.set_start_method(None, force=True)
+""")
+    assert r.status == 'ok' and r.text.splitlines()[-1] == 'spawn', (r.shown, r.text)
+
+
 def test_interrupt(kernel):
     "The kernel's interrupt ends all workers, and their loader processes"
     kernel.run("""

@@ -6,7 +6,7 @@
 __all__ = ['end_workers', 'launch_in_notebook']
 
 # %% ../../../nbs/launch/notebook/04_launcher.ipynb #ba45cc7d
-import atexit,linecache,os,shutil,signal,sys,time
+import atexit,linecache,multiprocessing,os,shutil,signal,sys,time
 from contextlib import ExitStack
 from numbers import Integral
 from types import ModuleType
@@ -62,6 +62,7 @@ def _setup(folder, name, gpu, keep):
     "What a worker has to know of this process, and of a call"
     cells = {k:v for k,v in linecache.cache.items() if len(v)==4 and v[1] is None} # that have no file
     return dict(notebook=rich_shell() is not None, terminal=getattr(sys.stdout, 'isatty', bool)(), modules=_modules(namespace()), cells=cells,
+                method=multiprocessing.get_start_method(allow_none=True),
                 state=pack((warnings.filters[:], rng_state()))[0], start=time.time(), folder=folder, name=name, gpu=gpu, keep=keep)
 
 # %% ../../../nbs/launch/notebook/04_launcher.ipynb #4aaf605c

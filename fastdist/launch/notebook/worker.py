@@ -6,7 +6,7 @@
 __all__ = ['main']
 
 # %% ../../../nbs/launch/notebook/01_worker.ipynb #36da65e5
-import gc,importlib,io,linecache,os,pickle,queue,signal,sys,threading,time,warnings
+import gc,importlib,io,linecache,multiprocessing,os,pickle,queue,signal,sys,threading,time,warnings
 from contextlib import suppress
 from multiprocessing.connection import Client
 from pathlib import Path
@@ -81,7 +81,8 @@ def _listen(conn, parent, calls):
 
 # %% ../../../nbs/launch/notebook/01_worker.ipynb #7b8dabb1
 def _apply_settings(s):
-    "Be like the notebook's process: its modules, the text of its cells for tracebacks, its warning filters and random numbers"
+    "Be like the notebook's process: its modules, the text of its cells, how it starts processes, its warning filters and random numbers"
+    multiprocessing.set_start_method(s['method'], force=True)
     linecache.cache.update(s['cells'])
     with warnings.catch_warnings():
         warnings.simplefilter('ignore') # they have been shown where the notebook has imported it
