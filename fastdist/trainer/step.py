@@ -36,7 +36,7 @@ class TrainingStep:
         self.summed = is_summed(learn.loss_func) and not isinstance(learn.loss_func, GlobalBatchLoss)
         self.whole,self.weighed = False,[] # is the loss that of the global batch, or a sum? Has `weigh_loss` been called?
         self.apart,self.own,self.ratio = False,None,[] # does its mean divide by another number than that of samples? See `_weigh_apart`
-        self.made = None # the loss function's loss, until callbacks have had theirs
+        self.made = None # the loss function's loss, until it is sent
         self.uneven = getattr(last, 'uneven', None) # have the shares of some batch before not added up to the samples dealt out?
         self.before,self.late,self.stops = getattr(last, 'late', None),None,False # see `_agreed`; has Ctrl-C ended the fit of all?
         self.waiting = getattr(last, 'waiting', False) # do gradients of batches before wait for the step that this one is part of?
@@ -180,14 +180,35 @@ def _sum_of(self:TrainingStep, v):
         res = v.detach().double().mean()*self.n
     return torch.where(self.n!=0, res, 0.) if isinstance(self.n, Tensor) else res
 
+# %% ../../nbs/trainer/03_step.ipynb #0ef66ed0
+@patch
+def _factor(self:TrainingStep, loss):
+    "By what callbacks have multiplied the loss function's loss in `loss`; `None` where it is not of it, or nobody can say"
+    if not (loss.requires_grad and self.made.requires_grad): return
+    accs = callbacks_of(self.learn, AccumulateSteps)
+    for cb in accs: cb.asked = True
+    try: return torch.autograd.grad(loss.sum(), self.made, retain_graph=True, allow_unused=True)[0]
+    finally:
+        for cb in accs: cb.asked = False
+
+@patch
+def _scaled(self:TrainingStep):
+    "The same of the loss that is recorded"
+    learn = self.learn
+    if learn.loss.requires_grad: return self._factor(learn.loss)
+    k = self._factor(learn.loss_grad) # of which it is made, most likely, and which is scaled for its step by now
+    return k if k is None else k*math.prod(cb.n_acc/self.bs for cb in callbacks_of(learn, GradientAccumulation))
+
+# %% ../../nbs/trainer/03_step.ipynb #db30e967
 @patch
 def _loss_sum(self:TrainingStep):
     "Of this share, in units of what the mean in the loss divides by"
     loss,own = self.learn.loss,self.own
-    self.own = None # it holds what a backward needs
-    if not self.apart or not self.counts or loss is own: return self._sum_of(loss)
-    k = torch.autograd.grad(loss.sum(), own, retain_graph=True, allow_unused=True)[0] if loss.requires_grad and own.requires_grad else None
-    if k is not None: own = own*k # a callback has scaled it
+    apart = self.apart and self.counts and loss is not own
+    k = self._scaled() if apart else None
+    self.own = self.made = None # they hold what a backward needs
+    if not apart: return self._sum_of(loss)
+    if k is not None: own = own*k
     added = (loss-own).detach().double().mean()*(self.share_scale(added=True)/get_world_size()*self.batch_weight())
     return self._sum_of(own)+added
 
@@ -195,9 +216,9 @@ def _loss_sum(self:TrainingStep):
 @patch
 def _see_replaced(self:TrainingStep):
     "A loss that a callback has put in the place of the loss function's, as one that the model has made, divides by what that is said to"
-    made,self.made,loss = self.made,None,self.learn.loss_grad
-    if made is None or loss is made or not loss.requires_grad or not (self.apart or self.check.unsaid): return
-    if made.requires_grad and torch.autograd.grad(loss.sum(), made, retain_graph=True, allow_unused=True)[0] is not None: return
+    loss = self.learn.loss_grad
+    if self.made is None or loss is self.made or not loss.requires_grad or not (self.apart or self.check.unsaid): return
+    if self._factor(loss) is not None: return
     self.check.divides("a callback has put another loss in the place of the loss function's")
     self.apart = False
 

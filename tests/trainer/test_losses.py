@@ -109,6 +109,14 @@ def counting(f):
 def unused(p, y): return torch.tensor(0.)
 
 
+class Mixed(Callback):
+    "The loss and another one, in parts, as in distillation"
+    def __init__(self, f): self.f = f
+    def after_loss(self):
+        self.learn.loss_grad = self.learn.loss_grad*.5 + .3*self.pred.pow(2).mean().float()
+        self.learn.loss = self.f(self.learn.loss_grad)
+
+
 class Skips(Items):
     skipped = ()
     def __getitem__(self, i):
@@ -163,6 +171,7 @@ CASES = dict(
     weights_aux=lambda: learner(n=22, loss=Double(weight=W), cbs=Aux()), ignored_aux=lambda: learner(n=22, loss=Double(ignore_index=1), cbs=Aux(), bs=3),
     declared_aux_acc=lambda: learner(n=22, loss=declared, cbs=[Aux(), GradientAccumulation(9)]), weights_l1=lambda: learner(n=22, loss=Double(weight=W), cbs=L1()),
     weights_twice=lambda: learner(n=22, loss=Double(weight=W), cbs=[Aux(), Twice()]), own_aux=lambda: learner(n=22, loss=Double(weight=W), cbs=[Aux(), Own('loss_grad')]),
+    weights_mixed=lambda: learner(n=22, loss=Double(weight=W), cbs=Mixed(torch.clone)), weights_mixed_acc=lambda: learner(n=22, loss=Double(weight=W), cbs=[Mixed(lambda o: o.detach().clone()), GradientAccumulation(9)]),
     own_acc=lambda: learner(n=22, bs=5, cbs=[Own('loss_grad'), GradientAccumulation(9)]),
     own_aux_acc=lambda: learner(n=22, bs=5, loss=Double(weight=W), cbs=[Aux(), Own('loss_grad'), GradientAccumulation(9)]),
     own_sum_aux=lambda: learner(n=22, loss=declared_sum, cbs=[Aux(), Own('loss_grad')]), marks_aux_acc=lambda: learner(n=22, cbs=[Marks(), Aux(), GradientAccumulation(9)]),
