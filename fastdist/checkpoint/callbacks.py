@@ -14,9 +14,9 @@ from .plain import attributes_of, held_attributes, own_state, set_attributes
 def _is_ours(o): return o.__module__.split('.')[0] in ('fastai','fastdist')
 
 def _is_saved(cb):
-    "Not what makes the fit, of a class or a subclass: what that remembers is in `take_rest`, or of this process alone"
-    makes = 'DistributedTrainer','StrategyHooks','Resume'
-    return not any(_is_ours(o) and o.__name__ in makes for o in type(cb).__mro__)
+    "Not what makes the fit: what that remembers is in `take_rest`, or of this process alone. A trainer of a user's class may have more"
+    makes = [o.__name__ for o in type(cb).__mro__ if _is_ours(o) and o.__name__ in ('DistributedTrainer','StrategyHooks','Resume')]
+    return not makes or makes==['DistributedTrainer'] and not _is_ours(cb)
 
 def saved_callbacks(learn # `Learner`
                    ):

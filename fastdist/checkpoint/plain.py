@@ -111,7 +111,7 @@ def _remembered(v):
     return to_plain(v)
 
 # %% ../../nbs/checkpoint/03_plain.ipynb #6f8f21ed
-_nobodys = 'learn','_learn','run','_fastdist_held'
+_nobodys = 'learn','_learn','run','_fastdist_held','_fastdist_own'
 
 def held_attributes(o # A callback, or a metric
                    ):
@@ -144,10 +144,10 @@ def attributes_of(o, # A callback, or a metric
         except NotPlain as e: raise NotPlain(
             f"rank {get_rank()}: {type(o).__name__}.state_dict returns what cannot be saved (a {e}): "
             "let it return numbers, texts, tensors, arrays, and lists, tuples, sets and dicts of them") from None
-    res,left,seen = {},[],{}
+    res,left,seen,own = {},[],{},vars(o).get('_fastdist_own', ())
     for nm,v in vars(o).items():
         clock = nm=='start_epoch' and isinstance(o, Recorder) # an epoch's time is that of this process
-        if nm in _nobodys or clock or is_link(v, shared): continue
+        if nm in _nobodys or nm in own or clock or is_link(v, shared): continue
         try: res[nm] = _mark('same', seen[id(v)]) if id(v) in seen else _remembered(v)
         except NotPlain: left.append(nm)
         else: seen.update({id(v):nm} if isinstance(v, _changed) else {})

@@ -58,6 +58,9 @@ class DistributedTrainer(SetupSteps):
         self.hypers = self.seen = self.own = None
         self.trains = None # the loader of the epoch, while that is trained
         self.asked = {} # of the next evaluation, by `get_preds`: see `Evaluation`
+        # of this process alone: `Resume` saves what a subclass has beside it
+        self._fastdist_own = {*vars(self), *'added device dirty foreach loaders params parts precision shaped strategy thread totals'.split(),
+                              'undo','_accelerator'}
 
 # %% ../../nbs/trainer/09_trainer.ipynb #6261f72b
 @patch(as_prop=True)

@@ -114,15 +114,29 @@ def test_a_state_of_its_own_in_two_workers(world2, tmp_path):
     for (_, *a), (said, *b) in zip(want, world2(own_at_fit, tmp_path/'part', None, 'ddp')): assert repr(a) == repr(b) and not said, said
 
 
-def test_a_trainer_of_a_class_of_its_own(tmp_path):
-    "What it has is not a user's to remember: it is of its process alone, as the thread that trains"
+def by_own_trainer(folder, at=None):
+    "A fit by a trainer that counts, which ends at batch `at`; what it has in the checkpoint, beside what is of its process alone, as the thread that trains"
     import fastdist.all
     from fastdist.checkpoint.folder import checkpoints
     from fastdist.trainer import DistributedTrainer
-    class Mine(DistributedTrainer): pass
-    assert compare(tmp_path, lambda f: simple(f, Mine()), lambda l: None, every=2) == []
-    every = torch.load(checkpoints(tmp_path/'part'/'ckpt')[0].path/'rank-0.pt', weights_only=True)['callbacks']
-    assert every and not any('Mine' in o for o in every)
+    class Mine(DistributedTrainer):
+        def __init__(self):
+            super().__init__()
+            self.counted = []
+        def after_batch(self):
+            super().after_batch()
+            if self.training: self.counted.append(self.learn.train_iter)
+    res = fitted(folder, lambda f: simple(f, Mine()), lambda l: l.distributed_trainer.counted, at, 2)
+    every = torch.load(checkpoints(folder/'ckpt')[0].path/'rank-0.pt', weights_only=True)['callbacks']
+    return res, [[*o['attributes']] for k, o in every.items() if 'Mine' in k]
+
+
+def test_a_trainer_of_a_class_of_its_own(world2, tmp_path):
+    "What a subclass has beside the trainer's own is a user's to remember"
+    want = world2(by_own_trainer, tmp_path/'whole')
+    for res, _ in world2(by_own_trainer, tmp_path/'part', 9): assert res is None
+    for (one, _), (many, names) in zip(want, world2(by_own_trainer, tmp_path/'part')):
+        assert not many[0] and repr(one[1:]) == repr(many[1:]) and names == [['counted']], (one, many, names)
 
 
 def several(folder, at=None):
