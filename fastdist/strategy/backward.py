@@ -23,6 +23,7 @@ class Backwards:
         self.strategy,self.previous,self.running,self.hook = strategy,None,False,None
         self.loss = None # the batch's own, once it has been weighed
         self.recorded = False # has the last pass been recorded itself (create_graph=True)?
+        self.ran = False # has there been one since the optimizer's last step?
 
     def begin_batch(self):
         "From here on, in this thread"
@@ -66,7 +67,7 @@ def _backward(self:Backwards, tensors, *args, **kwargs):
     roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     own = len(roots)==1 and roots[0] is self.loss
     self.recorded = bool(kwargs.get('create_graph') or args[2:3] and args[2])
-    self.running = 'own' if own else 'other'
+    self.running,self.ran = 'own' if own else 'other',True
     try:
         if own:
             self.strategy.begin_backward()

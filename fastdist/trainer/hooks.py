@@ -9,6 +9,9 @@ __all__ = ['draws_of', 'StrategyHooks']
 from fastai.basics import *
 from ..callbacks.fastai_patches import QuickCallback
 from ..callbacks.grad_accumulation import looked_at
+from ..comm.call import same_text
+from ..comm.pack import checksum
+from ..comm.shards import is_dtensor
 from ..metrics.losses import GlobalBatchLoss
 from ..model.batchnorm import GlobalBatchNorm
 from ..model.running_stats import weighed_stats
@@ -40,6 +43,7 @@ class StrategyHooks(QuickCallback):
         super().__init__()
         self.trainer,self.strategy,self.each,self.looked_at = trainer,strategy,each,None
         self.weigh_stats,self.sync = noop,True
+        self.unchecked = 3 # steps without a backward pass that `_check_made` is to look at
 
     def _alone(self): return any(callback_results(self.learn, 'steps_alone'))
 
@@ -106,6 +110,20 @@ def before_backward(self:StrategyHooks):
     self.trainer.step.weigh_loss()
     self.strategy.before_backward()
 
+# %% ../../nbs/trainer/04_hooks.ipynb #0670b010
+@patch
+def _check_made(self:StrategyHooks):
+    "Raise an error where gradients were made without a backward pass, and each worker has others: nothing has averaged those"
+    watch = getattr(self.strategy, 'backwards', None)
+    if watch is None or watch.ran or not self.unchecked or self._alone(): return
+    self.unchecked -= 1
+    grads = [p.grad for p in self.strategy.all_params() if p.grad is not None]
+    if same_text(repr([checksum(g) for g in grads if not is_dtensor(g) and g.layout==torch.strided])): return
+    raise RuntimeError(
+        f"rank {get_rank()}: the gradients of this step come from no backward pass (but from torch.autograd.grad, torch.func, or by hand), "
+        "and are not the same in all workers, which would become different models: call backward(), or add them up "
+        "(fastdist.world.all_reduce(p.grad)), each of a loss times counts.mine/counts.total, with counts = learn.dl.counts")
+
 # %% ../../nbs/trainer/04_hooks.ipynb #50523439
 @patch
 def before_step(self:StrategyHooks):
@@ -113,7 +131,14 @@ def before_step(self:StrategyHooks):
     if self.strategy.unsynced and not self._alone(): raise RuntimeError(
         f"rank {get_rank()}: a step was made for a batch that GradientAccumulation would not step for, by its n_acc and count: "
         "leave both to it")
+    self._check_made()
     if self.strategy.splits: self.trainer.step.note_draws()
+
+@patch
+def after_step(self:StrategyHooks):
+    "What comes next needs a backward pass of its own"
+    watch = getattr(self.strategy, 'backwards', None)
+    if watch is not None: watch.ran = False
 
 # %% ../../nbs/trainer/04_hooks.ipynb #4ce0bf1b
 @patch

@@ -114,6 +114,21 @@ class GradientPenalty(Callback):
         self.learn.loss_grad = self.learn.loss_grad + 0.5*((g.norm(dim=1)-1)**2).mean()
 
 
+class Made(Callback):
+    "Gradients that no backward pass has made"
+    run_valid = False
+    def __init__(self, averaged): self.averaged = averaged
+    def before_backward(self):
+        import torch.distributed as dist
+        from fastai.basics import CancelBackwardException
+        ps, shared = list(self.learn.model.parameters()), self.averaged and dist.is_initialized()
+        scale = self.learn.dl.counts.mine/self.learn.dl.counts.total if shared else 1
+        for p, g in zip(ps, torch.autograd.grad(self.learn.loss_grad*scale, ps)):
+            p.grad = g.contiguous().clone()
+            if shared: dist.all_reduce(p.grad)
+        raise CancelBackwardException()
+
+
 def torch_opt(opt, **kwargs): return partial(OptimWrapper, opt=partial(opt, **kwargs))
 
 
@@ -131,6 +146,7 @@ CASES = dict(
     own_step=lambda: dict(cbs=OwnStep()),
     aux_before_batch=lambda: dict(cbs=[Aux('before_batch'), Clip(0.1)]),
     gradient_penalty=lambda: dict(cbs=GradientPenalty()),
+    made=lambda: dict(cbs=Made(False)), made_averaged=lambda: dict(cbs=Made(True)),
     two=lambda: dict(cls=TwoBackwards),
     recorded=lambda: dict(cls=Recorded, cbs=LetGo()),
     sam_opt=lambda: dict(cls=ClosureStep, opt=torch_opt(SamOpt)),
@@ -157,7 +173,7 @@ def all_fitted(names, ctx): return {n: fitted(n, ctx) for n in names}
 
 
 ONE = {}
-CLOSURES, ADDED = ['sam_opt', 'lbfgs'], ['sam_after_backward', 'sam_before_step', 'sam_accumulated']
+CLOSURES, MADE, ADDED = ['sam_opt', 'lbfgs'], ['made', 'made_averaged'], ['sam_after_backward', 'sam_before_step', 'sam_accumulated']
 ERRORS = dict(ddp=[], zero1=CLOSURES, zero2=[*CLOSURES, *ADDED], fsdp=[*CLOSURES, *ADDED, 'aux_first', 'aux_accumulated', 'penalty', 'gradient_penalty'])
 
 
@@ -166,7 +182,7 @@ ERRORS = dict(ddp=[], zero1=CLOSURES, zero2=[*CLOSURES, *ADDED], fsdp=[*CLOSURES
 def test_more_backwards(worlds, world, strategy):
     "As one process, or an error that says which strategy does it"
     # each that fails ends the group, so one of a kind is enough
-    names = [n for n in CASES if n not in ERRORS[strategy] or n in (CLOSURES[0], ADDED[0], 'gradient_penalty')]
+    names = [n for n in CASES if n not in MADE and n not in ERRORS[strategy] or n in (CLOSURES[0], ADDED[0], 'gradient_penalty')]
     fails = [n for n in names if n in ERRORS[strategy]]
     fits = [n for n in names if n not in fails]
     # a second backward pass is DDP's in both: what shares the optimizer out has every other of them
@@ -177,3 +193,11 @@ def test_more_backwards(worlds, world, strategy):
     for n in fails:
         for text in worlds(world)(fitted, n, ctx_of(strategy)):
             assert isinstance(text, str) and "use strategy='" in text and (n in CLOSURES or f'strategy={strategy!r}' in text), (n, text)
+
+
+@pytest.mark.parametrize('strategy', STRATEGIES[:3])
+def test_gradients_of_no_backward(world3, strategy):
+    "Those of torch.autograd.grad and the like are each worker's own: one that averages them trains as one process"
+    want = fitted('made_averaged')
+    for got in world3(fitted, 'made_averaged', ctx_of(strategy)): assert max(map(diff, want, got)) < 2e-6
+    for text in world3(fitted, 'made', ctx_of(strategy)): assert 'come from no backward pass' in text
