@@ -2741,6 +2741,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                        'fastdist/strategy/fsdp.py'),
                                         'fastdist.strategy.fsdp.FullyShard._check_forward': ( 'strategy/fsdp.html#fullyshard._check_forward',
                                                                                               'fastdist/strategy/fsdp.py'),
+                                        'fastdist.strategy.fsdp.FullyShard._check_given': ( 'strategy/fsdp.html#fullyshard._check_given',
+                                                                                            'fastdist/strategy/fsdp.py'),
                                         'fastdist.strategy.fsdp.FullyShard._check_hooks': ( 'strategy/fsdp.html#fullyshard._check_hooks',
                                                                                             'fastdist/strategy/fsdp.py'),
                                         'fastdist.strategy.fsdp.FullyShard._check_penalty': ( 'strategy/fsdp.html#fullyshard._check_penalty',

@@ -206,6 +206,26 @@ def _keep_shards(self:FullyShard):
         return to(**new, non_blocking=non_blocking) if new else model
     return put_method(model, 'to', in_rows)
 
+# %% ../../nbs/strategy/08_fsdp.ipynb #e86cd85e
+@patch
+def _of_torch(self:FullyShard): return [o for m in (*self.parts,self.model) for g in groups_of(m) for o in g.fsdp_params]
+
+@patch
+def _check_given(self:FullyShard):
+    "Hooks that raise a `RuntimeError` where a forward is given other parameters: torch puts those in their place that it gathers"
+    of_torch = {id(o.sharded_param):o for o in self._of_torch()}
+    def check(group, m, args):
+        if torch.compiler.is_compiling(): return
+        for own,o,owners in group:
+            for at,n in owners:
+                p = at._parameters.get(n)
+                if p is None or p is own or p is vars(o).get('_unsharded_param'): continue
+                raise RuntimeError(
+                    f"rank {get_rank()}: the forward of {type(m).__bases__[-1].__name__} is given another {n} than its own, as by functional_call, "
+                    f"which strategy={self.name!r} would not compute with: use strategy='zero2'")
+    groups = [[(self.params[i],of_torch[id(self.params[i])],self.slots[i][1]) for i in g] for g in self.groups]
+    return [m.register_forward_pre_hook(partial(check, g), prepend=True) for m,g in zip((*self.parts,self.model), groups) if g]
+
 # %% ../../nbs/strategy/08_fsdp.ipynb #244a8fd3
 @patch
 def _before(self:FullyShard, p, g):
@@ -228,6 +248,7 @@ def _add_hooks(self:FullyShard):
     for p in frozen: p.requires_grad_(False)
     if hasattr(self.model, 'reset'): self.handles += self._wrap_reset()
     self.handles.append(self._keep_shards())
+    self.handles += self._check_given()
     self.handles += [m.register_load_state_dict_pre_hook(self._load_rows) for m in {m for _,owners in self.slots for m,_ in owners}]
 
 # %% ../../nbs/strategy/08_fsdp.ipynb #8d24503e
@@ -250,9 +271,6 @@ def _wrap_reset(self:FullyShard):
             put_method(model, 'reset', unsharded_reset)]
 
 # %% ../../nbs/strategy/08_fsdp.ipynb #f1983264
-@patch
-def _of_torch(self:FullyShard): return [o for m in (*self.parts,self.model) for g in groups_of(m) for o in g.fsdp_params]
-
 @patch
 def on_zero(self:FullyShard):
     "Forget what has been accumulated without a message"

@@ -213,6 +213,15 @@ class Teacher(nn.Module):
         return self.c(self.a(x).tanh())+self.c(self.t(x)).detach()*.1
 
 
+class Others(Callback):
+    "A forward with other parameters than the model's own"
+    run_valid = False
+    def after_loss(self):
+        from torch.func import functional_call
+        near = functional_call(self.learn.model, {k: p*1.01 for k, p in self.learn.model.named_parameters()}, self.xb)
+        self.learn.loss_grad = self.learn.loss_grad + F.mse_loss(near, self.pred.detach()).float()
+
+
 class Result:
     def __init__(self, logits): self.logits = logits
 
@@ -235,7 +244,7 @@ CASES = dict(seen=lambda: dict(cbs=Seen()), decides=lambda: dict(cbs=Decides()),
              replaces=lambda: dict(opt=partial(OptimWrapper, opt=Replaces)), clamps=lambda: dict(cbs=Clamps()), swaps=lambda: dict(cbs=Swaps()),
              assigns=lambda: dict(cbs=Assigns(), model=few_rows), penalty=lambda: dict(cbs=Penalty()), zeroes=lambda: dict(cbs=Zeroes()),
              copies=lambda: dict(cbs=Copies()), hooked=lambda: dict(before=hooked), hooked_after=lambda: dict(before=hooked_after),
-             hooks_later=lambda: dict(cbs=HooksLater()),
+             hooks_later=lambda: dict(cbs=HooksLater()), others=lambda: dict(cbs=Others()),
              teacher=lambda: dict(model=lambda: Teacher().double()), gives_object=lambda: dict(model=lambda: GivesObject().double(), loss=of_object))
 IN_SHARDS = r"rank \d: .*parameters.* in shards.*p\.data = .*p\.copy_"
 COPIED = r'rank \d: rows, or a view, of a parameter or gradient in shards are a copy.*p\[rows\] = '
@@ -243,7 +252,7 @@ CANNOT = "cannot step parameters of which each worker has a part: use strategy='
 HOOKED = r"has a hook .*strategy='fsdp'.*use strategy='zero2'"
 ERRORS = dict(
     fsdp=dict(zeroes=COPIED, clamps=IN_SHARDS, swaps=IN_SHARDS, replaces=f'Replaces {CANNOT}', copies="strategy='fsdp'.*use strategy='zero1'.*deepcopy",
-              hooked=f'1.0.weight.*{HOOKED}', hooked_after=f'2.bias.*{HOOKED}', hooks_later=f'1.0.weight.*{HOOKED}',
+              hooked=f'1.0.weight.*{HOOKED}', hooked_after=f'2.bias.*{HOOKED}', hooks_later=f'1.0.weight.*{HOOKED}', others="is given another .*functional_call.*strategy='fsdp'.*use strategy='zero2'",
               teacher="t.weight is written to in its forward.*strategy='fsdp'.*strategy='zero2'",
               gives_object="GivesObject.*an object.*strategy='zero2'|strategy='fsdp' lets go of .*an object.*strategy='zero2'"),
     zero1=dict(replaces=f'Replaces {CANNOT}'), zero2=dict(zeroes=COPIED, replaces=f'Replaces {CANNOT}'))
