@@ -39,11 +39,6 @@ class HiddenLoggers:
                 learn.add_cb(cb)
                 learn.cbs.insert(i, learn.cbs.pop())
 
-    def hides(self, nm # Of a callback, as `learn` has it
-             ):
-        "Is it hidden now?"
-        return any(cb.name==nm for found in self.found for _,cb in found)
-
     def put_back(self, cbs # List of callbacks of the learner
                 ):
         "`cbs` with those that are hidden now"

@@ -328,21 +328,6 @@ def create_opt(self:Learner):
         if trainer is not None: check_trainable(self.model)
         raise
 
-# %% ../../nbs/trainer/10_learner.ipynb #40b6b1db
-_missing = Learner.__getattr__
-
-def _getattr(self, k):
-    "fastai's, which looks in the model; of a callback that rank 0 alone has, the error says so"
-    try: return _missing(self, k)
-    except AttributeError:
-        loggers = getattr(trainer_of(self), 'loggers', None)
-        if loggers is None or not loggers.hides(k): raise
-    raise AttributeError(f"rank {get_rank()}: learn.{k} shows or logs, which rank 0 alone does in a context: ask for it there "
-                         "(`if is_master(): ...`), or after the context")
-
-Learner.__getattr__ = _getattr # a module's own `__getattr__` means something else, so no `patch`
-
-
 # %% ../../nbs/trainer/10_learner.ipynb #5f37d4a6
 _to_detach = Learner.to_detach
 

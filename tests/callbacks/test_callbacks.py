@@ -144,24 +144,6 @@ def test_loggers(request, gpus, tmp_path):
     for o in (one, many): assert len(list((o/'tb').glob('events*'))) == 1 and len(list((o/'wandb').glob('offline-run*'))) == 1
 
 
-def log_read(folder):
-    "What a script sees of a logger in the context, and after it"
-    import fastdist.all
-    from fastai.callback.progress import CSVLogger
-    learn = learner(n=23, n_val=13, bs=4, path=folder, cbs=CSVLogger())
-    learn.logger = noop
-    with learn.distrib_ctx():
-        learn.fit(1)
-        try: seen = len(learn.csv_logger.read_log())
-        except AttributeError as e: seen = str(e)
-    return seen, len(learn.csv_logger.read_log())
-
-
-def test_a_log_is_read(world2, tmp_path):
-    assert world2(log_read, tmp_path) == [(1, 1), ('rank 1: learn.csv_logger shows or logs, which rank 0 alone does in a context: '
-                                                   'ask for it there (`if is_master(): ...`), or after the context', 1)]
-
-
 def predictions_logged(folder):
     "W&B's callback fetches predictions, in rank 0 alone"
     warnings.simplefilter('ignore')
