@@ -3173,8 +3173,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                               'fastdist/trainer/hooks.py'),
                                         'fastdist.trainer.hooks.StrategyHooks.after_loss': ( 'trainer/hooks.html#strategyhooks.after_loss',
                                                                                              'fastdist/trainer/hooks.py'),
-                                        'fastdist.trainer.hooks.StrategyHooks.after_step': ( 'trainer/hooks.html#strategyhooks.after_step',
-                                                                                             'fastdist/trainer/hooks.py'),
                                         'fastdist.trainer.hooks.StrategyHooks.before_backward': ( 'trainer/hooks.html#strategyhooks.before_backward',
                                                                                                   'fastdist/trainer/hooks.py'),
                                         'fastdist.trainer.hooks.StrategyHooks.before_batch': ( 'trainer/hooks.html#strategyhooks.before_batch',

@@ -114,8 +114,7 @@ def before_backward(self:StrategyHooks):
 @patch
 def _check_made(self:StrategyHooks):
     "Raise an error where gradients were made without a backward pass, and each worker has others: nothing has averaged those"
-    watch = getattr(self.strategy, 'backwards', None)
-    if watch is None or watch.ran or not self.unchecked or self._alone(): return
+    if not self.unchecked or self._alone(): return
     self.unchecked -= 1
     grads = [p.grad for p in self.strategy.all_params() if p.grad is not None]
     if same_text(repr([checksum(g) for g in grads if not is_dtensor(g) and g.layout==torch.strided])): return
@@ -131,14 +130,12 @@ def before_step(self:StrategyHooks):
     if self.strategy.unsynced and not self._alone(): raise RuntimeError(
         f"rank {get_rank()}: a step was made for a batch that GradientAccumulation would not step for, by its n_acc and count: "
         "leave both to it")
-    self._check_made()
+    watch = getattr(self.strategy, 'backwards', None)
+    if watch is not None: # what comes after this step needs a backward pass of its own
+        if not watch.ran: self._check_made()
+        watch.ran = False
     if self.strategy.splits: self.trainer.step.note_draws()
 
-@patch
-def after_step(self:StrategyHooks):
-    "What comes next needs a backward pass of its own"
-    watch = getattr(self.strategy, 'backwards', None)
-    if watch is not None: watch.ran = False
 
 # %% ../../nbs/trainer/04_hooks.ipynb #4ce0bf1b
 @patch

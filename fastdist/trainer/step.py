@@ -217,7 +217,7 @@ def _loss_sum(self:TrainingStep):
 def _see_replaced(self:TrainingStep):
     "A loss that a callback has put in the place of the loss function's, as one that the model has made, divides by what that is said to"
     loss = self.learn.loss_grad
-    if self.made is None or loss is self.made or not loss.requires_grad or not (self.apart or self.check.unsaid): return
+    if not loss.requires_grad or not (self.apart or self.check.unsaid): return
     if self._factor(loss) is not None: return
     self.check.divides("a callback has put another loss in the place of the loss function's")
     self.apart = False
@@ -228,7 +228,7 @@ def send_loss(self:TrainingStep, interrupted=False # Was Ctrl-C pressed in this 
              ):
     "Add up the losses of all workers, while the backward runs; what other callbacks make of the loss is in it"
     if not self.has_loss or self.loss is not None: return
-    self._see_replaced()
+    if self.made is not None and self.learn.loss_grad is not self.made: self._see_replaced()
     wish = sum(callback_results(self.learn, 'wish'))
     # what metrics read of the loss function; that of a `GlobalBatchLoss` is of all samples
     self.parts = {} if self.whole else loss_parts(self.learn)
