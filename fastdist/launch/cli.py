@@ -131,7 +131,7 @@ def _check_watch(a, many):
 def _check_left(n):
     "A `ValueError` where the environment has workers whom this machine, which is to start all `n`, does not start"
     size,rank = (os.environ.get(o) for o in ('WORLD_SIZE','RANK'))
-    if size in (None,str(n)) and (n > 1 or rank in (None,'0')): return
+    if size in (None,'1',str(n)) and (n > 1 or rank in (None,'0')): return # a cluster may count machines
     left = [o for o in ('RANK','WORLD_SIZE') if o in os.environ]
     raise ValueError(f"{', '.join(f'{o}={os.environ[o]}' for o in left)} in the environment: if an earlier job has left it there, type "
                      f"`unset {' '.join(left)}`; if this is one of several machines, give --nnodes, --node-rank and --rdzv-endpoint")
