@@ -261,11 +261,13 @@ def _accelerate_args(command):
 def _port(a):
     "The port of the store that was asked for, or 0, for any that is free"
     from fastdist.world.loopback import loopback_socket
-    try: loopback_socket(a.main_process_port or 0).close()
+    if not a.main_process_port: return 0
+    try: loopback_socket(a.main_process_port).close()
+    except ConnectionError: raise
     except OSError as e:
         print(f"fastdist: port {a.main_process_port} cannot be used ({e.strerror}), and a free one is taken", file=sys.stderr, flush=True)
         return 0
-    return a.main_process_port or 0
+    return a.main_process_port
 
 # %% ../../nbs/launch/05_cli.ipynb #35b854e1
 @contextmanager

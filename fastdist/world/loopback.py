@@ -6,7 +6,7 @@
 __all__ = ['loopback_env', 'is_loopback', 'loopback_socket', 'loopback_store']
 
 # %% ../../nbs/world/04_loopback.ipynb #b78b4337
-import os,socket
+import errno,os,socket
 from datetime import timedelta
 
 import psutil, torch.distributed as dist
@@ -26,14 +26,17 @@ def is_loopback(host # Name or address
 def loopback_socket(port=0, # 0 for any that is free
                     host='127.0.0.1', # An address of loopback
                    ):
-    "A socket that holds a port of the loopback interface; an `OSError` where it is taken"
+    "A socket that holds a port of the loopback interface; an `OSError` where it is taken, a `ConnectionError` where there is no such interface"
     s = socket.socket(socket.AF_INET6 if ':' in host else socket.AF_INET)
     try:
         s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1) # as torch's stores do: the connections of an earlier one may be there
         s.bind((host, port))
-    except BaseException:
+        with socket.socket(s.family, socket.SOCK_DGRAM) as o: o.connect((host, 9)) # it sends nothing; while the interface is down a port can be had
+    except BaseException as e:
         s.close()
-        raise
+        if getattr(e, 'errno', 0) not in (errno.EADDRNOTAVAIL,errno.ENETUNREACH): raise
+        raise ConnectionError(f"{host}, by which the workers of one machine find each other, cannot be reached ({e.strerror}): "
+                              "is the loopback interface up, with this address? `ip address show lo` says so, and `ip link set lo up` mends it") from None
     return s
 
 def loopback_store(sock=None, # Of `loopback_socket`; by default at any port that is free

@@ -5,6 +5,7 @@ from functools import partial
 import pytest, warm
 from forked import started
 from harness import free_port, launched, wait_for
+from hosts import why_no_hosts
 
 PYTHON = sys.executable
 LAUNCHERS = dict(
@@ -241,6 +242,16 @@ def test_wrong_variables(env, says):
     "None of them trains alone, or waits for anybody"
     name, text, _ = started(lambda: me(), [env])[0]
     assert name == 'ValueError' and says in text, text
+
+
+def test_no_loopback(tmp_path):
+    "Where the loopback interface is down the launcher says so at once"
+    if why := why_no_hosts(): pytest.skip(why)
+    (tmp_path/'s.py').touch()
+    code = "import ctypes; ctypes.CDLL(None).unshare(0x40000000); from fastdist.__main__ import main; main(['launch', '-n', '2', 's.py'])"
+    res = launched([PYTHON, '-c', code], 60, cwd=tmp_path)
+    assert res.returncode == 2 and 'fastdist launch: 127.0.0.1, by which the workers of one machine find each other, cannot be reached' in res.stderr, res
+    assert len(res.stderr.splitlines()) == 3 and not res.left, res
 
 
 def test_ipv6():
