@@ -205,6 +205,14 @@ print(launch_in_notebook(like_a_cell, n=1))
     assert [o for o in lines if o.startswith('line ')] == [f'line {i}' for i in range(10000)]
     assert 'from the shell' in lines and any('Wall time' in o for o in lines) and 'rank 0: a worker cannot ask' in r.text and lines[-1] == '42', lines[10000:]
     assert r.types.count('stream') < 100, len(r.types)
+    # with a home that cannot be written IPython makes a folder of its own, which workers share
+    r = kernel.run("""
+shell = get_ipython()
+shell.ipython_dir,home = os.path.abspath('ipython'),shell.ipython_dir
+assert launch_in_notebook(lambda: get_ipython().ipython_dir, n=1)==shell.ipython_dir
+shell.ipython_dir = home
+""")
+    assert r.status == 'ok', r.shown
 
 
 def test_workers_start_processes_as_the_notebook_does(kernel):

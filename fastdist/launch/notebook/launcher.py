@@ -126,7 +126,9 @@ def _workers(n, cpu, log_dir):
     if w := _take(kind := _kind(n, cpu, log_dir)): return w
     store = loopback_store() if n > 1 else None
     envs = _worker_envs(n, cpu, 0 if store is None else store.port)
-    if rich_shell() is None: envs[0]['COLUMNS'] = str(shutil.get_terminal_size().columns) # a progress bar of text is as wide
+    if (shell := rich_shell()) is None: envs[0]['COLUMNS'] = str(shutil.get_terminal_size().columns) # a progress bar of text is as wide
+    else:
+        for o in envs.values(): o['IPYTHONDIR'] = shell.ipython_dir # where the home cannot be written each would make one, and leave it
     undo = ExitStack()
     w = NotebookWorkers(n, envs, _log_folder(log_dir, undo))
     w.kind,w.store,w.undo = kind,store,undo
