@@ -139,11 +139,12 @@ def _derivable_grads(g, needs, eps, counts, x, weight, bias, *_):
 
 # %% ../../nbs/model/03_batchnorm.ipynb #ec85f656
 class _KernelNorm(torch.autograd.Function):
-    "Normalize `x` with the statistics of all workers' samples, by torch's kernels; also mean, biased variance and count"
+    "Normalize `x` with the statistics of all workers' samples, by torch's kernels; also mean, biased variance and count, which `seen` gets"
     @staticmethod
-    def forward(ctx, x, weight, bias, eps, counts=True):
+    def forward(ctx, x, weight, bias, eps, counts=True, seen=noop):
         xa = x if counts else torch.zeros_like(x) # no inf or nan of a padding sample gets to other workers
         stats = mean,var,n = _global_stats(xa, eps, counts)
+        seen(*stats) # here: what computes activations again may leave the forward as soon as it has what this one saves
         acc,ctx.args = torch.promote_types(x.dtype, torch.float32),(eps,counts)
         ctx.save_for_backward(x, weight, bias, mean.to(acc), (var+eps).rsqrt().to(acc), n)
         ctx.mark_non_differentiable(*stats)
@@ -151,7 +152,7 @@ class _KernelNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g, *_):
         f = _derivable_grads if torch.is_grad_enabled() else _kernel_grads
-        return (*f(g, ctx.needs_input_grad[:3], *ctx.args, *ctx.saved_tensors), None, None)
+        return (*f(g, ctx.needs_input_grad[:3], *ctx.args, *ctx.saved_tensors), None, None, None)
 
 def _kernel_grads(g, needs, eps, counts, x, weight, bias, mean, invstd, n):
     "The gradients of `x`, `weight` and `bias`; what is computed of padding samples is nothing to the samples of others"
@@ -183,9 +184,7 @@ class GlobalBatchNorm(_BatchNorm):
         # what one worker does alone leaves the running statistics as all have them
         if not compiling and current_world().alone: return F.batch_norm(x, None, None, self.weight, self.bias, True, 0., self.eps)
         if self.share.whole and not compiling: return super().forward(x)
-        y,*stats = _norm_of_all(x, self.weight, self.bias, self.eps)
-        self._update(*stats)
-        return y
+        return _norm_of_all(x, self.weight, self.bias, self.eps, self._update)
 
     def __reduce_ex__(self, proto):
         # A copy or a pickle is of the layer as its user knows it
@@ -202,24 +201,28 @@ def expect(cls:GlobalBatchNorm, counts=True, # Does this worker's local batch co
     vars(cls.share).update(counts=counts, empty=empty, apart=apart, whole=whole)
 
 # %% ../../nbs/model/03_batchnorm.ipynb #7706f4ef
-def _norm_by_kernels(x, weight, bias, eps, counts=True):
+def _norm_by_kernels(x, weight, bias, eps, counts=True, seen=noop):
     "By torch's kernels; those of the CPU want parameters of the type of `x`"
     xa = x.to(torch.promote_types(x.dtype, torch.float32)) if x.device.type=='cpu' else x
     w,b = (o if o is None or xa is x else o.to(xa.dtype) for o in (weight,bias))
-    y,*stats = _KernelNorm.apply(_dense(xa), w, b, eps, counts)
+    y,*stats = _KernelNorm.apply(_dense(xa), w, b, eps, counts, seen)
     return y.to(x.dtype),*stats
 
-def _norm_of_all(x, weight, bias, eps):
-    "`x` with the statistics of the global batch, and these, where it is as `GlobalBatchNorm.share` says; an error where there is none"
+def _norm_of_all(x, weight, bias, eps, update):
+    "`x` with the statistics of the global batch, which `update` gets, where it is as `GlobalBatchNorm.share` says; an error where there is none"
     share,compiling = GlobalBatchNorm.share,torch.compiler.is_compiling()
     if share.apart: raise RuntimeError(
         f"rank {get_rank()}: a batch norm layer is in training mode in an evaluation, in which workers have batches of their own, so that "
         "there is no global batch, and running statistics would not be those of one process: let it evaluate (m.eval()), as fastai's "
         "MCDropoutCallback does, or evaluate after the context")
-    y,mean,var,n = (_global_norm if compiling else _norm_by_kernels)(x, weight, bias, eps, share.counts)
-    # to look at the number is to wait for a GPU
-    if share.empty or x.device.type=='cpu' and not compiling: _check_count(n, x)
-    return y,mean,var,n
+    def seen(mean, var, n):
+        # to look at the number is to wait for a GPU
+        if share.empty or x.device.type=='cpu' and not compiling: _check_count(n, x)
+        update(mean, var, n)
+    if not compiling: return _norm_by_kernels(x, weight, bias, eps, share.counts, seen)[0]
+    y,*stats = _global_norm(x, weight, bias, eps, share.counts)
+    seen(*stats)
+    return y
 
 # %% ../../nbs/model/03_batchnorm.ipynb #87723bf1
 def _add_stats(running_mean, running_var, mean, var, n, momentum):
@@ -266,10 +269,10 @@ class _GlobalFunction(TorchFunctionMode):
         if not training: return plain()
         share,compiling = GlobalBatchNorm.share,torch.compiler.is_compiling()
         if share.whole and not compiling: return plain()
-        y,mean,var,n = _norm_of_all(input, weight, bias, eps)
-        some = share.counts or compiling or n.item()
-        if running_mean is not None and some: _add_stats(running_mean, running_var, mean, var, n, momentum)
-        return y
+        def add(mean, var, n):
+            some = share.counts or compiling or n.item()
+            if running_mean is not None and some: _add_stats(running_mean, running_var, mean, var, n, momentum)
+        return _norm_of_all(input, weight, bias, eps, add)
 
 class _OwnForward:
     "Comes before a batch norm layer's class whose forward is its own"

@@ -136,6 +136,32 @@ def test_a_forward_of_its_own(worlds, size, momentum, kwargs):
         assert diff(one.weights, o.weights) < 1e-7 and diff(one.values, o.values) < 1e-6
 
 
+class Bare(nn.BatchNorm1d):
+    def forward(self, x): return nn.functional.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, self.training, self.momentum, self.eps)
+
+
+class Again(nn.Module):
+    "Computes its activations again, as models of timm do after `set_grad_checkpointing`: torch leaves that forward in its last layer"
+    def __init__(self, last):
+        super().__init__()
+        self.block = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 8), last(8))
+    def forward(self, x): return x+torch.utils.checkpoint.checkpoint(self.block, x, use_reentrant=False)
+
+
+def again(distrib, last, **ctx):
+    def model():
+        torch.manual_seed(3)
+        return nn.Sequential(nn.Linear(4, 8), Again(last), nn.Linear(8, 3)).double()
+    return trained(distrib, ctx=ctx, model=model, n=22, bs=5, lr=.01, metrics=accuracy)
+
+
+@pytest.mark.parametrize('last', [nn.BatchNorm1d, Bare])
+def test_computed_again_by_the_model(worlds, last):
+    "Running statistics count a batch twice there, in one process too"
+    one = again(False, last)
+    for o in worlds(3)(again, True, last, split_batches=True): assert diff(one.weights, o.weights) < 1e-7 and diff(one.values, o.values) < 1e-6
+
+
 def in_training_mode(n_val, kind):
     "Each worker has other batches to evaluate, and another number of them"
     import fastdist.all
