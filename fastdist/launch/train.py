@@ -6,7 +6,7 @@
 __all__ = ['train', 'launch_args', 'main']
 
 # %% ../../nbs/launch/09_train.ipynb #4398c9ec
-import os,shlex,shutil,sys,textwrap
+import multiprocessing,os,shlex,shutil,sys,textwrap
 from argparse import RawDescriptionHelpFormatter
 from contextlib import contextmanager,nullcontext
 from importlib import import_module
@@ -93,7 +93,10 @@ def _learner(c):
     if c.precision!='fp32' and use_cpu(): raise SystemExit(f"fastdist train: {c._source.where(('precision',))[1]}: {cpu_precision}")
     with fail_together():
         set_seed(c.seed)
-        learn = import_function(c.learner, c._folder)(**c.learner_args)
+        get = import_function(c.learner, c._folder)
+        # else each loader process that is not forked from this one imports the module, and all that it needs, in each epoch
+        multiprocessing.set_forkserver_preload([c.learner.partition(':')[0]])
+        learn = get(**c.learner_args)
         if not isinstance(learn, Learner):
             raise TypeError(f"rank {get_rank()}: {c.learner} returned a {type(learn).__name__}, and not a Learner")
         if c.precision!='fp32': getattr(learn, f'to_{c.precision}')()

@@ -136,7 +136,7 @@ FRESH = """
     def later(i): return i if i == 0 else time.sleep(1000)
     def read(**kwargs): return iter(DistributedDL(DataLoader([0, 1], bs=1, num_workers=1, **kwargs), 0, 1))
     if __name__ == '__main__':
-        multiprocessing.set_start_method(sys.argv[1])
+        multiprocessing.set_start_method(sys.argv[1], force=True)
         setup_distrib(timeout=100)
         for kwargs in (dict(after_item=crash), dict(create_batch=unsendable)) if get_rank() == 1 else ():
             try: list(read(**kwargs))

@@ -71,6 +71,19 @@ def train(*words, cwd, timeout=150, env=None):
     return res
 
 
+def test_loader_processes_that_are_not_forked(folder):
+    "Python's default from 3.14 on: what they need is imported once, by the server that forks them, and not by each in each epoch"
+    with open('mine.py', 'a') as f: f.write(textwrap.dedent("""
+        import multiprocessing
+        multiprocessing.set_start_method('forkserver', force=True)
+        with open('imports', 'a') as f: f.write('x')
+        def with_processes(): return Learner(DataLoaders(*[TfmdDL(Items(8), bs=4, num_workers=1) for _ in range(2)]), nn.Linear(4, 3).double(), loss_func=Double())
+        """))
+    res = train('c.toml', 'learner=mine:with_processes', cwd=folder)
+    assert res.returncode == 0, res.stderr
+    assert (folder/'imports').read_text() == 'xx'
+
+
 def test_no_epoch_is_done(folder):
     "A callback ends the fit in its first epoch: what there is is said, and saved"
     res = train('c.toml', 'callbacks={"mine:Ends" = {}}', 'save=l.pkl', cwd=folder)
