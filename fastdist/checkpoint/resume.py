@@ -16,7 +16,7 @@ from .found import FoundFit, metric_names, recorded
 from .plain import attributes_of
 from .saving import Saver, every_of
 from .shared_folder import SharedFolder, fits_of, real_folder
-from .state import has_gradients, loader_counts, random_of, signature, take_rest, take_tensors, worker_of
+from .state import has_gradients, loader_counts, plain_loaders, random_of, signature, take_rest, take_tensors, worker_of
 from ..data.dl import DistributedDL
 from ..data.rng import set_stream_states, stream_states
 from ..fault.connections import of_group
@@ -85,6 +85,9 @@ def _check(self:Resume):
     if self.many and any(o=='powersgd' or not isinstance(o, str) for o in hooks): self._warn_once(
         "Resume does not save what GradientCompression remembers of gradients (its hook's state): after a restart that begins anew")
     if not self.many: check_values(self.learn.model) # else the strategy has
+    if any(isinstance(o, torch.utils.data.DataLoader) and o.persistent_workers for o in plain_loaders(self.learn)[1:]): self._warn_once(
+        "Resume: a validation loader of PyTorch's with persistent_workers=True draws a seed for its processes once, and after a restart once "
+        "more, so that the epochs after that have another order than in the run that nobody has ended: leave persistent_workers out there")
     left = not_saved(self.learn)
     if left: self._warn_once(f"Resume does not save {', '.join(left)}: no data. After a restart they are as the script makes them; "
                              "give the callback state_dict and load_state_dict, if they change in a fit")

@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['named_tensors', 'worker_of', 'has_gradients', 'signature', 'take_tensors', 'put_tensors', 'match_buffers',
-           'hidden_states', 'loader_counts', 'random_of', 'take_rest', 'joined_metrics', 'put_rest', 'read_state']
+           'hidden_states', 'plain_loaders', 'loader_counts', 'random_of', 'take_rest', 'joined_metrics', 'put_rest',
+           'read_state']
 
 # %% ../../nbs/checkpoint/05_state.ipynb #ba263d98
 import hashlib,json
@@ -317,12 +318,14 @@ def hidden_states(rest # From `take_rest`
     return sorted(nm or 'the model' for nm,_,attr in found if attr in _states)
 
 # %% ../../nbs/checkpoint/05_state.ipynb #ccdc06d2
-def _plain_loaders(learn):
+def plain_loaders(learn # Any `Learner`
+                 ):
+    "The loaders of its data, as they are in one process"
     return [o.dl if isinstance(o, DistributedDL) else o for o in learn.dls.loaders]
 
 def _drawing(learn):
     "By loader, what draws the order of it and of those in it"
-    return [[o for l in and_those_in(dl) for o in drawers(l)] for dl in _plain_loaders(learn)]
+    return [[o for l in and_those_in(dl) for o in drawers(l)] for dl in plain_loaders(learn)]
 
 def loader_counts(learn # Any `Learner`
                  ):
@@ -365,7 +368,7 @@ def take_rest(learn, # `Learner` in a fit
         metrics=[attributes_of(m)[0] for m in learn.metrics], keys=_state_keys(learn),
         learner={k:to_plain(getattr(learn, k)) for k in _of_learner if hasattr(learn, k)},
         streams=plain_state(stream_states(*random_of(learn))), generators=[generator_states(generators_in(*o)) for o in _drawing(learn)],
-        texts=[text_order(o) for o in _plain_loaders(learn)], counts=loader_counts(learn),
+        texts=[text_order(o) for o in plain_loaders(learn)], counts=loader_counts(learn),
         loader=None if dl is None else dict(state=dl.state_dict(back), streams=plain_state(streams or dl.streams())),
         buffers={n:to_plain(b) for n,b in _own_buffers(learn).items()}, dirty=getattr(trainer, 'dirty', False),
         scaler=None if scaler is None else to_plain(scaler.state_dict()))
@@ -381,7 +384,7 @@ def joined_metrics(every # `metrics` of what each of the workers before remember
 
 # %% ../../nbs/checkpoint/05_state.ipynb #c1be98e9
 def _put_loaders(learn, rest):
-    for dl,order in zip(_plain_loaders(learn), rest['texts']): set_text_order(dl, order)
+    for dl,order in zip(plain_loaders(learn), rest['texts']): set_text_order(dl, order)
     for found,states,counts in zip(_drawing(learn), rest['generators'], rest['counts']):
         set_generator_states(generators_in(*found), states)
         set_counts(found, counts)

@@ -631,3 +631,18 @@ def test_without_a_recorder(world2, tmp_path):
     assert all(world2(without_recorder, tmp_path/'part', 5))
     got, n = without_recorder(tmp_path/'part')
     assert diff(want, got) < 2e-7 and n == 2
+
+
+def test_a_validation_loader_whose_processes_persist(tmp_path):
+    "Draws a seed at its first pass of a process: that epochs after a restart have another order is told"
+    import fastdist.all
+    from fastdist.checkpoint.resume import Resume
+    def said(persistent):
+        from_the_start()
+        learn = made(tmp_path/f'{persistent}', more=False)
+        learn.dls = DataLoaders(TorchDL(Items(8), batch_size=4, shuffle=True), TorchDL(Items(5), batch_size=4, num_workers=1, persistent_workers=persistent))
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter('always')
+            learn.fit(1, cbs=Resume(tmp_path/f'{persistent}'/'ckpt'))
+        return any('persistent_workers' in str(o.message) for o in found)
+    assert (said(False), said(True)) == (False, True)
