@@ -263,7 +263,7 @@ def deaf():
             time.sleep(0.2)
     assert kernel.run("launch_in_notebook(deaf, n=1)", during=impatient).error['ename'] == 'KeyboardInterrupt' and not kernel.workers()
     assert kernel.run("print(launch_in_notebook(lambda: 6*7))").text.endswith('\n42\n')
-    # while they are started; and while kept ones, of which one is stopped, are ended
+    # while they are started, and while kept ones are ended
     r = kernel.run("""
 from unittest.mock import patch
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
@@ -276,9 +276,13 @@ with patch.object(SubprocessHandler, '_popen', popen_and_interrupt): launch_in_n
 """)
     assert r.error['traceback'] == ['KeyboardInterrupt: the workers have been ended'] and not kernel.workers(), r.shown
     r = kernel.run("""
-os.kill(launch_in_notebook(os.getpid, n=1, keep=True), signal.SIGSTOP)
-threading.Timer(0.2, signal.raise_signal, [signal.SIGINT]).start()
-end_workers()
+from fastdist.launch.notebook.workers import NotebookWorkers
+def interrupted_close(self):
+    signal.raise_signal(signal.SIGINT)
+    close(self)
+close = NotebookWorkers.close
+launch_in_notebook(os.getpid, n=1, keep=True)
+with patch.object(NotebookWorkers, 'close', interrupted_close): end_workers()
 """)
     assert r.status == 'ok' and not kernel.workers(), r.shown
     # the bar that it was at has stopped, and says so
