@@ -1071,6 +1071,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                      'fastdist/data/partition.py'),
                                          'fastdist.data.partition.Partition.span': ( 'data/partition.html#partition.span',
                                                                                      'fastdist/data/partition.py'),
+                                         'fastdist.data.partition._are_dicts': ( 'data/partition.html#_are_dicts',
+                                                                                 'fastdist/data/partition.py'),
                                          'fastdist.data.partition._has_rows': ( 'data/partition.html#_has_rows',
                                                                                 'fastdist/data/partition.py'),
                                          'fastdist.data.partition._read_step': ( 'data/partition.html#_read_step',

@@ -157,13 +157,20 @@ def _rows_of(o, n, rows, inner=False):
         return res
     elif isinstance(o, (list,tuple,L)):
         # something for each sample: names, images of different sizes
-        if inner and len(o)==n and not all(_has_rows(v, n) for v in o): return o[rows]
-        res = [_rows_of(v, n, rows, True) for v in o]
+        if inner and len(o)==n and (inner=='samples' or not all(_has_rows(v, n) for v in o)): return o[rows]
+        below = 'samples' if any(_are_dicts(v, n) for v in o) else True # images and their boxes: as many as samples there may be of those, too
+        res = [_rows_of(v, n, rows, below) for v in o]
         return type(o)(*res) if hasattr(o, '_fields') else type(o)(res)
     shape = f" of shape {tuple(o.shape)}" if hasattr(o, 'shape') else ''
     raise TypeError(f"a batch of {n} has a part without {n} rows: {type(o).__name__}{shape}")
 
-def _has_rows(o, n): return isinstance(o, (dict,tuple)) or hasattr(o, '__len__') and not isinstance(o, str) and len(o)==n
+def _are_dicts(o, n):
+    "Is it a dict for each sample?"
+    return isinstance(o, (list,tuple,L)) and len(o)==n and all(isinstance(v, dict) and v.keys()==o[0].keys() for v in o)
+
+def _has_rows(o, n):
+    if isinstance(o, (dict,tuple)): return all(v is None or _has_rows(v, n) for v in (o.values() if isinstance(o, dict) else o))
+    return hasattr(o, '__len__') and not isinstance(o, str) and len(o)==n
 
 # %% ../../nbs/data/01_partition.ipynb #b631543a
 def local_rows(nm:str, # How errors name the loader

@@ -327,6 +327,19 @@ def test_a_share_of_a_batch_is_without_gaps():
         assert y['labels'].view(-1).tolist()==[10, 11, 12, 30, 31, 32, 50, 51, 52] and x.is_contiguous(memory_format=torch.channels_last)
 
 
+def test_a_list_with_a_dict_for_each_sample():
+    "As models of torchvision that detect objects take their images and targets"
+    def item(i, k): return torch.zeros(3, 8+i, 8), dict(boxes=torch.zeros(k, 4), labels=torch.full((k,), i))
+    def lists(b): return tuple(zip(*b))
+    for ks in (1, 2, 3, 1, 2, 2), (3, 3, 3, 2, 3, 4): # in batches of 4 and 2, and of 3 pictures of 3 colours, among which there are as many boxes as pictures
+        items, n = [item(i, k) for i, k in enumerate(ks)], 4 if ks[0]==1 else 3
+        for dl in TfmdDL(items, bs=n, num_workers=0, create_batch=lists), TorchDL(items, batch_size=n, collate_fn=lists):
+            for r in range(2):
+                every = list(DistributedDL(dl, r, 2, split_batches=True))
+                want = [[*range(n)][r::2], [*range(n, 6)][r::2]]
+                assert [[o.shape[1]-8 for o in x] for x, _ in every]==want and [[o['labels'][0].item() for o in y] for _, y in every]==want
+
+
 @pytest.mark.parametrize('size', [1, 2, 3, 7])
 @pytest.mark.parametrize('how', [dict(split_batches=True), dict(split_batches=False), dict(split_batches=True, evaluate=True), dict(split_batches=False, evaluate=True), {}],
                          ids=['split', 'own', 'evaluate', 'evaluate_own', 'slices'])
