@@ -83,6 +83,7 @@ def _listen(conn, parent, calls):
 def _apply_settings(s):
     "Be like the notebook's process: its modules, the text of its cells, how it starts processes, its warning filters and random numbers"
     multiprocessing.set_start_method(s['method'], force=True)
+    multiprocessing.set_forkserver_preload(s['modules']) # else each loader process that is not forked from this one imports them
     linecache.cache.update(s['cells'])
     with warnings.catch_warnings():
         warnings.simplefilter('ignore') # they have been shown where the notebook has imported it
