@@ -184,10 +184,11 @@ def _name_of(f): return getattr(f, '__name__', type(f).__name__)
 
 def _no_mean(f, whole, losses, expected, adds_up):
     nm = _name_of(f)
-    hint = f"It adds up the losses of its samples: set {nm}.reduction = 'sum'" if adds_up else (
-        f"If it divides by something else, say what: {nm}.loss_divisor = a function of the targets. Else let it see the global batch: "
-        f"learn.loss_func = GlobalBatchLoss({nm}), which gathers predictions. To train by each worker's own share all the same: "
-        f"{nm}.loss_divisor = None")
+    # here: with at most one label that counts, what divides by their number is a sum
+    hint = f"Here it adds up the losses of its samples: if it always does, set {nm}.reduction = 'sum'. " if adds_up else ''
+    hint += (f"If it divides by something else, say what: {nm}.loss_divisor = a function of the targets. Else let it see the global batch: "
+             f"learn.loss_func = GlobalBatchLoss({nm}), which gathers predictions. To train by each worker's own share all the same: "
+             f"{nm}.loss_divisor = None")
     return ValueError(
         f"rank {get_rank()}: the loss function {nm} is no mean over samples: of a batch it is {whole:.6g}, of its halves "
         f"{losses[0]:.6g} and {losses[1]:.6g}, from which follows {expected:.6g}. Each worker has its own share of a batch, "
