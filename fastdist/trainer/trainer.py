@@ -58,15 +58,14 @@ class DistributedTrainer(SetupSteps):
         self.hypers = self.seen = self.own = None
         self.trains = None # the loader of the epoch, while that is trained
         self.asked = {} # of the next evaluation, by `get_preds`: see `Evaluation`
-        # of this process alone: `Resume` saves what a subclass has beside it
-        self._fastdist_own = {*vars(self), *'added device dirty foreach loaders params parts precision shaped strategy thread totals'.split(),
-                              'undo','_accelerator'}
+        self._accelerator = None
+        self._fastdist_own = {*vars(self),'thread'} # of this process alone: `Resume` saves what a subclass has beside it
 
 # %% ../../nbs/trainer/09_trainer.ipynb #6261f72b
 @patch(as_prop=True)
 def accelerator(self:DistributedTrainer):
     "Accelerate's view of this worker, which fastai's trainer has by this name. Made when a script asks for it: nothing here does"
-    if '_accelerator' not in vars(self):
+    if self._accelerator is None:
         # what the launcher was told of these is the strategy's, and the precision's, to do
         told = 'USE_FSDP','USE_PARALLELISM_CONFIG','DYNAMO_BACKEND','MIXED_PRECISION'
         with modified_env(*(f'ACCELERATE_{o}' for o in told)): self._accelerator = Accelerator(cpu=get_device().type=='cpu')
@@ -132,6 +131,7 @@ def _attach_together(self:DistributedTrainer):
 def attach(self:DistributedTrainer):
     "Set up the learner for many workers; with one worker there is nothing to share, and what else the arguments say is done"
     if self.undo is not None: return
+    before = {*vars(self)}
     if self.learn._grab_cbs(ParallelTrainer): raise ValueError(
         f"rank {get_rank()}: this learner is in parallel_ctx (or to_parallel), which uses all GPUs from one process; "
         "leave it before distrib_ctx")
@@ -139,6 +139,7 @@ def attach(self:DistributedTrainer):
     self.join_group()
     if get_world_size() > 1: self.device = worker_device(self.settings, self.args.get('cpu', False))
     with self._attach_together(): self.set_up(self.steps())
+    self._fastdist_own |= {*vars(self)}-before
 
 # %% ../../nbs/trainer/09_trainer.ipynb #e60ff0b0
 @patch(as_prop=True)
