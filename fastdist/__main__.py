@@ -25,7 +25,7 @@ usage = ("usage: fastdist COMMAND [arguments]\n\n" + '\n'.join(f'  {k:10}{v}' fo
 
 # %% ../nbs/launch/10_main.ipynb #da56deaa
 def _open_streams():
-    "A stream that is closed, as by `<&-`, leads nowhere: what is opened next would have its number, so that others wrote into it, or took its place"
+    "A stream that is closed, as by `<&-`, leads nowhere: what is opened next would have its number, and others would write into it"
     for i,(nm,mode) in enumerate(dict(stdin='r', stdout='w', stderr='w').items()):
         try: os.fstat(i)
         except OSError:

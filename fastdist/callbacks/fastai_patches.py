@@ -123,7 +123,7 @@ def has_state(learn # Any `Learner`
 
 # %% ../../nbs/callbacks/00_fastai_patches.ipynb #9b28aee8
 class QuickCallback(Callback):
-    "A `Callback` of which a batch costs little: it asks the learner for `training`, and nobody for the names that it sets, which the model may have too"
+    "A `Callback` of which a batch costs little: it asks the learner for `training`, and nobody for names that it sets, also the model's"
     __setattr__ = object.__setattr__
     @property
     def training(self): return self.learn.training

@@ -86,8 +86,8 @@ def _check(self:Resume):
         "Resume does not save what GradientCompression remembers of gradients (its hook's state): after a restart that begins anew")
     if not self.many: check_values(self.learn.model) # else the strategy has
     if any(isinstance(o, torch.utils.data.DataLoader) and o.persistent_workers for o in plain_loaders(self.learn)[1:]): self._warn_once(
-        "Resume: a validation loader of PyTorch's with persistent_workers=True draws a seed for its processes once, and after a restart once "
-        "more, so that the epochs after that have another order than in the run that nobody has ended: leave persistent_workers out there")
+        "Resume: a validation loader of PyTorch's with persistent_workers=True draws a seed for its processes once, and after a restart "
+        "once more, so that the epochs after that have another order than in a run without an end: leave persistent_workers out there")
     left = not_saved(self.learn)
     if left: self._warn_once(f"Resume does not save {', '.join(left)}: no data. After a restart they are as the script makes them; "
                              "give the callback state_dict and load_state_dict, if they change in a fit")

@@ -84,6 +84,7 @@ def _save_model(file, model, opt=None, with_opt=True, **kwargs):
     finally: tmp.unlink(missing_ok=True)
     _mark_written(file)
 
+# %% ../../nbs/checkpoint/00_weights.ipynb #94f99348
 def _is_elsewhere(device):
     "Is it a GPU that is not this worker's, as 'cuda:0' in a script that all run?"
     if device is None or not dist.is_initialized() or get_world_size()==1: return False

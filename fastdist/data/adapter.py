@@ -153,9 +153,10 @@ def loader_starts_told(nm # How errors name the loader
     try: yield
     except (ConnectionError,EOFError) as e:
         if not any(f.f_globals.get('__name__')=='multiprocessing.popen_forkserver' for f,_ in walk_tb(e.__traceback__)): raise
-        raise RuntimeError(f"{nm}: its processes cannot be started, as the process that forks them has ended, by an error that is shown above or "
-            "in the log. A script that has loader processes keeps what trains under `if __name__=='__main__':`, unless they are forked from "
-            "itself, as before Python 3.14 (multiprocessing.set_start_method('fork'))") from e
+        raise RuntimeError(
+            f"{nm}: its processes cannot be started, as the process that forks them has ended, by an error that is above or in the log. "
+            "A script that has loader processes keeps what trains under `if __name__=='__main__':`, unless they are forked from itself, as "
+            "before Python 3.14 (multiprocessing.set_start_method('fork'))") from e
 
 # %% ../../nbs/data/02_adapter.ipynb #35e30d27
 class LoaderProxy:

@@ -147,6 +147,7 @@ def __deepcopy__(self:DistributedDL, memo):
     vars(res).update(deepcopy(state, memo))
     return res._found(self._family) if '_family' in vars(self) else res # when a context ends it is whole, too
 
+# %% ../../nbs/data/07_dl.ipynb #d320c06b
 @patch
 def _like(self:DistributedDL, dl, place=None, **state):
     "`dl`, split as this loader is; the part of `place`, (rank, world size), by default of this worker"

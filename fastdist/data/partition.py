@@ -158,7 +158,8 @@ def _rows_of(o, n, rows, inner=False):
     elif isinstance(o, (list,tuple,L)):
         # something for each sample: names, images of different sizes
         if inner and len(o)==n and (inner=='samples' or not all(_has_rows(v, n) for v in o)): return o[rows]
-        below = 'samples' if any(_are_dicts(v, n) for v in o) else True # images and their boxes: as many as samples there may be of those, too
+        # images and their boxes: of those there may be as many as samples, too
+        below = 'samples' if any(_are_dicts(v, n) for v in o) else True
         res = [_rows_of(v, n, rows, below) for v in o]
         return type(o)(*res) if hasattr(o, '_fields') else type(o)(res)
     shape = f" of shape {tuple(o.shape)}" if hasattr(o, 'shape') else ''

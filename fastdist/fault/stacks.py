@@ -103,6 +103,7 @@ def ask_stack(pid, # Process of this user's on this machine
             return _frames(_written(file))
     except (OSError,psutil.Error): return [] # it has ended
 
+# %% ../../nbs/fault/02_stacks.ipynb #dc378a00
 def _file_in(pid):
     "The number of the file of `Stacks` in process `pid`, `None` where it has none"
     with suppress(OSError):
@@ -167,6 +168,7 @@ def _end_unsent(fd, e, _):
     os.write(fd, text.encode(errors='replace'))
     os._exit(1)
 
+# %% ../../nbs/fault/02_stacks.ipynb #7495b958
 def stacks_of(pid # Process of this user's on this machine
              ):
     "`Stacks` that write into the file of process `pid`; `None` where it has none"

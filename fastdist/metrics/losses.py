@@ -203,8 +203,8 @@ def _unsaid(f, why):
     nm = _name_of(f)
     return ValueError(
         f"rank {get_rank()}: {why}, as where a model makes its loss itself, and some labels are -100, so that what its mean divides by is "
-        f"not known, and workers would train on another loss than one process. Say what: {nm}.loss_divisor = a function of the targets, such as "
-        "lambda y: (y!=-100).sum(), or lambda y: (y[:,1:]!=-100).sum() for a model that shifts them. "
+        f"not known, and workers would train on another loss than one process. Say what: {nm}.loss_divisor = a function of the targets, "
+        "such as lambda y: (y!=-100).sum(), or lambda y: (y[:,1:]!=-100).sum() for a model that shifts them. "
         f"For a mean over samples: {nm}.loss_divisor = None")
 
 # %% ../../nbs/metrics/02_losses.ipynb #00418f15

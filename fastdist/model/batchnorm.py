@@ -154,6 +154,7 @@ class _KernelNorm(torch.autograd.Function):
         f = _derivable_grads if torch.is_grad_enabled() else _kernel_grads
         return (*f(g, ctx.needs_input_grad[:3], *ctx.args, *ctx.saved_tensors), None, None, None)
 
+# %% ../../nbs/model/03_batchnorm.ipynb #bd14548d
 def _kernel_grads(g, needs, eps, counts, x, weight, bias, mean, invstd, n):
     "The gradients of `x`, `weight` and `bias`; what is computed of padding samples is nothing to the samples of others"
     g,x = _dense(g),x if counts else torch.zeros_like(x)
@@ -209,7 +210,7 @@ def _norm_by_kernels(x, weight, bias, eps, counts=True, seen=noop):
     return y.to(x.dtype),*stats
 
 def _norm_of_all(x, weight, bias, eps, update):
-    "`x` with the statistics of the global batch, which `update` gets, where it is as `GlobalBatchNorm.share` says; an error where there is none"
+    "`x` by the statistics of the global batch, which `update` gets, where it is as `GlobalBatchNorm.share` says; an error without any"
     share,compiling = GlobalBatchNorm.share,torch.compiler.is_compiling()
     if share.apart: raise RuntimeError(
         f"rank {get_rank()}: a batch norm layer is in training mode in an evaluation, in which workers have batches of their own, so that "

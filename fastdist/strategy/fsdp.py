@@ -221,8 +221,8 @@ def _check_given(self:FullyShard):
                 p = at._parameters.get(n)
                 if p is None or p is own or p is vars(o).get('_unsharded_param'): continue
                 raise RuntimeError(
-                    f"rank {get_rank()}: the forward of {type(m).__bases__[-1].__name__} is given another {n} than its own, as by functional_call, "
-                    f"which strategy={self.name!r} would not compute with: use strategy='zero2'")
+                    f"rank {get_rank()}: the forward of {type(m).__bases__[-1].__name__} is given another {n} than its own, as by "
+                    f"functional_call, which strategy={self.name!r} would not compute with: use strategy='zero2'")
     groups = [[(self.params[i],of_torch[id(self.params[i])],self.slots[i][1]) for i in g] for g in self.groups]
     return [m.register_forward_pre_hook(partial(check, g), prepend=True) for m,g in zip((*self.parts,self.model), groups) if g]
 

@@ -55,10 +55,9 @@ class DistributedTrainer(SetupSteps):
         self.args,self.watchdog = {**own, **not_default(kwargs)},own['watchdog']
         self.decisions = self.step = self.evaluation = self.loggers = self.random = self.hooks = None
         self.by_fit = self.in_fit = self.within = self.in_scope = self.evaluated = False
-        self.hypers = self.seen = self.own = None
+        self.hypers = self.seen = self.own = self._accelerator = None
         self.trains = None # the loader of the epoch, while that is trained
         self.asked = {} # of the next evaluation, by `get_preds`: see `Evaluation`
-        self._accelerator = None
         self._fastdist_own = {*vars(self),'thread'} # of this process alone: `Resume` saves what a subclass has beside it
 
 # %% ../../nbs/trainer/09_trainer.ipynb #6261f72b

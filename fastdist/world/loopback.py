@@ -26,17 +26,19 @@ def is_loopback(host # Name or address
 def loopback_socket(port=0, # 0 for any that is free
                     host='127.0.0.1', # An address of loopback
                    ):
-    "A socket that holds a port of the loopback interface; an `OSError` where it is taken, a `ConnectionError` where there is no such interface"
+    "A socket that holds a port of the loopback interface; an `OSError` where it is taken, a `ConnectionError` where there is no interface"
     s = socket.socket(socket.AF_INET6 if ':' in host else socket.AF_INET)
     try:
         s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1) # as torch's stores do: the connections of an earlier one may be there
         s.bind((host, port))
-        with socket.socket(s.family, socket.SOCK_DGRAM) as o: o.connect((host, 9)) # it sends nothing; while the interface is down a port can be had
+        # sends nothing; while the interface is down a port can be had
+        with socket.socket(s.family, socket.SOCK_DGRAM) as o: o.connect((host, 9))
     except BaseException as e:
         s.close()
         if getattr(e, 'errno', 0) not in (errno.EADDRNOTAVAIL,errno.ENETUNREACH): raise
-        raise ConnectionError(f"{host}, by which the workers of one machine find each other, cannot be reached ({e.strerror}): "
-                              "is the loopback interface up, with this address? `ip address show lo` says so, and `ip link set lo up` mends it") from None
+        raise ConnectionError(
+            f"{host}, by which the workers of one machine find each other, cannot be reached ({e.strerror}): is the loopback interface up, "
+            "with this address? `ip address show lo` says so, and `ip link set lo up` mends it") from None
     return s
 
 def loopback_store(sock=None, # Of `loopback_socket`; by default at any port that is free

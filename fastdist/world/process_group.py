@@ -45,11 +45,12 @@ def _missing_recorded():
         if e.end: write_record(e, _failure(e.end))
         raise
 
+# %% ../../nbs/world/09_process_group.ipynb #d7934984
 def _check_is_rank(s):
     "A `RuntimeError` where `multiprocessing` imports the script once more, in a process that it starts: that would be the same rank again"
     if getattr(multiprocessing.current_process(), '_inheriting', False): raise RuntimeError(
         f"rank {s.rank}: the script runs once more, in a process that is started for it (of a loader), and that must not train: put what "
-        "trains under `if __name__=='__main__':`; or call multiprocessing.set_start_method('fork') first, which was Python's own way before 3.14")
+        "trains under `if __name__=='__main__':`; or call multiprocessing.set_start_method('fork') first, as was Python's way before 3.14")
 
 def _join(s, timeout=None):
     "torch's store of the job that `Start` `s` describes; the first call waits for all of its workers"
@@ -286,8 +287,8 @@ def _begin_world():
 
 # %% ../../nbs/world/09_process_group.ipynb #cc4a2015
 def _next_start(init_method=None):
-    """The `Start` of the next process group: as the environment says or, where that says nothing, as the last one was made. A `RuntimeError`
-    where somebody else has made that: nobody knows how"""
+    """The `Start` of the next process group: as the environment says or, where that says nothing, as the last one was made.
+    A `RuntimeError` where somebody else has made that: nobody knows how"""
     s,world = infer_init_method(init_method=init_method),current_world()
     rank,n = world.place
     if s.world_size > 1 or n==1 or 'WORLD_SIZE' in os.environ: return s
@@ -417,10 +418,12 @@ def _check_main(main):
     script = sys.modules['__main__']
     try:
         pickle.dumps(main)
-        found = getattr(main, '__module__', '')!='__main__' or getattr(script, '__spec__', None) or os.path.isfile(getattr(script, '__file__', ''))
+        is_file = getattr(script, '__spec__', None) or os.path.isfile(getattr(script, '__file__', ''))
+        found = getattr(main, '__module__', '')!='__main__' or is_file
     except Exception: found = False # of a function or a class, a lambda
-    if not found: raise ValueError(f"main={main!r} is not accepted: the workers that call_main starts import it by its name: define it in a file, "
-                                   "outside of functions; in a notebook, call launch_in_notebook")
+    if not found: raise ValueError(
+        f"main={main!r} is not accepted: the workers that call_main starts import it by its name: define it in a file, outside of "
+        "functions; in a notebook, call launch_in_notebook")
 
 # %% ../../nbs/world/09_process_group.ipynb #7a956e9a
 def _run_main(main, args, kwargs, method):

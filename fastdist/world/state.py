@@ -27,24 +27,24 @@ class World:
                  options=None, # Arguments of `torch.distributed.init_process_group` with which the group was made
                 ):
         self.pid,self.reach,self.options,self.cache = os.getpid(),reach,options or {},{}
-        # of process groups that fastdist has made in this process; the same in all ranks
-        self.number = before.number if before else 0
-        # where this process has found the others, which outlives the group
-        self.rendezvous = before.rendezvous if before and before.pid==self.pid else None
+        self.number = before.number if before else 0 # of process groups that fastdist has made here; the same in all ranks
+        mine = before and before.pid==self.pid
+        self.rendezvous = before.rendezvous if mine else None # where this process has found the others, which outlives the group
         self.secrets = before.secrets if before else {} # that this process has agreed on with others, by where they were
         self.alone = False # does this process do something that the others do not do? Then nothing of it is sent
         self._store,self._ends = store,[]
         group = get_default_group()
         self._group = None if group is None else weakref.ref(group) # one that is held here would outlive its end
-        old = before.place if before and before.pid==self.pid else (0,1)
-        self.place = old if group is None else (dist.get_rank(),dist.get_world_size()) # in the group that there is, or was last
+        # in the group that there is, or was last
+        self.place = (dist.get_rank(),dist.get_world_size()) if group is not None else before.place if mine else (0,1)
 
-    @property
-    def is_live(self):
-        "Is this still the world that the process is in?"
-        group = get_default_group()
-        if group is None or self._group is None: return group is self._group and self.pid==os.getpid()
-        return self._group() is group
+# %% ../../nbs/world/01_state.ipynb #f12e1baa
+@patch(as_prop=True)
+def is_live(self:World):
+    "Is this still the world that the process is in?"
+    group = get_default_group()
+    if group is None or self._group is None: return group is self._group and self.pid==os.getpid()
+    return self._group() is group
 
 # %% ../../nbs/world/01_state.ipynb #f4d6b247
 @patch

@@ -61,8 +61,8 @@ def _modules(ns):
 def _setup(folder, name, gpu, keep):
     "What a worker has to know of this process, and of a call"
     cells = {k:v for k,v in linecache.cache.items() if len(v)==4 and v[1] is None} # that have no file
-    return dict(notebook=rich_shell() is not None, terminal=getattr(sys.stdout, 'isatty', bool)(), modules=_modules(namespace()), cells=cells,
-                method=multiprocessing.get_start_method(allow_none=True),
+    return dict(notebook=rich_shell() is not None, terminal=getattr(sys.stdout, 'isatty', bool)(), modules=_modules(namespace()),
+                cells=cells, method=multiprocessing.get_start_method(allow_none=True),
                 state=pack((warnings.filters[:], rng_state()))[0], start=time.time(), folder=folder, name=name, gpu=gpu, keep=keep)
 
 # %% ../../../nbs/launch/notebook/04_launcher.ipynb #4aaf605c
@@ -144,8 +144,9 @@ def _open(value, sent, name):
         file = new_folder()/'value'
         keep(file.parent)
         file.write_bytes(value)
-        raise TypeError(f"what {name} returned cannot be opened in the notebook ({type(e).__name__}: {e}), and is kept. When it has what it lacks: "
-                        f"from fastdist.launch.notebook.serialize import *; unpack(Path({str(file)!r}).read_bytes(), namespace())[0]") from e
+        raise TypeError(
+            f"what {name} returned cannot be opened in the notebook ({type(e).__name__}: {e}), and is kept. When it has what it lacks: "
+            f"from fastdist.launch.notebook.serialize import *; unpack(Path({str(file)!r}).read_bytes(), namespace())[0]") from e
 
 # %% ../../../nbs/launch/notebook/04_launcher.ipynb #f246ca0f
 def launch_in_notebook(func, # Called in every worker; cells may define it, and what it uses

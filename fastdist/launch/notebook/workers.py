@@ -49,7 +49,8 @@ class NotebookWorkers:
         self.kind,self.done = None,set() # what they have from their start; ranks that have returned
         self.undo,self.store,self.files = ExitStack(),None,{} # what ends with the workers; where they meet; their `module_files`
         self.pid = os.getpid()
-        self.folder = new_folder(None if len(os.fsencode(tempfile.gettempdir())) <= 80 else '/tmp') # the path of a socket has 107 bytes at most
+        # the path of a socket has 107 bytes at most
+        self.folder = new_folder(None if len(os.fsencode(tempfile.gettempdir())) <= 80 else '/tmp')
         self.listener = socket.socket(socket.AF_UNIX)
 
 # %% ../../../nbs/launch/notebook/03_workers.ipynb #2decc958
