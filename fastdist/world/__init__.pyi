@@ -17,12 +17,12 @@ from .store import KeyValueStore as KeyValueStore
 from .rendezvous import Start as Start
 from .rendezvous import infer_init_method as infer_init_method
 from .errors import RemoteError as RemoteError
-from .process_group import call_main as call_main
 from .process_group import distributed_init as distributed_init
 from .process_group import init_group as init_group
 from .process_group import setup_distrib as setup_distrib
 from .process_group import teardown_distrib as teardown_distrib
 from .process_group import world_store as world_store
+from .spawn import call_main as call_main
 from ..comm.call import OutOfStep as OutOfStep
 from ..comm.objects import agree as agree
 from ..comm.objects import all_gather_list as all_gather_list

@@ -4,12 +4,11 @@
 
 # %% auto #0
 __all__ = ['ended', 'some_ended', 'note_killed', 'all_sign', 'job_secret', 'shared_store', 'world_store', 'init_group',
-           'distributed_init', 'setup_distrib', 'teardown_distrib', 'call_main']
+           'distributed_init', 'setup_distrib', 'teardown_distrib']
 
 # %% ../../nbs/world/09_process_group.ipynb #f6da0eae
-import atexit,gc,hmac,inspect,multiprocessing,os,pickle,secrets,shutil,sys,time,warnings
+import atexit,gc,hmac,inspect,multiprocessing,os,secrets,sys,time,warnings
 from contextlib import contextmanager,nullcontext
-from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -17,14 +16,14 @@ from types import SimpleNamespace
 from urllib.parse import urlparse
 
 import torch, torch.distributed as dist
-from ..env import check_gpus, cpu_switch, signals_to_handle
+from ..env import check_gpus, cpu_switch
 from ..notices import notice
 from .backends import end_groups
 from .state import World, current_world, enter_world
 from .ranks import accelerate_state, get_device, get_local_world_size, get_rank, get_world_size, other_accelerator
-from .ranks import ranks_on_hosts, use_cpu, whole_number
-from .private import clear_left, new_folder, own_sockets
-from .secret import agreed_secret, given_secret, secret_env
+from .ranks import ranks_on_hosts, use_cpu
+from .private import clear_left, own_sockets
+from .secret import agreed_secret, given_secret
 from .loopback import loopback_env
 from .store import KeyValueStore, seconds, wait_until
 from .arrival import MissingRanks, arrive, note_end, read_end, write_end
@@ -369,75 +368,3 @@ def teardown_distrib():
     if state is None or not made and getattr(state, 'num_processes', 0)==1: return # none, where it was not made to the end
     from accelerate.state import AcceleratorState # it goes on to believe in the group that has gone
     AcceleratorState._reset_state(reset_partial_state=True)
-
-# %% ../../nbs/world/09_process_group.ipynb #69e99346
-def call_main(main, # Called in each worker; it can be imported by name (a function of the script, not of a notebook's cell)
-              *args, # Passed to `main`
-              n:int=None, # Workers that this machine is to start, where no launcher has; by default one for each GPU
-              **kwargs, # Passed to `main`
-             ):
-    """Call `main` in every worker, which has a process group then; starts the workers of this node, where nobody has.
-    Returns what `main` does, where it runs in this process. A process group that is there is used, and stays"""
-    if not callable(main): raise TypeError(f"main={main!r} is not accepted: it is a function, which every worker calls")
-    if n is not None and (n := whole_number(given := n)) is None:
-        raise ValueError(f"n={given!r} is not accepted: it is the number of workers that this machine starts, an integer from 1")
-    if dist.is_initialized():
-        if n not in (None, local := get_local_world_size()): raise ValueError(
-            f"rank {get_rank()}: n={n} workers cannot be started: there is a process group already, "
-            f"with {local} on this machine; leave n out")
-        return main(*args, **kwargs)
-    s = infer_init_method()
-    if n is not None:
-        if s.world_size > 1 and s.spawn==1 and n!=s.local_world_size: raise ValueError(
-            f"n={n} workers cannot be started: {s.reason}; leave n out, or start the script once on each machine")
-        if s.world_size==1: s = replace(s, spawn=n)
-    if s.spawn > 1: return _spawn(s, main, args, kwargs)
-    init_group(start=s)
-    try: return main(*args, **kwargs)
-    finally: teardown_distrib()
-
-# %% ../../nbs/world/09_process_group.ipynb #aadf5212
-def _launch_config(s, folder):
-    "torch's, for the workers of this node: under Slurm one of many, else all of them. `folder` is for what torch writes"
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-    from torch.distributed.launcher.api import LaunchConfig
-    from fastdist.world.elastic import loopback_rendezvous
-    many,u = s.world_size > 1,urlparse(s.init_method or '')
-    where = dict(rdzv_backend=loopback_rendezvous(), rdzv_endpoint='127.0.0.1:0')
-    if many: where = dict(rdzv_backend='static', rdzv_endpoint=f'{u.hostname}:{u.port}', rdzv_configs=dict(rank=s.node_rank))
-    nodes,signals = s.world_size//s.spawn if many else 1,signals_to_handle('SIGTERM','SIGINT','SIGHUP','SIGQUIT')
-    return LaunchConfig(min_nodes=nodes, max_nodes=nodes, nproc_per_node=s.spawn, max_restarts=0, # torch's default is 3
-                        run_id='fastdist', start_method='spawn', monitor_interval=0.1, logs_specs=DefaultLogsSpecs(folder),
-                        signals_to_handle=','.join(signals), **where)
-
-# %% ../../nbs/world/09_process_group.ipynb #233762b2
-def _check_main(main):
-    "An error where workers, which import `main` by its name, would not find it, or would start workers in turn"
-    if getattr(multiprocessing.current_process(), '_inheriting', False): raise SystemExit(
-        "fastdist: call_main has to stand under `if __name__=='__main__':`, for each worker that it starts imports the script")
-    script = sys.modules['__main__']
-    try:
-        pickle.dumps(main)
-        is_file = getattr(script, '__spec__', None) or os.path.isfile(getattr(script, '__file__', ''))
-        found = getattr(main, '__module__', '')!='__main__' or is_file
-    except Exception: found = False # of a function or a class, a lambda
-    if not found: raise ValueError(
-        f"main={main!r} is not accepted: the workers that call_main starts import it by its name: define it in a file, outside of "
-        "functions; in a notebook, call launch_in_notebook")
-
-# %% ../../nbs/world/09_process_group.ipynb #7a956e9a
-def _run_main(main, args, kwargs, method):
-    # torch has spawned this process; what it starts, such as loader processes, would be spawned as well, each of which imports all again
-    multiprocessing.set_start_method(method, force=True)
-    call_main(main, *args, **kwargs)
-
-def _spawn(s, main, args, kwargs):
-    "Start the workers of this node"
-    _check_main(main)
-    from torch.distributed.launcher.api import elastic_launch
-    if not use_cpu(): check_gpus(s.spawn, torch.cuda.device_count(), 'set ACCELERATE_USE_CPU=true')
-    folder,undo = new_folder(),_exported(secret_env(s.spawn) if s.world_size==1 else {}) # many nodes have to agree on one
-    try: elastic_launch(_launch_config(s, str(folder)), _run_main)(main, args, kwargs, multiprocessing.get_start_method(allow_none=True))
-    finally:
-        undo()
-        shutil.rmtree(folder, ignore_errors=True)
