@@ -43,6 +43,7 @@ class StrategyHooks(QuickCallback):
         super().__init__()
         self.trainer,self.strategy,self.each,self.looked_at = trainer,strategy,each,None
         self.weigh_stats,self.sync = noop,True
+        self.drawn = None # torch's states before the step of a batch of which each worker has a part
         self.unchecked = 3 # steps without a backward pass that `_check_made` is to look at
 
     def _alone(self): return any(callback_results(self.learn, 'steps_alone'))
@@ -58,6 +59,7 @@ def begin_batch(self:StrategyHooks):
     "Before any other callback has the batch, and may train on it itself"
     if self.looked_at is None: self.looked_at = looked_at(self.learn) # what looks has the gradients of the global batch
     self.sync = (self.each or self.looked_at or self.trainer.step.ends_step()) and not self._alone()
+    self.drawn = None
     self.strategy.begin_batch(self.sync)
 
 # %% ../../nbs/trainer/04_hooks.ipynb #adbd7fe5
@@ -124,6 +126,8 @@ def _check_made(self:StrategyHooks):
         "(fastdist.world.all_reduce(p.grad)), each of a loss times counts.mine/counts.total, with counts = learn.dl.counts")
 
 # %% ../../nbs/trainer/04_hooks.ipynb #50523439
+def _torch_states(): return [torch.get_rng_state()]+([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])
+
 @patch
 def before_step(self:StrategyHooks):
     "Gradients that are each worker's own are no step's"
@@ -134,8 +138,18 @@ def before_step(self:StrategyHooks):
     if watch is not None: # what comes after this step needs a backward pass of its own
         if not watch.ran: self._check_made()
         watch.ran = False
-    if self.strategy.splits: self.trainer.step.note_draws()
+    if self.strategy.splits and self.drawn is None: self.drawn = _torch_states()
 
+
+# %% ../../nbs/trainer/04_hooks.ipynb #c38f2ffb
+@patch
+def check_draws(self:StrategyHooks):
+    "After a step: raise a `RuntimeError` if random numbers were drawn in it for a part of the parameters"
+    if self.drawn is None or all(a.equal(b) for a,b in zip(self.drawn, _torch_states())): return
+    raise RuntimeError(
+        f"rank {get_rank()}: torch's random numbers were drawn in the optimizer's step. With strategy={self.strategy.name!r} each worker "
+        f"has a part of the {' and '.join(self.strategy.splits)} only, so what it draws is not what one process does: use strategy='ddp', "
+        "or draw from a torch.Generator of your own")
 
 # %% ../../nbs/trainer/04_hooks.ipynb #4ce0bf1b
 @patch

@@ -31,7 +31,7 @@ class TrainingStep:
         self.bs = find_bs(learn.yb) if len(learn.yb) else mine or find_bs(learn.xb)
         self.n = self.samples = float(self.bs if mine is None else mine) # a batch may have several rows for each, or have lost some
         self.rows = None if self.total is None else self.bs*self.total//max(mine, 1)
-        self.has_loss,self.loss,self.received,self.sums,self.kept,self.drawn,self.parts = False,None,None,None,[],None,{}
+        self.has_loss,self.loss,self.received,self.sums,self.kept,self.parts = False,None,None,None,[],{}
         self.unread = False # is what the shares weigh on the GPU, in `n` and `sums`, and not looked at?
         self.summed = is_summed(learn.loss_func) and not isinstance(learn.loss_func, GlobalBatchLoss)
         self.whole,self.weighed = False,[] # is the loss that of the global batch, or a sum? Has `weigh_loss` been called?
@@ -236,24 +236,6 @@ def send_loss(self:TrainingStep, interrupted=False # Was Ctrl-C pressed in this 
     if callbacks_of(self.learn, GradientAccumulation): parts.append(self.bs if self.counts else 0) # for `_rows_there`
     self.loss = self._numbers(self._loss_sum(), self.n, bool(interrupted), wish, self.samples, *parts)
     self.sent = dist.all_reduce(self.loss, async_op=True)
-
-# %% ../../nbs/trainer/03_step.ipynb #b2ddba69
-def _torch_states(): return [torch.get_rng_state()]+([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])
-
-@patch
-def note_draws(self:TrainingStep):
-    "From here to the end of the optimizer's step, torch's random numbers are drawn for a part of the parameters, if any are"
-    if self.drawn is None: self.drawn = _torch_states()
-
-@patch
-def check_draws(self:TrainingStep, strategy # `Strategy` that shards what the optimizer steps
-               ):
-    "Raise a `RuntimeError` if random numbers have been drawn since `note_draws`"
-    if self.drawn is None or all(a.equal(b) for a,b in zip(self.drawn, _torch_states())): return
-    raise RuntimeError(
-        f"rank {get_rank()}: torch's random numbers were drawn in the optimizer's step. With strategy={strategy.name!r} each worker "
-        f"has a part of the {' and '.join(strategy.splits)} only, so what it draws is not what one process does: use strategy='ddp', "
-        "or draw from a torch.Generator of your own")
 
 # %% ../../nbs/trainer/03_step.ipynb #82f0acf4
 @patch

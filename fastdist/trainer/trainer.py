@@ -263,7 +263,7 @@ def before_step(self:DistributedTrainer):
 def after_step(self:DistributedTrainer):
     "What a worker draws for its part of the parameters is not what one process draws for all of them"
     self.step.waiting = False
-    self.step.check_draws(self.strategy)
+    self.hooks.check_draws()
 
 @patch
 def after_cancel_step(self:DistributedTrainer):
