@@ -226,7 +226,8 @@ def of_environment(rng):
     "What launchers and users set"
     base = rng.choice(ENVS)
     env, k = _set(rng, base, VARIABLES)
-    return _in(base, env, k, {k, 'accelerate launch'} if 'MASTER_PORT' in env else {k}, rng)
+    # a launcher tells of workers that an earlier one has left in the environment, whatever else is there
+    return _in(base, env, k, {k, '`unset '} | ({'accelerate launch'} if 'MASTER_PORT' in env else set()), rng)
 
 
 def of_slurm(rng):
