@@ -1195,6 +1195,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
             'fastdist.env': { 'fastdist.env.check_gpus': ('env.html#check_gpus', 'fastdist/env.py'),
                               'fastdist.env.cpu_switch': ('env.html#cpu_switch', 'fastdist/env.py'),
                               'fastdist.env.handled_in_c': ('env.html#handled_in_c', 'fastdist/env.py'),
+                              'fastdist.env.imports_script': ('env.html#imports_script', 'fastdist/env.py'),
                               'fastdist.env.is_caught': ('env.html#is_caught', 'fastdist/env.py'),
                               'fastdist.env.is_host': ('env.html#is_host', 'fastdist/env.py'),
                               'fastdist.env.process_ended': ('env.html#process_ended', 'fastdist/env.py'),

@@ -131,7 +131,7 @@ def is_link(v, # Anything
     except RecursionError: return False # it contains itself
 
 # %% ../../nbs/checkpoint/03_plain.ipynb #e0adcf4a
-_changed = Tensor,np.ndarray,*_lists.values(),*_dicts.values() # what two attributes may share
+_shareable = Tensor,np.ndarray,*_lists.values(),*_dicts.values() # two attributes may have one, which changes for both
 
 def attributes_of(o, # A callback, or a metric
                   shared=(), # From `memory_of`: what lies there is the learner's, and no copy is to take its place
@@ -150,7 +150,7 @@ def attributes_of(o, # A callback, or a metric
         if nm in _nobodys or nm in own or clock or is_link(v, shared): continue
         try: res[nm] = _mark('same', seen[id(v)]) if id(v) in seen else _remembered(v)
         except NotPlain: left.append(nm)
-        else: seen.update({id(v):nm} if isinstance(v, _changed) else {})
+        else: seen.update({id(v):nm} if isinstance(v, _shareable) else {})
     return res|held,left
 
 # %% ../../nbs/checkpoint/03_plain.ipynb #731c9ec4

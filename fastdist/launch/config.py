@@ -176,7 +176,6 @@ def callback_modules():
     return {name:f'{package}.{file.stem}' for package,folder in folders.items() for file in sorted(folder.glob('*.py'))
             for name in re.findall(r'(?m)^class ([A-Za-z]\w*)', file.read_text(encoding='utf-8'))}
 
-
 # %% ../../nbs/launch/08_config.ipynb #f5f767f2
 def _init_of(module, name, folder):
     """(the arguments that the class `name` of a module, which is not imported, takes, those that it needs); `None` where another class's
@@ -189,7 +188,6 @@ def _init_of(module, name, folder):
     names = [o.arg for o in f.args.args[1:]]
     keys = {o.arg:default for o,default in zip(f.args.kwonlyargs, f.args.kw_defaults)}
     return [*names, *keys], [*names[:len(names)-len(f.args.defaults)], *(k for k,default in keys.items() if default is None)]
-
 
 # %% ../../nbs/launch/08_config.ipynb #0e2695b3
 def _check_callback(s, name, args, known):
@@ -214,7 +212,6 @@ def _check_callbacks(s):
     if not isinstance(given, dict) or not given: return
     known = callback_modules()
     for name,args in given.items(): _check_callback(s, name, args, known)
-
 
 # %% ../../nbs/launch/08_config.ipynb #83322727
 def _check_nodes(s, c):

@@ -181,7 +181,6 @@ def _check_launch(p, a):
         except SystemExit: why = err.getvalue().rpartition('error: ')[2].strip()
     p.error(f"--launch={' '.join(a.launch)}: {why}")
 
-
 # %% ../../nbs/launch/06_slurm.ipynb #581121cd
 def _script_last(args):
     "(arguments with the script after the options, the script if it came first)"

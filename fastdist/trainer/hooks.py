@@ -140,7 +140,6 @@ def before_step(self:StrategyHooks):
         watch.ran = False
     if self.strategy.splits and self.drawn is None: self.drawn = _torch_states()
 
-
 # %% ../../nbs/trainer/04_hooks.ipynb #c38f2ffb
 @patch
 def check_draws(self:StrategyHooks):

@@ -7,7 +7,7 @@ __all__ = ['ended', 'some_ended', 'note_killed', 'all_sign', 'job_secret', 'shar
            'distributed_init', 'setup_distrib', 'teardown_distrib']
 
 # %% ../../nbs/world/09_process_group.ipynb #f6da0eae
-import atexit,gc,hmac,inspect,multiprocessing,os,secrets,sys,time,warnings
+import atexit,gc,hmac,inspect,os,secrets,sys,time,warnings
 from contextlib import contextmanager,nullcontext
 from datetime import timedelta
 from functools import partial
@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from urllib.parse import urlparse
 
 import torch, torch.distributed as dist
-from ..env import check_gpus, cpu_switch
+from ..env import check_gpus, cpu_switch, imports_script
 from ..notices import notice
 from .backends import end_groups
 from .state import World, current_world, enter_world
@@ -47,7 +47,7 @@ def _missing_recorded():
 # %% ../../nbs/world/09_process_group.ipynb #d7934984
 def _check_is_rank(s):
     "A `RuntimeError` where `multiprocessing` imports the script once more, in a process that it starts: that would be the same rank again"
-    if getattr(multiprocessing.current_process(), '_inheriting', False): raise RuntimeError(
+    if imports_script(): raise RuntimeError(
         f"rank {s.rank}: the script runs once more, in a process that is started for it (of a loader), and that must not train: put what "
         "trains under `if __name__=='__main__':`; or call multiprocessing.set_start_method('fork') first, as was Python's way before 3.14")
 
@@ -295,7 +295,6 @@ def _next_start(init_method=None):
     raise RuntimeError(
         f"rank {rank}: the process group of {n} workers has gone (destroy_process_group), and the environment does not say how to make it "
         "again: make it by init_process_group before this, or let it be until all is done. To train alone from here on, set WORLD_SIZE=1")
-
 
 # %% ../../nbs/world/09_process_group.ipynb #1ee89d63
 def init_group(cpu=False, # Train on the CPU although there are GPUs

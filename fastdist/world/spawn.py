@@ -11,7 +11,7 @@ from dataclasses import replace
 from urllib.parse import urlparse
 
 import torch, torch.distributed as dist
-from ..env import check_gpus, signals_to_handle
+from ..env import check_gpus, imports_script, signals_to_handle
 from .ranks import get_local_world_size, get_rank, use_cpu, whole_number
 from .private import new_folder
 from .secret import secret_env
@@ -61,7 +61,7 @@ def _launch_config(s, folder):
 # %% ../../nbs/world/11_spawn.ipynb #233762b2
 def _check_main(main):
     "An error where workers, which import `main` by its name, would not find it, or would start workers in turn"
-    if getattr(multiprocessing.current_process(), '_inheriting', False): raise SystemExit(
+    if imports_script(): raise SystemExit(
         "fastdist: call_main has to stand under `if __name__=='__main__':`, for each worker that it starts imports the script")
     script = sys.modules['__main__']
     try:
