@@ -14,7 +14,7 @@ from fastcore.basics import patch
 from ..world.errors import is_library, text_of
 from ..world.ranks import accelerate_state, check_member, get_rank, get_world_size
 from ..world.secret import SignatureError
-from .pack import as_bytes, byte_array, gather_single, unpack
+from .pack import as_bytes, byte_array, gather_single, Reduced, unpack
 
 # %% ../../nbs/comm/01_call.ipynb #94fd0ed1
 _frame_size = 1024 # bytes
@@ -145,7 +145,7 @@ def same_and_most(text, # What this worker has
     digest = torch.frombuffer(bytearray(hashlib.sha256(text.encode(errors='replace')).digest()), dtype=torch.int64)
     # the greatest digest, and the least
     both = torch.cat([digest, ~digest, torch.tensor(ns, dtype=torch.int64, device='cpu')]).to(route(torch.device('cpu'), group))
-    dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
+    both = Reduced(both, 'max', group).wait()
     return both[:4].equal(~both[4:8]),both[8:].tolist()
 
 def same_text(text, # What this worker has
@@ -160,8 +160,7 @@ def least(*ns # Integers of this worker
     "Of each of `ns` the least of all workers, which are at the same line: one message"
     if not dist.is_initialized(): return list(ns)
     t = torch.tensor(ns, dtype=torch.int64).to(route(torch.device('cpu'), None))
-    dist.all_reduce(t, dist.ReduceOp.MIN)
-    return t.tolist()
+    return Reduced(t, 'min').wait().tolist()
 
 # %% ../../nbs/comm/01_call.ipynb #79cfdc9b
 class Call:

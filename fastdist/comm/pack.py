@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['bucket_bytes', 'tensors_in', 'bytes_in', 'buckets', 'as_bytes', 'byte_array', 'checksum', 'named', 'gather_single',
-           'scatter_single', 'pack', 'unpack']
+           'scatter_single', 'Reduced', 'pack', 'unpack']
 
 # %% ../../nbs/comm/00_pack.ipynb #3cb8271b
 import io,math,pickle,zlib
@@ -85,6 +85,27 @@ def gather_single(*args, **kwargs):
 def scatter_single(*args, **kwargs):
     "`torch.distributed.reduce_scatter_single`"
     return named(dist, 'reduce_scatter_single', 'reduce_scatter_tensor')(*args, **kwargs)
+
+# %% ../../nbs/comm/00_pack.ipynb #dc09f490
+_few = 8 # workers, up to which rows of all of them are sent
+_over_rows = dict(sum='sum', max='amax', min='amin') # the methods of tensors
+
+class Reduced:
+    "A tensor of some KB, reduced over all workers while they go on: `wait` gives what comes of it, the same in all to the last bit"
+    def __init__(self, t, # `(n,)`, where the backend of `group` takes tensors from; it may be changed
+                 op:str='sum', # Or 'max', 'min'
+                 group=None, # A process group; by default that of all workers
+                ):
+        self.t,self.rows,self.op,n = t,None,op,dist.get_world_size(group)
+        if t.device.type=='cpu' and n <= _few:
+            self.rows = t.new_empty(n*len(t))
+            self.work = gather_single(self.rows, t, group=group, async_op=True)
+        else: self.work = dist.all_reduce(t, getattr(dist.ReduceOp, op.upper()), group=group, async_op=True)
+
+    def wait(self):
+        self.work.wait()
+        if self.rows is None: return self.t
+        return getattr(self.rows.view(-1, len(self.t)), _over_rows[self.op])(0)
 
 # %% ../../nbs/comm/00_pack.ipynb #1f57f1bb
 _align = 16 # bytes: any dtype can be viewed from there

@@ -19,7 +19,7 @@ from fastai.callback.core import (Callback, CancelBackwardException, CancelBatch
 from fastcore.basics import noop, patch
 from ..comm.call import Call, OutOfStep, route, same_text
 from ..comm.objects import all_gather_list
-from ..comm.pack import pack
+from ..comm.pack import pack, Reduced
 from .interrupt import Interrupts
 from .same_call import gone_on
 from .supervisor import monitor
@@ -92,9 +92,7 @@ def agree(self:Decisions, code=0, # 1 to 7 for a Cancel exception, 8 for `Keyboa
           what='what the callbacks of all workers decide', # That call, in words
          ):
     "The largest `code` of all ranks; an `OutOfStep` in all where some are at another call"
-    both = torch.tensor([code,-code], device=self.device)
-    dist.all_reduce(both, dist.ReduceOp.MAX)
-    most,least = both.tolist()
+    most,least = Reduced(torch.tensor([code,-code], device=self.device), 'max').wait().tolist()
     if most >= 0 and -least < 0: Call(what, None, lambda c: (None,None)) # which says who is at which
     return most
 

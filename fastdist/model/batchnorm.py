@@ -13,7 +13,7 @@ import torch.distributed as dist, torch.nn.functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 from fastai.basics import *
-from ..comm.pack import named
+from ..comm.pack import named, Reduced
 from ..world.ranks import get_rank
 from ..world.state import current_world
 
@@ -90,7 +90,7 @@ def _global_stats(x, eps, counts=True):
     "Mean and biased variance of the global batch, by channel, and its count, in float64: one message of `2*channels+1` numbers"
     (mean,var),n = _local_stats(x, eps),x.numel()//x.shape[1] if counts else 0
     sums = torch.cat([mean*n, (var+mean.square())*n, torch.full_like(mean[:1], n)])
-    dist.all_reduce(sums)
+    sums = Reduced(sums).wait()
     mean,square = (sums[:-1]/sums[-1].clamp(min=1)).chunk(2) # 1: where no worker's batch counts
     return mean, (square-mean.square()).clamp(min=0), sums[-1]
 
@@ -162,7 +162,7 @@ def _kernel_grads(g, needs, eps, counts, x, weight, bias, mean, invstd, n):
     gw,gb = (o.to(w.dtype) if need else None for o,w,need in zip((gw,gb), (weight,bias), needs[1:]))
     if not needs[0]: return None,gw,gb
     both = torch.cat([sums,products]) if counts else sums.new_zeros(2*len(mean))
-    dist.all_reduce(both)
+    both = Reduced(both).wait()
     if not counts: return torch.zeros_like(x),gw,gb
     return _input_grad(g, x, weight, mean, invstd, *(both/n).to(mean.dtype).chunk(2)),gw,gb
 

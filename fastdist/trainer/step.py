@@ -6,13 +6,12 @@
 __all__ = ['TrainingStep']
 
 # %% ../../nbs/trainer/03_step.ipynb #943f4a6d
-import torch.distributed as dist
 from fastai.basics import *
 from fastai.callback.rnn import RNNRegularizer
 from fastai.callback.training import GradientAccumulation
 from ..callbacks.grad_accumulation import AccumulateSteps, divisor, grads_of, scale_all
 from ..callbacks.late_loss import send_to_host
-from ..comm.pack import tensors_in
+from ..comm.pack import Reduced, tensors_in
 from ..metrics.losses import GlobalBatchLoss, LossCheck, is_summed, kept_labels, loss_divisor, loss_parts
 from ..metrics.metrics import metric_kind
 from ..strategy.base import callback_results, callbacks_of
@@ -65,7 +64,7 @@ def _sum_weights(self:TrainingStep):
     if div is None and self.total is not None and self._corrects_late(): return
     self.apart = not self.whole and (div is not None or kept is not None)
     self.sums = self._numbers(self.n, self.bs if self.counts else 0)
-    self.summing = dist.all_reduce(self.sums, async_op=True)
+    self.summing = Reduced(self.sums)
 
 @patch
 def _left(self:TrainingStep, kept, bs):
@@ -115,7 +114,7 @@ def batch_weight(self:TrainingStep):
     if self.sums is None and self.total is None: self._sum_weights() # asked for before there is a loss
     if self.sums is None: return self.total
     if isinstance(self.sums, Tensor):
-        self.summing.wait()
+        self.sums = self.summing.wait()
         if self.unread: return self.sums[0]
         self.sums,dealt = self.sums.tolist(),self.rows
         self.rows = int(self.sums[1])
@@ -235,13 +234,13 @@ def send_loss(self:TrainingStep, interrupted=False # Was Ctrl-C pressed in this 
     parts = [x for v in self.parts.values() for x in ((0.,0.) if v is None else (self._sum_of(v),self.n))] if self.parts else []
     if callbacks_of(self.learn, GradientAccumulation): parts.append(self.bs if self.counts else 0) # for `_rows_there`
     self.loss = self._numbers(self._loss_sum(), self.n, bool(interrupted), wish, self.samples, *parts)
-    self.sent = dist.all_reduce(self.loss, async_op=True)
+    self.sent = Reduced(self.loss)
 
 # %% ../../nbs/trainer/03_step.ipynb #82f0acf4
 @patch
 def _wait(self:TrainingStep):
     "Wait for the message of `send_loss`; its numbers are in `received`, unless they are on a GPU"
-    self.sent.wait()
+    self.loss = self.sent.wait()
     if self.received is None and self.loss.device.type=='cpu': self.received = self.loss.tolist()
 
 @patch
@@ -289,7 +288,7 @@ def receive_loss(self:TrainingStep):
 @patch(as_prop=True)
 def interrupted(self:TrainingStep):
     "Has the message of this batch said that Ctrl-C was pressed in some worker?"
-    return self.stops or self.loss is not None and self.sent.is_completed() and self.loss[2].item() > 0
+    return self.stops or self.loss is not None and self.sent.work.is_completed() and self.sent.wait()[2].item() > 0
 
 # %% ../../nbs/trainer/03_step.ipynb #4c7fc968
 @patch

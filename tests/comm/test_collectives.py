@@ -256,6 +256,26 @@ def reduce_tensors():
 def test_all_reduce(world): assert world(reduce_tensors) == [[]]*world.size
 
 
+def reduce_small():
+    "[sum, max, min of three numbers each, whether by a gather or by an all-reduce, in float64 and int64]"
+    import torch.distributed as dist
+    from fastdist.comm import pack
+    _, rank, _ = start()
+    res = []
+    for pack._few in (0, 8):
+        for dtype in (torch.float64, torch.int64):
+            ts = [pack.Reduced(torch.tensor([rank, -rank, 2**40+rank], dtype=dtype), op) for op in ('sum', 'max', 'min')]
+            res.append([o.wait().tolist() for o in ts])
+            assert ts[0].wait().tolist() == res[-1][0]  # asked once more
+    return res
+
+
+def test_small_tensors(world2, world3):
+    for world, n in ((world2, 2), (world3, 3)):
+        total, most = n*(n-1)//2, n-1
+        for res in world(reduce_small): assert res == [[[total, -total, n*2**40+total], [most, 0, 2**40+most], [0, -most, 2**40]]]*4
+
+
 def reduce_specials():
     talk, rank, n = start()
     from fastai.torch_core import TensorImage
