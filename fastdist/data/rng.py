@@ -10,6 +10,7 @@ __all__ = ['rng_state', 'set_rng_state', 'seed_of', 'WorkerRandom', 'generators_
 # %% ../../nbs/data/00_rng.ipynb #d0d2f190
 import _random,ctypes,hashlib,pickle,random,sys,warnings
 from contextlib import contextmanager
+from functools import cached_property
 
 import numpy as np
 import torch, torch.distributed as dist
@@ -142,7 +143,9 @@ class WorkerRandom:
         rank:int, # The worker; the stream follows from it and from the shared stream's state
     ):
         self.rank,self.own,self.shared,self.second,self.left = rank,None,None,None,None
-        self.bits = np.random.MT19937(0) # NumPy's part of the stream: to change its generator is quick, to set a state is not
+
+    @cached_property
+    def bits(self): return np.random.MT19937(0) # NumPy's part of the stream: to change its generator is quick; to set a state, or make one, is not
 
 # %% ../../nbs/data/00_rng.ipynb #1ec5ed61
 @patch

@@ -15,12 +15,12 @@ from fastai.basics import *
 from torch.nn.parameter import is_lazy
 from ..comm.call import route, same_and_most, same_text, who_has
 from ..comm.objects import all_gather_list, from_rank0
-from ..comm.pack import as_bytes, bucket_bytes, checksum, tensors_in
+from ..comm.pack import as_bytes, bucket_bytes, checksums, tensors_in
 from ..comm.shards import is_dtensor
 from ..model.batchnorm import GlobalBatchNorm
 from ..model.params import ModelParams
 from ..model.running_stats import average_buffers
-from ..world.ranks import get_rank
+from ..world.ranks import get_rank, get_world_size
 
 # %% ../../nbs/strategy/00_base.ipynb #f0347905
 class _InBatch:
@@ -230,7 +230,9 @@ def needs_closure(opt # A fastai optimizer
 # %% ../../nbs/strategy/00_base.ipynb #ee5d5391
 def check_values(model # A model that workers are to share, or `Resume` to save
                 ):
-    "A `ValueError` that names parameters and buffers without a shape, or without values, or that are sparse, and the way out"
+    """A `ValueError` that names parameters and buffers without a shape, or without values, or that are sparse, and the way out; where there
+    are many workers, also one of `check_shares`"""
+    if get_world_size() > 1: check_shares(model)
     named = [*model.named_parameters(),*model.named_buffers()]
     lazy = [n for n,t in named if is_lazy(t)]
     if lazy: raise ValueError(
@@ -296,15 +298,13 @@ def same_everywhere(model, # The same layers in all workers
                     grads=False, # Give them rank 0's gradients, too, where any wait for a step?
                    ):
     "Give all workers rank 0's parameters and buffers and, where it has any, optimizer state; a `ValueError` where they have other tensors"
-    check_values(model)
-    if dist.get_world_size() > 1: check_shares(model)
     ps = _all_params(model, opt) if grads else []
     ts = [*model.parameters(), *model.buffers(), *model.state_dict(keep_vars=True).values()] # of a class of its own it may lack some
     ts = list({id(t):t for t in ts if isinstance(t, Tensor)}.values()) + (state_tensors(opt) if opt else [])
     numbers = _numbers(opt) if opt else []
     kinds,values = [(tuple(t.shape), t.dtype) for t in (*ts,*ps)]+[k for _,k in numbers],[s[k] for s,k in numbers]
     here,elsewhere = partition(ts, lambda t: t.device.type=='cpu')
-    same,(waits,) = same_and_most(repr((kinds,values,[*map(checksum, here)])), int(_some_wait(ps)))
+    same,(waits,) = same_and_most(repr((kinds,values,checksums(here))), int(_some_wait(ps)))
     if not (same or same_text(repr(kinds))):
         every = all_gather_list(kinds)
         r = next(i for i,o in enumerate(every) if o!=every[0])

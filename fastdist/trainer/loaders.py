@@ -136,7 +136,8 @@ def move_learner(learn, # Any `Learner`
               loss=False, # Its loss function as well? fastai moves it when a fit begins
              ):
     "The model and what the optimizer remembers go to `device`"
-    learn.model.to(device)
+    ts = *learn.model.parameters(),*learn.model.buffers() # to look is quicker than to move what is there
+    if any(t.device!=device for t in ts): learn.model.to(device)
     if learn.opt: move_state(learn.opt, device)
     if loss and isinstance(learn.loss_func, (nn.Module,BaseLoss)): learn.loss_func.to(device)
 

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from fastai.basics import *
 from ..callbacks.fastai_patches import QuickCallback
 from ..checkpoint.weights import is_sharded
-from ..strategy.base import same_everywhere, sync_buffers, whole_model
+from ..strategy.base import check_values, same_everywhere, sync_buffers, whole_model
 
 # %% ../../nbs/trainer/07_undone.ipynb #0a43622b
 class UndoneCallback(QuickCallback):
@@ -104,7 +104,8 @@ def follow_model(self:FollowsModel):
     if not self.strategy.shards_params and is_sharded(self.learn.model): return False # by its user, after the context began
     self.strategy.average() # what has been accumulated stays, in all workers
     self._undo_model()
-    same_everywhere(whole_model(self.learn), self.learn.opt)
+    check_values(whole := whole_model(self.learn))
+    same_everywhere(whole, self.learn.opt)
     self._shape()
     return True
 
