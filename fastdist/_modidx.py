@@ -3141,6 +3141,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                    'fastdist/trainer/evaluation.py'),
                                              'fastdist.trainer.evaluation.Evaluation._gathers': ( 'trainer/evaluation.html#evaluation._gathers',
                                                                                                   'fastdist/trainer/evaluation.py'),
+                                             'fastdist.trainer.evaluation.Evaluation._last_loss': ( 'trainer/evaluation.html#evaluation._last_loss',
+                                                                                                    'fastdist/trainer/evaluation.py'),
                                              'fastdist.trainer.evaluation.Evaluation._loop': ( 'trainer/evaluation.html#evaluation._loop',
                                                                                                'fastdist/trainer/evaluation.py'),
                                              'fastdist.trainer.evaluation.Evaluation._stand_in': ( 'trainer/evaluation.html#evaluation._stand_in',

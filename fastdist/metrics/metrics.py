@@ -225,13 +225,15 @@ def _sum_up(mets, plan):
 
 # %% ../../nbs/metrics/00_metrics.ipynb #fe89c1ec
 @patch
-def combine(self:EpochTotals, rows=True # Was each batch split between all workers, rather than whole batches given to each in turn?
+def combine(self:EpochTotals, rows=True, # Was each batch split between all workers, rather than whole batches given to each in turn?
+            also=(), # What has a `total` and a `count` to be summed over all workers, beside the metrics
            ):
     "Give each metric, on each worker, its state in one process: in a number of collectives that does not depend on that of the batches"
     by = groupby(self.metrics(), partial(metric_kind, rows=rows))
     sums,merged = by.get('sum', []),by.get('merge', [])
     plan = ', '.join(f"{k}: {' '.join(type(m).__name__ for m in ms)}" for k,ms in by.items() if k is not None)
-    if plan and _sum_up(sums, f'the metrics ({plan})'): sums = []
+    sums = [*sums,*also]
+    if (plan or also) and _sum_up(sums, f'the metrics ({plan})'): sums = []
     if sums or merged:
         states = [{k:v for k,v in vars(m).items() if not callable(v)} for m in merged]
         parts = all_gather_list(([(m.total,m.count) for m in sums], states))

@@ -44,23 +44,23 @@ def by_hand(n, rows, dst, stop=None):
         with e.together():
             assert e.shared and e.by_rows == rows and learn.decisions.active
             learn._with_events(learn.all_batches, 'validate', CancelValidException)
-    return [m.value for m in learn.metrics], preds.all_tensors(), learn.shares.numbers, learn.iter, get_rank()
+    return [m.value for m in learn.metrics], preds.all_tensors(), learn.shares.numbers, float(learn.loss), get_rank()
 
 
 def one(n, batches=None):
     dls = dls_of(4, n, bs=4)
     learn = quiet(Learner(dls, mlp(), loss_func=Double(), metrics=[accuracy, F1Score(average='macro')]))
     dl = list(learn.dls.valid)[:batches]
-    return list(learn.validate(dl=dl))[1:], learn.get_preds(dl=dl, act=noop)
+    return list(learn.validate(dl=dl))[1:], learn.get_preds(dl=dl, act=noop), float(learn.loss)
 
 
 @pytest.mark.parametrize('dst', [None, 0])
 @pytest.mark.parametrize('n,rows', [(13, False), (30, False), (24, True)])
 def test_as_in_one_process(world, n, rows, dst):
-    values, preds = one(n)
+    values, preds, loss = one(n)
     res = world(by_hand, n, rows, dst)
-    for v, p, *_, rank in res:
-        assert diff([float(o) for o in v], values) < 1e-6
+    for v, p, _, last, rank in res:
+        assert diff([float(o) for o in v], values) < 1e-6 and abs(last-loss) < 1e-6
         if dst in (None, rank): assert diff(p[0], preds[0]) < 1e-7 and (p[1] == preds[1]).all()
     batches = math.ceil(n/4)
     numbers = [o[2] for o in res]
@@ -69,8 +69,9 @@ def test_as_in_one_process(world, n, rows, dst):
 
 def test_ended_by_one(world):
     "A callback of one worker ends it in the fourth batch, before its predictions are collected"
-    _, preds = one(30, 3)
-    for _, p, *_ in world(by_hand, 30, False, None, stop=3): assert diff(p[0], preds[0]) < 1e-7 and (p[1] == preds[1]).all()
+    _, preds, _ = one(30, 3)
+    for _, p, _, last, _ in world(by_hand, 30, False, None, stop=3):
+        assert diff(p[0], preds[0]) < 1e-7 and (p[1] == preds[1]).all() and abs(last-one(30, 4)[2]) < 1e-6
 
 
 def apart():
