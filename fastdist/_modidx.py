@@ -2059,6 +2059,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                               'fastdist/launch/notebook/workers.py'),
                                                   'fastdist.launch.notebook.workers.NotebookWorkers.error': ( 'launch/notebook/workers.html#notebookworkers.error',
                                                                                                               'fastdist/launch/notebook/workers.py'),
+                                                  'fastdist.launch.notebook.workers.NotebookWorkers.find_left': ( 'launch/notebook/workers.html#notebookworkers.find_left',
+                                                                                                                  'fastdist/launch/notebook/workers.py'),
                                                   'fastdist.launch.notebook.workers.NotebookWorkers.handle': ( 'launch/notebook/workers.html#notebookworkers.handle',
                                                                                                                'fastdist/launch/notebook/workers.py'),
                                                   'fastdist.launch.notebook.workers.NotebookWorkers.interrupt': ( 'launch/notebook/workers.html#notebookworkers.interrupt',

@@ -164,8 +164,8 @@ def fails(hidden):
     assert not kernel.workers()
     r = kernel.run("def dies(): os.kill(os.getpid(), signal.SIGKILL)\nlaunch_in_notebook(dies)")
     assert 'rank 0 of 1 was killed by signal 9' in r.shown, r.shown
-    r = kernel.run("def leaves(): os._exit(0)\nlaunch_in_notebook(leaves)")
-    assert re.search(r'ended before the function returned \(os._exit\?\)\n\(What the workers have printed is in ', r.shown), r.shown
+    r = kernel.run("import time\ndef leaves(): os._exit(0) if get_rank() else time.sleep(100)\nlaunch_in_notebook(leaves, n=2)", timeout=60)
+    assert re.search(r'rank 1 of 2 ended before the function returned \(os._exit\?\)\n\(What the workers have printed is in ', r.shown), r.shown
     for o in '""', '__file__ if 0 else shutil.__file__', '3':  # none of them leaves a folder behind, or starts a worker
         r = kernel.run(f'launch_in_notebook(print, log_dir={o})')
         assert 'log_dir=' in r.shown and 'for logs' in r.shown and 'starting' not in r.text, r.shown

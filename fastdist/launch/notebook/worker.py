@@ -186,7 +186,9 @@ def main():
         for o in streams: o.terminal = setup['terminal']
         if setup['notebook'] and shell is None: shell = _start_shell(line if rank==0 else None)
         if not _run(line, rank, setup, call, shell): sys.exit(1)
-        if not setup['keep']: sys.exit(0)
+        if not setup['keep']:
+            if line.is_mine: line.send('returned') # else it is a copy that the function has forked
+            sys.exit(0)
         _tidy()
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         from fastdist.launch.notebook.serialize import module_files

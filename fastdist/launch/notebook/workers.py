@@ -46,7 +46,8 @@ class NotebookWorkers:
         self.lines,self.tails = {},{} # connection -> rank; open logs of rank 0
         self.ctx,self.result,self.quiet,self.texts,self.shown = None,None,0.,[],0. # (stream, text) that wait to be shown; when others were
         self.ended = {} # by rank: when its process was seen to have ended
-        self.kind,self.done = None,set() # what they have from their start; ranks that have returned
+        self.kind,self.done = None,set() # what they have from their start; ranks that wait for the next call
+        self.returned,self.left = set(),set() # ranks that have returned, and will end; that have ended before
         self.undo,self.store,self.files = ExitStack(),None,{} # what ends with the workers; where they meet; their `module_files`
         self.pid = os.getpid()
         # the path of a socket has 107 bytes at most
@@ -77,7 +78,7 @@ def run(self:NotebookWorkers, setup, # What the workers have to know for a funct
        ):
     "The value of rank 0, as bytes; or the first failure is raised"
     self.setup,self.call = setup,call
-    self.failures,self.since,self.value,self.done = [],None,None,set() # (rank, `Failure`) of what has failed; when; of rank 0
+    self.failures,self.since,self.value,self.done,self.returned = [],None,None,set(),set() # (rank, `Failure`) of what has failed; when; of rank 0
     with torch_quiet():
         try:
             if self.ctx is None: self.start()
@@ -85,6 +86,7 @@ def run(self:NotebookWorkers, setup, # What the workers have to know for a funct
                 with suppress(OSError): line.send((setup,call)) # `is_done` will say that a worker has ended
             while not self.is_done(): self.receive(0.1)
             while self.lines and wait(self.lines, 0): self.receive(0)
+            if not self.failures: self.find_left()
             self.show_rest()
         except KeyboardInterrupt:
             with handlers_kept(SIGINT=signal.SIG_IGN): self.interrupt()
@@ -92,21 +94,30 @@ def run(self:NotebookWorkers, setup, # What the workers have to know for a funct
         finally:
             with handlers_kept(SIGINT=signal.SIG_IGN): # who interrupts again would leave workers
                 if not self.is_idle(): self.close()
+    if self.left: raise without_frames(RemoteError(
+        f"rank {min(self.left)} of {self.n} ended before the function returned (os._exit?){self.where()}", Failure(min(self.left))))
     if self.failures or self.result is not None and self.result.is_failed(): raise self.error()
-    if self.value is None: raise without_frames(
-        RemoteError(f"rank 0 of {self.n} ended before the function returned (os._exit?){self.where()}", Failure(0)))
     return self.value
 
 # %% ../../../nbs/launch/notebook/03_workers.ipynb #69fef839
 @patch
+def find_left(self:NotebookWorkers):
+    "Note who has ended with status 0, as by `os._exit(0)`, before the function returned. Returns who has ended, while none has failed"
+    gone = {r for r,pid in self.ctx.pids().items() if not psutil.pid_exists(pid)} # with status 0: torch has waited for it
+    # where one has failed, torch has ended the others
+    if self.result is None or not self.result.is_failed(): self.left = gone-self.done-self.returned-{*self.lines.values()}
+    if self.left: self.since = self.since or time.monotonic()
+    return gone
+
+@patch
 def is_done(self:NotebookWorkers):
-    "Have all returned, or ended, or one of them in failure?"
+    "Have all returned, or ended, or one of them in failure, or before it returned?"
     if self.failures: return time.monotonic() > self.since+self.grace or len({r for r,_ in self.failures})==self.n
     for r,pid in self.ctx.pids().items():
         if process_ended(pid): self.ended.setdefault(r, time.monotonic()) # torch ends others when one has failed, and does not say which
     self.result = self.ctx.wait(0)
-    gone = {r for r,pid in self.ctx.pids().items() if not psutil.pid_exists(pid)} # with status 0: torch has waited for it
-    return self.result is not None or len(self.done|gone)==self.n
+    gone = self.find_left()
+    return self.result is not None or len(self.done|gone)==self.n or bool(self.left) and time.monotonic() > self.since+self.grace
 
 @patch
 def is_idle(self:NotebookWorkers):
@@ -142,6 +153,7 @@ def handle(self:NotebookWorkers, rank, kind, *args):
     elif kind=='done':
         self.done.add(rank)
         self.files.update(*args)
+    elif kind=='returned': self.returned.add(rank)
     elif kind=='failed':
         self.failures.append((rank,*args))
         self.since = self.since or time.monotonic()
