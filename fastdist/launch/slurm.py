@@ -7,7 +7,7 @@ __all__ = ['main']
 
 # %% ../../nbs/launch/06_slurm.ipynb #6b80eace
 import argparse,io,os,re,shlex,shutil,subprocess,sys
-from contextlib import redirect_stderr
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from .machine import Parser, n_threads, plural
 
@@ -176,9 +176,9 @@ def _check_launch(p, a):
     "Let the launcher's own parser read its options now, and not in the job; where that has another Python, it may know others"
     if not a.launch or a.venv or a.env_setup: return
     from fastdist.launch.cli import _parse # here: it imports accelerate
-    with redirect_stderr(io.StringIO()) as err:
+    with redirect_stderr(io.StringIO()) as err, redirect_stdout(io.StringIO()):
         try: return _parse([*_launch_options(a), a.script])
-        except SystemExit: why = err.getvalue().rpartition('error: ')[2].strip()
+        except SystemExit: why = err.getvalue().rpartition('error: ')[2].strip() or 'it starts nothing: give it to fastdist launch itself'
     p.error(f"--launch={' '.join(a.launch)}: {why}")
 
 # %% ../../nbs/launch/06_slurm.ipynb #581121cd

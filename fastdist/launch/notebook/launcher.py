@@ -93,7 +93,9 @@ def _log_folder(log_dir, undo):
 # %% ../../../nbs/launch/notebook/04_launcher.ipynb #22cadaee
 def _kind(n, cpu, log_dir):
     "What workers have from their start; for another kind others are started"
-    return n,cpu,log_dir,os.getcwd(),sys.path[:],dict(os.environ)
+    try: return n,cpu,log_dir,os.getcwd(),sys.path[:],dict(os.environ)
+    except FileNotFoundError: raise FileNotFoundError(
+        "the current folder has been deleted, and workers would start in it: go to another one, by os.chdir(...) or %cd") from None
 
 def _changed(file):
     "When a file was: seconds; 0 where there is none any more"
