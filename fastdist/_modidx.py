@@ -3181,6 +3181,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                               'fastdist/trainer/hooks.py'),
                                         'fastdist.trainer.hooks.StrategyHooks._end_batch': ( 'trainer/hooks.html#strategyhooks._end_batch',
                                                                                              'fastdist/trainer/hooks.py'),
+                                        'fastdist.trainer.hooks.StrategyHooks._share_norms': ( 'trainer/hooks.html#strategyhooks._share_norms',
+                                                                                               'fastdist/trainer/hooks.py'),
                                         'fastdist.trainer.hooks.StrategyHooks.after_batch': ( 'trainer/hooks.html#strategyhooks.after_batch',
                                                                                               'fastdist/trainer/hooks.py'),
                                         'fastdist.trainer.hooks.StrategyHooks.after_loss': ( 'trainer/hooks.html#strategyhooks.after_loss',

@@ -13,7 +13,7 @@ from ..comm.call import same_text
 from ..comm.pack import checksum
 from ..comm.shards import is_dtensor
 from ..metrics.losses import GlobalBatchLoss
-from ..model.batchnorm import GlobalBatchNorm
+from ..model.batchnorm import GlobalBatchNorm, batch_norms, sync_batch_norm
 from ..model.running_stats import weighed_stats
 from ..strategy.base import callback_results
 from ..world.ranks import get_rank, get_world_size
@@ -53,6 +53,14 @@ class StrategyHooks(QuickCallback):
 def before_train(self:StrategyHooks):
     "The learner may have other callbacks now"
     self.looked_at = None
+    if self.trainer.args['sync_bn']: self._share_norms()
+
+@patch
+def _share_norms(self:StrategyHooks):
+    "Modules that callbacks keep, as the teacher of a model, see this worker's share of a batch, too"
+    kept = [m for cb in self.learn.cbs if self.trainer.decisions.has_all(cb) for m in vars(cb).values() if isinstance(m, nn.Module)]
+    new = [o for m in kept for o in batch_norms(m) if not isinstance(o, GlobalBatchNorm)]
+    if new: self.trainer.undo.callback(sync_batch_norm(nn.ModuleList(new)))
 
 @patch
 def begin_batch(self:StrategyHooks):

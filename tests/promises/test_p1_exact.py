@@ -347,9 +347,24 @@ class ReplacesLoss(Callback):
     def after_loss(self): self.learn.loss_grad = self.learn.loss = self.pred.float().pow(2).mean()
 
 
+class Teaches(Callback):
+    "An average of the model, with batch norm in training mode, whose predictions the model is to have"
+    def before_fit(self): self.mean = deepcopy(self.learn.model)
+    def after_loss(self):
+        if not self.training: return
+        with torch.no_grad(): t = self.mean(self.x)
+        self.learn.loss_grad = self.learn.loss_grad + (self.pred-t).pow(2).mean().float()
+    def after_step(self):
+        with torch.no_grad():
+            for a, b in zip(self.mean.parameters(), self.learn.model.parameters()): a.lerp_(b, .1)
+
+
 @pytest.mark.parametrize('cb', [AddsToLoss, ReplacesLoss])
 def test_callbacks_that_change_the_loss(world, cb):
     for kw in dict(n=22, bs=5), dict(n=24, bs=4): same(world, **kw, cbs=cb)
+
+
+def test_a_teacher_that_a_callback_keeps(world): same(world, n=23, bs=5, bn=True, cbs=Teaches)
 
 
 def one_model_in_two_learners(distrib):
