@@ -83,7 +83,7 @@ def _last_loss(self:Evaluation):
     "What this worker adds to the loss of the last batch of all, as a metric's total and count"
     dl,cut,loss = self.learn.dl,self.decisions.cut,vars(self.learn).get('loss')
     if self.by_rows: total,count = self.losses.parts[-1][:2] if self.losses.parts else (0.,0.)
-    elif loss is not None and dl.rank==((n_batches(dl.dl)-1)%dl.world_size if cut is None else cut[0]): total,count = loss,1
+    elif isinstance(loss, Tensor) and dl.rank==((n_batches(dl.dl)-1)%dl.world_size if cut is None else cut[0]): total,count = loss,1
     else: total,count = 0.,0
     return SimpleNamespace(total=to_detach(total, gather=False), count=to_detach(count, gather=False))
 
@@ -95,7 +95,9 @@ def finish(self:Evaluation):
     if n is not None: self.learn.iter,self.learn.n_iter = n-1,n
     for o in self.preds: o.finish(self.decisions.cut)
     self.totals.combine(self.by_rows, [last := self._last_loss()])
-    if last.count: self.learn.loss = (last.total/last.count).to(getattr(self.learn, 'loss', last.total))
+    if last.count:
+        loss,own = last.total/last.count,vars(self.learn).get('loss') # a worker that has had no batch may have none
+        self.learn.loss = loss.to(own) if isinstance(own, Tensor) else loss
     if self.by_rows: self.losses.give(self.totals.metrics())
     grad = vars(self.learn).get('loss_grad')
     if isinstance(grad, Tensor): self.learn.loss_grad = grad.detach() # where a worker had no batch it is that of training, with its graph
