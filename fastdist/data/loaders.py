@@ -9,6 +9,7 @@ __all__ = ['n_batches', 'reads_in_processes', 'loaders_in', 'and_those_in', 'dat
 # %% ../../nbs/data/05_loaders.ipynb #0502fa49
 import zlib
 from contextlib import suppress
+from heapq import nsmallest
 from itertools import zip_longest
 from weakref import WeakKeyDictionary
 
@@ -56,17 +57,28 @@ def and_those_in(dl # Any loader, or an object that has loaders
 # %% ../../nbs/data/05_loaders.ipynb #9dc38da0
 _arrays = pd.DataFrame,pd.Series,np.ndarray,Tensor
 
-def _held(ds):
+def _held(ds, depth=3):
     "What tells the samples of data set `ds` from those of another one: indices, rows, lists of items"
-    if isinstance(ds, Subset): return [ds.indices, *_held(ds.dataset)]
-    if isinstance(ds, ConcatDataset): return [o for d in ds.datasets for o in _held(d)]
+    if isinstance(ds, Subset): return [ds.indices, *_held(ds.dataset, depth)]
+    if isinstance(ds, ConcatDataset): return [o for d in ds.datasets for o in _held(d, depth)]
     if isinstance(ds, (list,tuple,L,*_arrays)): return [ds]
     items = getattr(ds, 'items', None)
     if isinstance(items, (list,tuple,L,*_arrays)): return [items]
-    # a data set of one's own, or PyTorch's `TensorDataset`: attributes that have as many rows as it has samples
+    # a data set of one's own, or PyTorch's `TensorDataset`
     found = [o for v in getattr(ds, '__dict__', {}).values() for o in (v if isinstance(v, tuple) else (v,))]
-    try: return [o for o in found if isinstance(o, (list,L,*_arrays)) and len(o)==len(ds)]
-    except TypeError: return [] # it has no length, or a tensor of no dimension
+    return [p for o in found for p in _held_by(o, n_batches(ds), depth)]
+
+def _held_by(o, n, depth):
+    "Of an attribute of a data set of `n` samples: its rows, a data set that is wrapped, or names and what they stand for"
+    if isinstance(o, dict):
+        some = [(k,o[k]) for k in nsmallest(64, o, key=str)] # the order of a set is another one in each process
+        return [some] if some and all(isinstance(v, (str,int)) for _,v in some) or len(o)==n else []
+    if isinstance(o, (list,L,*_arrays)):
+        rows,is_list = n_batches(o),isinstance(o, (list,L)) # None of a tensor without dimensions
+        if is_list and isinstance(first(o), str): return [o]
+        return [] if None in (rows,n) or rows < n or is_list and rows > n else [o] # an array may be read in windows
+    wraps = depth and all(hasattr(o, a) for a in ('__getitem__','__len__','__dict__')) and not isinstance(o, (type,nn.Module))
+    return _held(o, depth-1) if wraps else []
 
 # %% ../../nbs/data/05_loaders.ipynb #85b6fab4
 def _plain(o):
@@ -126,7 +138,7 @@ def same_data(dls # `DataLoaders` of this worker
         f"rank {get_rank()}: loader {i} of rank {r} has other data than that of rank 0, or batches it otherwise: "
         f"{_brief(b)}, and {_brief(a)}. "
         "All workers need the same: give the split a seed (RandomSplitter(seed=42), from_df(..., seed=42)), "
-        "or call set_seed(42) before it")
+        "or call set_seed(42) before it; and sort what is listed of a set, which has an order of its own in each process")
 
 # %% ../../nbs/data/05_loaders.ipynb #330c6d3b
 def _is_count(v):

@@ -15,7 +15,8 @@ from types import SimpleNamespace
 
 import psutil
 from ..env import check_gpus, signals_to_handle
-from .machine import Parser, log_folder, n_cores, n_gpus, nearest, quiet_env, starting, startup_seconds, thread_env, why_cpu
+from .machine import (Parser, hash_env, log_folder, n_cores, n_gpus, nearest, quiet_env, starting, startup_seconds,
+                                     thread_env, why_cpu)
 from .nodes import node_range, own_options, rendezvous, slurm_srun
 from .watch import end_noticed, guarded, notices_shown
 from .processes import end_processes, one_worker, stopped_once, torch_quiet
@@ -87,7 +88,7 @@ def _worker_env(a, cpu, n, cores, screen):
     "What is added to the environment of the `n` workers here. `screen`: is rank 0 one of them? `None` where nothing is redirected"
     res = dict(ACCELERATE_USE_CPU='true') if cpu else {}
     if 'PYTHONFAULTHANDLER' not in os.environ: res['PYTHONFAULTHANDLER'] = '1' # a crash in C says where in Python it was
-    res.update(quiet_env())
+    res.update(**quiet_env(), **hash_env())
     if a.num_cpu_threads_per_process is None: res.update(thread_env(cores, n))
     if screen is not None: res['PET_REDIRECTS'] = ','.join(f"{i}:{0 if i==0 and screen else 3}" for i in range(n))
     return res

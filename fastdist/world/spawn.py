@@ -87,6 +87,7 @@ def _spawn(s, main, args, kwargs):
     if not use_cpu(): check_gpus(s.spawn, torch.cuda.device_count(), 'set ACCELERATE_USE_CPU=true')
     folder,method = new_folder(),multiprocessing.get_start_method(allow_none=True)
     env = secret_env(s.spawn) if s.world_size==1 else {} # many nodes have to agree on one
+    env['PYTHONHASHSEED'] = os.environ.get('PYTHONHASHSEED', '0') # for sets, and what is listed of them, to have one order in all workers
     try:
         with patch_environment(**env): elastic_launch(_launch_config(s, str(folder)), _run_main)(main, args, kwargs, method)
     finally: shutil.rmtree(folder, ignore_errors=True)

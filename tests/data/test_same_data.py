@@ -111,7 +111,32 @@ def windows():
     return learner(DataLoaders.from_dsets(Windows(p[:32]), Windows(p[32:]), bs=8))
 
 
-KINDS = dict(tabular=tabular, collab=collab, block=block, random_split=random_split, numbered=numbered, side_by_side=side_by_side, windows=windows,
+class Wraps:
+    "A data set around another, as one that adds transforms to a `Subset`"
+    def __init__(self, ds, **kwargs): vars(self).update(kwargs, ds=ds)
+    def __len__(self): return len(self.ds)
+    def __getitem__(self, i): return self.ds[i]
+
+
+def wrapped(): return learner(DataLoaders.from_dsets(*map(Wraps, halves()), bs=8))
+
+
+def numbers_of_names():
+    "What the names of classes stand for, as where they are listed of a set"
+    ds = Wraps(list(zip(*torchs())), mean=tensor(.5), ids={o: i for i, o in enumerate(np.random.permutation(list('abcdef')).tolist())})
+    return learner(DataLoaders.from_dsets(ds, ds, bs=8))
+
+
+def series():
+    "Windows of a series, which is longer than their number"
+    class Series(Wraps):
+        def __len__(self): return len(self.ds)-3
+        def __getitem__(self, i): return self.ds[i:i+4].mean(0), tensor(0)
+    return learner(DataLoaders.from_dsets(*(Series(torch.rand(n, 1)) for n in (32, 8)), bs=8))
+
+
+KINDS = dict(tabular=tabular, collab=collab, block=block, random_split=random_split, numbered=numbered, side_by_side=side_by_side, windows=windows, wrapped=wrapped,
+             numbers_of_names=numbers_of_names, series=series,
              **{f'permuted_{o}': partial(permuted, o) for o in ('tensors', 'own', 'arrays', 'lists')})
 
 
