@@ -183,7 +183,8 @@ def _loop(self:Evaluation):
 # %% ../../nbs/trainer/06_evaluation.ipynb #74c46a88
 def same_log(recorder, # fastai's `Recorder`, at the end of an epoch
              hypers={}, # What the optimizer of a fit has stepped by, see `hypers_of`
+             weights=(), # Of its model, see `some_weights`
             ):
     "Let the recorders of all workers have rank 0's numbers of this epoch; a `RuntimeError` where they step by other ones"
-    same_hypers(hypers, 'the log of an epoch')
+    same_hypers(hypers, 'the log of an epoch', weights)
     recorder.log = L(from_rank0(list(recorder.log)))

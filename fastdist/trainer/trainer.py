@@ -24,7 +24,7 @@ from ..model.batchnorm import GlobalBatchNorm
 from ..model.own_loop import OwnLoopDL
 from ..strategy.base import Strategy, inner_opt
 from .args import accelerator_args, check_args, check_launch, check_own, check_precision, not_default, worker_device
-from .alike import begin_alike, hypers_of, versions
+from .alike import begin_alike, hypers_of, some_weights, versions
 from .evaluation import Evaluation, same_log
 from .loaders import plain_dls
 from .setup_steps import SetupSteps
@@ -201,7 +201,8 @@ def after_epoch(self:DistributedTrainer):
     "Record what rank 0 does, having stepped by the same numbers"
     rec,mine = getattr(self.learn, 'recorder', None),self.in_fit and not self.decisions.inner
     if rec is None or self.decisions.alone or not (mine or self.evaluated): return
-    same_log(rec, (self.hypers or hypers_of(self.learn.opt)) if mine else {})
+    if not mine: return same_log(rec)
+    same_log(rec, self.hypers or hypers_of(self.learn.opt), some_weights(self.learn.model) if self.strategy.name=='ddp' else ())
 
 @patch
 def before_train(self:DistributedTrainer):

@@ -194,3 +194,26 @@ def other_numpy():
 
 def test_another_generator_of_numpy(world2):
     for r, e in enumerate(world2(other_numpy)): assert f'rank {r}: np.random draws from a PCG64' in e and 'np.random.set_bit_generator(np.random.MT19937(seed))' in e
+
+
+class OwnGenerator(Callback):
+    "Noise from a generator that has another seed in each worker"
+    may_cancel = False
+    def __init__(self, seed=None): self.rng = np.random.default_rng(seed)
+    def before_step(self): self.model[0].bias.grad += float(self.rng.normal())
+
+
+def own_generators():
+    import fastdist.all
+    def told(seed, **kwargs):
+        with warnings.catch_warnings(record=True) as seen, learner().distrib_ctx(**SPLIT, **kwargs) as learn:
+            warnings.simplefilter('always')
+            quiet(learn).fit(2, cbs=OwnGenerator(seed))
+        return [str(w.message) for w in seen if 'the same weights' in str(w.message)]
+    return told(3), told(3, strategy='zero1'), told(None) # in this order: it is told once
+
+
+def test_own_generators(world2):
+    "Workers that part in silence are told of at the end of an epoch"
+    first, second = world2(own_generators)
+    assert first[:2] == second[:2] == ([], []) and second[2] == [] and len(first[2]) == 1 and 'np.random.default_rng()' in first[2][0]
