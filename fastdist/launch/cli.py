@@ -140,8 +140,11 @@ def _check_left(n):
 # %% ../../nbs/launch/05_cli.ipynb #521d8b6e
 def _plan_here(a, rest, conf, n_gpus, n_cores):
     "Start the workers of this node"
-    cpu = why_cpu(n_gpus, a.cpu or bool(conf('use_cpu'))) is not None
-    if a.gpu_ids not in (None,'all'): n_gpus = len(a.gpu_ids.split(','))
+    why = why_cpu(n_gpus, a.cpu or bool(conf('use_cpu')))
+    cpu = why is not None
+    if a.gpu_ids not in (None,'all'):
+        if cpu: raise ValueError(f"--gpu_ids {a.gpu_ids}: {why}; without it workers train on the CPU")
+        n_gpus = len(a.gpu_ids.split(','))
     want = rendezvous(a, conf)
     name,n = _n_workers(a, conf, want['num_machines'], 0 if cpu else n_gpus)
     local,other = n//want['num_machines'],_is_other(a, conf)
