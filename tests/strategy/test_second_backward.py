@@ -71,6 +71,13 @@ class TwoBackwards(Learner):
         self.loss_grad.backward()
 
 
+class TwoSteps(Learner):
+    "The loss that counts is that of the last"
+    def _do_one_batch(self):
+        super()._do_one_batch()
+        if self.training: super()._do_one_batch()
+
+
 class ClosureStep(Learner):
     def _step(self):
         def closure():
@@ -147,7 +154,7 @@ CASES = dict(
     aux_before_batch=lambda: dict(cbs=[Aux('before_batch'), Clip(0.1)]),
     gradient_penalty=lambda: dict(cbs=GradientPenalty()),
     made=lambda: dict(cbs=Made(False)), made_averaged=lambda: dict(cbs=Made(True)),
-    two=lambda: dict(cls=TwoBackwards),
+    two=lambda: dict(cls=TwoBackwards), two_steps=lambda: dict(cls=TwoSteps),
     recorded=lambda: dict(cls=Recorded, cbs=LetGo()),
     sam_opt=lambda: dict(cls=ClosureStep, opt=torch_opt(SamOpt)),
     lbfgs=lambda: dict(cls=ClosureStep, opt=torch_opt(torch.optim.LBFGS, max_iter=3), lr=0.3))
