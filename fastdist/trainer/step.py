@@ -31,6 +31,7 @@ class TrainingStep:
         self.n = self.samples = float(self.bs if mine is None else mine) # a batch may have several rows for each, or have lost some
         self.rows = None if self.total is None else self.bs*self.total//max(mine, 1)
         self.has_loss,self.loss,self.received,self.sums,self.kept,self.parts = False,None,None,None,[],{}
+        self.all_loss = None # that of the global batch, once it is there
         self.unread = False # is what the shares weigh on the GPU, in `n` and `sums`, and not looked at?
         self.summed = is_summed(learn.loss_func) and not isinstance(learn.loss_func, GlobalBatchLoss)
         self.whole,self.weighed = False,[] # is the loss that of the global batch, or a sum? Has `weigh_loss` been called?
@@ -159,7 +160,7 @@ def note_loss(self:TrainingStep):
     "Note that this batch has got as far as a loss; add what fastai's `RNNRegularizer` leaves out of a batch of one row"
     GlobalBatchLoss.expect()
     if len(self.learn.yb):
-        self.has_loss,self.loss,self.received = True,None,None # a learner's later pass over the same batch has the loss that counts
+        self.has_loss,self.loss,self.received,self.all_loss = True,None,None,None # a learner's later pass over the same batch has the loss that counts
         self.check()
         self._begin_weighing()
         self.made = self.learn.loss_grad
@@ -271,19 +272,26 @@ def _set_parts(self:TrainingStep):
 
 # %% ../../nbs/trainer/03_step.ipynb #ef597367
 @patch
-def receive_loss(self:TrainingStep):
-    "Make `learn.loss` that of the global batch, for whoever records it or decides by it; `KeyboardInterrupt` after Ctrl-C in a worker"
-    if self.loss is None: return
+def _of_all(self:TrainingStep):
+    "The loss of the global batch, or this worker's, where the data set has left out all"
     self._wait()
-    (left,self.stops),learn,dtype = self._agreed(),self.learn,self.learn.loss.dtype
+    (left,self.stops),mine = self._agreed(),self.learn.loss
     if left is None:
         whole = self.loss[0]/(self.batch_weight() if self.summed else self.loss[1])
-        learn.loss = torch.where(self.loss[1] > 0, whole, learn.loss.detach().mean()).to(dtype)
-    elif left or self.received[4]:
-        weight = self.batch_weight() if self.summed else left
-        learn.loss = torch.tensor(self.received[0]/weight if weight else math.nan, dtype=dtype, device='cpu')
+        return torch.where(self.loss[1] > 0, whole, mine.detach().mean()).to(mine.dtype)
+    if not (left or self.received[4]): return mine
+    weight = self.batch_weight() if self.summed else left
+    return torch.tensor(self.received[0]/weight if weight else math.nan, dtype=mine.dtype, device='cpu')
+
+@patch
+def receive_loss(self:TrainingStep, ends=True # May Ctrl-C end the fit here?
+                ):
+    "Make `learn.loss` that of the global batch, for whoever records it or decides by it; `KeyboardInterrupt` after Ctrl-C in a worker"
+    if self.loss is None: return
+    if self.all_loss is None: self.all_loss = self._of_all()
+    self.learn.loss = self.all_loss
     if self.parts: self._set_parts()
-    if self.stops and not any(callback_results(self.learn, 'ends_after_batch')): raise KeyboardInterrupt
+    if ends and self.stops and not any(callback_results(self.learn, 'ends_after_batch')): raise KeyboardInterrupt
 
 @patch(as_prop=True)
 def interrupted(self:TrainingStep):

@@ -255,6 +255,11 @@ def after_loss(self:DistributedTrainer):
 
 # %% ../../nbs/trainer/09_trainer.ipynb #f5f2079e
 @patch
+def after_backward(self:DistributedTrainer):
+    "What callbacks decide by `learn.loss` from here on, they decide by that of the global batch"
+    self.step.receive_loss(ends=False)
+
+@patch
 def before_step(self:DistributedTrainer):
     "Count the samples of all workers where gradients are accumulated"
     self.strategy.check_used()

@@ -359,7 +359,15 @@ class Teaches(Callback):
             for a, b in zip(self.mean.parameters(), self.learn.model.parameters()): a.lerp_(b, .1)
 
 
-@pytest.mark.parametrize('cb', [AddsToLoss, ReplacesLoss])
+class StepsByLoss(Callback):
+    "A decision that each worker takes by itself, by a loss that is of all of them"
+    run_valid = False
+    def before_step(self):
+        from fastai.basics import CancelStepException # not the test module's, which travels by value
+        if self.learn.loss.item() < 1.1: raise CancelStepException()
+
+
+@pytest.mark.parametrize('cb', [AddsToLoss, ReplacesLoss, StepsByLoss])
 def test_callbacks_that_change_the_loss(world, cb):
     for kw in dict(n=22, bs=5), dict(n=24, bs=4): same(world, **kw, cbs=cb)
 
