@@ -160,7 +160,7 @@ def note_loss(self:TrainingStep):
     "Note that this batch has got as far as a loss; add what fastai's `RNNRegularizer` leaves out of a batch of one row"
     GlobalBatchLoss.expect()
     if len(self.learn.yb):
-        self.has_loss,self.loss,self.received,self.all_loss = True,None,None,None # a learner's later pass over the same batch has the loss that counts
+        self.has_loss,self.loss,self.received,self.all_loss = True,None,None,None # of several passes over a batch the last counts
         self.check()
         self._begin_weighing()
         self.made = self.learn.loss_grad
