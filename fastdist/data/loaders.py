@@ -54,9 +54,27 @@ def and_those_in(dl # Any loader, or an object that has loaders
     "It, and the loaders that it has"
     return [dl, *(o for v in loaders_in(dl).values() for o in (v.values() if isinstance(v, dict) else v if is_listy(v) else [v]))]
 
-# %% ../../nbs/data/05_loaders.ipynb #9dc38da0
+# %% ../../nbs/data/05_loaders.ipynb #0de2c41e
 _arrays = pd.DataFrame,pd.Series,np.ndarray,Tensor
 
+def _are_numbers(xs):
+    "Are `xs` 0, 1, 2, ... in any order?"
+    return all(isinstance(x, int) for x in xs) and {*xs}=={*range(len(xs))}
+
+def _held_by(o, n, depth):
+    "Of an attribute of a data set of `n` samples: its rows, a data set that is wrapped, or names and what they stand for"
+    if isinstance(o, dict):
+        # what is listed of a set has an order of its own in each process; other dicts may be of this worker alone, as options are
+        if len(o) > 1 and any(_are_numbers(xs) for xs in (o,o.values())): return [[(k,o[k]) for k in nsmallest(64, o, key=str)]]
+        return [o] if len(o)==n else []
+    if isinstance(o, (list,L,*_arrays)):
+        rows,is_list = n_batches(o),isinstance(o, (list,L)) # None of a tensor without dimensions
+        if is_list and isinstance(first(o), str): return [o]
+        return [] if None in (rows,n) or rows < n or is_list and rows > n else [o] # an array may be read in windows
+    wraps = depth and all(hasattr(o, a) for a in ('__getitem__','__len__','__dict__')) and not isinstance(o, (type,nn.Module))
+    return _held(o, depth-1) if wraps else []
+
+# %% ../../nbs/data/05_loaders.ipynb #9dc38da0
 def _held(ds, depth=3):
     "What tells the samples of data set `ds` from those of another one: indices, rows, lists of items"
     if isinstance(ds, Subset): return [ds.indices, *_held(ds.dataset, depth)]
@@ -67,18 +85,6 @@ def _held(ds, depth=3):
     # a data set of one's own, or PyTorch's `TensorDataset`
     found = [o for v in getattr(ds, '__dict__', {}).values() for o in (v if isinstance(v, tuple) else (v,))]
     return [p for o in found for p in _held_by(o, n_batches(ds), depth)]
-
-def _held_by(o, n, depth):
-    "Of an attribute of a data set of `n` samples: its rows, a data set that is wrapped, or names and what they stand for"
-    if isinstance(o, dict):
-        some = [(k,o[k]) for k in nsmallest(64, o, key=str)] # the order of a set is another one in each process
-        return [some] if some and all(isinstance(v, (str,int)) for _,v in some) or len(o)==n else []
-    if isinstance(o, (list,L,*_arrays)):
-        rows,is_list = n_batches(o),isinstance(o, (list,L)) # None of a tensor without dimensions
-        if is_list and isinstance(first(o), str): return [o]
-        return [] if None in (rows,n) or rows < n or is_list and rows > n else [o] # an array may be read in windows
-    wraps = depth and all(hasattr(o, a) for a in ('__getitem__','__len__','__dict__')) and not isinstance(o, (type,nn.Module))
-    return _held(o, depth-1) if wraps else []
 
 # %% ../../nbs/data/05_loaders.ipynb #85b6fab4
 def _plain(o):

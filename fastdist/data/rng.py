@@ -145,7 +145,7 @@ class WorkerRandom:
         self.rank,self.own,self.shared,self.second,self.left = rank,None,None,None,None
 
     @cached_property
-    def bits(self): return np.random.MT19937(0) # NumPy's part of the stream: to change its generator is quick; to set a state, or make one, is not
+    def bits(self): return np.random.MT19937(0) # NumPy's part of the stream: to make one, or set its state, is slow; to change to it is not
 
 # %% ../../nbs/data/00_rng.ipynb #1ec5ed61
 @patch

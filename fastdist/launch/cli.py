@@ -342,7 +342,7 @@ def _run(command, startup, nodes=None):
     except SignalException as e:
         print(f"fastdist: stopped by {e.sigval.name}", file=sys.stderr)
         return _saved_status(found) or 128+e.sigval.value
-    except (torch.distributed.DistError,ValueError,OSError,ImportError) as e: # of the rendezvous, or a program that cannot be run; Accelerate's
+    except (torch.distributed.DistError,ValueError,OSError,ImportError) as e: # of the rendezvous, of the program; Accelerate's
         print('fastdist launch:', str(e).partition('\n')[0], file=sys.stderr)
         return 1 if isinstance(e, torch.distributed.DistError) else 2
     except subprocess.CalledProcessError as e: # one worker, with its traceback

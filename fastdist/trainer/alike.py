@@ -9,7 +9,8 @@ __all__ = ['hypers_of', 'some_weights', 'same_hypers', 'versions', 'changed_sinc
 from numbers import Real
 
 from fastai.basics import *
-from ..comm.call import first_other, least, same_call
+from ..comm.call import first_other, least, route, same_call
+from ..comm.pack import Reduced
 from ..comm.objects import all_gather_list
 from ..comm.shards import is_dtensor
 from ..data.loaders import data_of, same_data
@@ -31,25 +32,29 @@ def some_weights(model # Whose replicas are the same
             if p.numel() and p.is_floating_point() and p.layout==torch.strided and not is_dtensor(p)]
     return torch.cat([o.to(some[0].device) for o in some]).tolist() if some else []
 
+# %% ../../nbs/trainer/05_alike.ipynb #c24ae3f1
+def _see_parted(weights):
+    w = torch.tensor(weights, device='cpu').to(route(torch.device('cpu'), None))
+    most,least = Reduced(torch.cat([w,-w]), 'max').wait().chunk(2)
+    # processors of different kinds may round in different ways
+    if get_rank()==0 and (most+least > 1e-4*w.abs()+1e-6).any(): current_world().cached('parted', lambda: warnings.warn(
+        "the workers no longer have the same weights: each trains a model of its own. A callback or an optimizer may draw from a generator "
+        "of its own, such as np.random.default_rng(), that has another seed in each worker: seed it, or draw from torch, numpy or random "
+        "themselves. learn.fit(..., cbs=DivergenceCheck(every=1)) raises where they part, and names the parameter", stacklevel=2))
+
+# %% ../../nbs/trainer/05_alike.ipynb #df5988e3
 def same_hypers(hypers, # What `hypers_of` says of this worker's optimizer
                 what='the optimizer of a fit', # The call that all workers make
                 weights=(), # What `some_weights` says of its model
                ):
     "A `RuntimeError` in all workers where the optimizer of some steps by other numbers; a warning where it is weights that differ"
     if same_call(what, repr((hypers,weights))): return
-    every = all_gather_list(hypers)
-    if all(repr(h)==repr(every[0]) for h in every): return _warn_parted()
-    name,who = first_other(every)
+    if weights and same_call(f'{what}, again', repr(hypers)): return _see_parted(weights)
+    name,who = first_other(all_gather_list(hypers))
     raise RuntimeError(
         f"rank {get_rank()}: the optimizers of the workers do not step by the same numbers: {name}: {who}. "
         "Each trains a model of its own: give all the same learning rate and schedule, drawn after set_seed(42) if at random, "
         "and callbacks that change them to the learners of all workers")
-
-def _warn_parted():
-    if get_rank()==0: current_world().cached('parted', lambda: warnings.warn(
-        "the workers no longer have the same weights: each trains a model of its own. A callback or an optimizer may draw from a generator "
-        "of its own, such as np.random.default_rng(), that has another seed in each worker: seed it, or draw from torch, numpy or random "
-        "themselves. learn.fit(..., cbs=DivergenceCheck(every=1)) raises where they part, and names the parameter", stacklevel=2))
 
 # %% ../../nbs/trainer/05_alike.ipynb #b67a4314
 def _version(t): return id(t),None if t.is_inference() else t._version

@@ -31,17 +31,15 @@ class TrainingStep:
         self.n = self.samples = float(self.bs if mine is None else mine) # a batch may have several rows for each, or have lost some
         self.rows = None if self.total is None else self.bs*self.total//max(mine, 1)
         self.has_loss,self.loss,self.received,self.sums,self.kept,self.parts = False,None,None,None,[],{}
-        self.all_loss = None # that of the global batch, once it is there
         self.unread = False # is what the shares weigh on the GPU, in `n` and `sums`, and not looked at?
         self.summed = is_summed(learn.loss_func) and not isinstance(learn.loss_func, GlobalBatchLoss)
         self.whole,self.weighed = False,[] # is the loss that of the global batch, or a sum? Has `weigh_loss` been called?
         self.apart,self.own,self.ratio = False,None,[] # does its mean divide by another number than that of samples? See `_weigh_apart`
-        self.made = None # the loss function's loss, until it is sent
+        self.made,self.all_loss = None,None # the loss function's loss, until it is sent; that of the global batch, once it is there
         self.uneven = getattr(last, 'uneven', None) # have the shares of some batch before not added up to the samples dealt out?
         self.before,self.late,self.stops = getattr(last, 'late', None),None,False # see `_agreed`; has Ctrl-C ended the fit of all?
         self.waiting = getattr(last, 'waiting', False) # do gradients of batches before wait for the step that this one is part of?
-        self.others = 0 # samples of the other workers, which `GradientAccumulation` has to count
-        self.wished = 0 # what callbacks that have a method `wish` have asked for, added up over all workers: the same in all of them
+        self.others,self.wished = 0,0 # samples of other workers, for `GradientAccumulation`; what callbacks `wish` for, over all workers
         self.check = LossCheck(learn) if last is None else last.check
         GlobalBatchLoss.expect(self)
 
@@ -283,6 +281,7 @@ def _of_all(self:TrainingStep):
     weight = self.batch_weight() if self.summed else left
     return torch.tensor(self.received[0]/weight if weight else math.nan, dtype=mine.dtype, device='cpu')
 
+# %% ../../nbs/trainer/03_step.ipynb #0ae5fd92
 @patch
 def receive_loss(self:TrainingStep, ends=True # May Ctrl-C end the fit here?
                 ):

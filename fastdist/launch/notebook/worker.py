@@ -166,6 +166,11 @@ def _tidy():
     gc.collect()
     if torch.cuda.is_initialized(): torch.cuda.empty_cache()
 
+# %% ../../../nbs/launch/notebook/01_worker.ipynb #cd3022d6
+def _end(line):
+    if line.is_mine: line.send('returned') # else it is a copy that the function has forked
+    sys.exit(0)
+
 # %% ../../../nbs/launch/notebook/01_worker.ipynb #26233073
 def main():
     "Be a worker: the address of the notebook comes from the command line, the rank from the environment; ends the process"
@@ -186,9 +191,7 @@ def main():
         for o in streams: o.terminal = setup['terminal']
         if setup['notebook'] and shell is None: shell = _start_shell(line if rank==0 else None)
         if not _run(line, rank, setup, call, shell): sys.exit(1)
-        if not setup['keep']:
-            if line.is_mine: line.send('returned') # else it is a copy that the function has forked
-            sys.exit(0)
+        if not setup['keep']: _end(line)
         _tidy()
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         from fastdist.launch.notebook.serialize import module_files

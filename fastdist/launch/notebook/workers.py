@@ -77,8 +77,8 @@ def run(self:NotebookWorkers, setup, # What the workers have to know for a funct
         call, # That function, in bytes
        ):
     "The value of rank 0, as bytes; or the first failure is raised"
-    self.setup,self.call = setup,call
-    self.failures,self.since,self.value,self.done,self.returned = [],None,None,set(),set() # (rank, `Failure`) of what has failed; when; of rank 0
+    self.setup,self.call,self.done,self.returned = setup,call,set(),set()
+    self.failures,self.since,self.value = [],None,None # (rank, `Failure`) of what has failed; when; of rank 0
     with torch_quiet():
         try:
             if self.ctx is None: self.start()
@@ -94,8 +94,7 @@ def run(self:NotebookWorkers, setup, # What the workers have to know for a funct
         finally:
             with handlers_kept(SIGINT=signal.SIG_IGN): # who interrupts again would leave workers
                 if not self.is_idle(): self.close()
-    if self.left: raise without_frames(RemoteError(
-        f"rank {min(self.left)} of {self.n} ended before the function returned (os._exit?){self.where()}", Failure(min(self.left))))
+    if self.left: raise self.early_end()
     if self.failures or self.result is not None and self.result.is_failed(): raise self.error()
     return self.value
 
@@ -109,6 +108,7 @@ def find_left(self:NotebookWorkers):
     if self.left: self.since = self.since or time.monotonic()
     return gone
 
+# %% ../../../nbs/launch/notebook/03_workers.ipynb #edd5ac87
 @patch
 def is_done(self:NotebookWorkers):
     "Have all returned, or ended, or one of them in failure, or before it returned?"
@@ -304,3 +304,10 @@ def without_frames(e # An exception
     "The same, of which a notebook shows only its name and what it says"
     e._render_traceback_ = lambda: [f'{type(e).__name__}: {e}'] # IPython asks for it
     return e
+
+# %% ../../../nbs/launch/notebook/03_workers.ipynb #878dfc7b
+@patch
+def early_end(self:NotebookWorkers):
+    "The error of those in `left`"
+    return without_frames(RemoteError(f"rank {min(self.left)} of {self.n} ended before the function returned (os._exit?){self.where()}",
+                                      Failure(min(self.left))))
