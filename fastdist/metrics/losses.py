@@ -199,6 +199,11 @@ def _leaves_out(yb):
     "Are there labels of -100?"
     return any(bool((o==-100).any()) for o in tensors_in(yb) if not o.is_floating_point())
 
+def _weighs(f, yb):
+    "Does the mean in `f` divide by a number that follows from its own arguments, and is nothing to another loss?"
+    ce = _cross_entropy(f, yb)
+    return ce is not None and (ce[1] is not None or ce[2]!=-100)
+
 def _unsaid(f, why):
     nm = _name_of(f)
     return ValueError(
@@ -212,15 +217,15 @@ class LossCheck:
     "Holds the loss of a learner's first three batches against those of their parts; see `loss_divisor`"
     def __init__(self, learn # `Learner` that trains
                 ):
-        self.learn,self.func,self.left,self.unsaid = learn,None,0,0
+        self.learn,self.func,self.left,self.unsaid,self.weighs = learn,None,0,0,False
 
     def __call__(self):
         "After the loss: a `ValueError` if it is not what workers would make of their shares"
         learn,f = self.learn,self.learn.loss_func
         if f!=self.func:
-            trusted = None in [getattr(o, 'loss_divisor', 0) for o in (f,_inner(f))]
-            said = any(hasattr(o, 'loss_divisor') for o in (f,_inner(f)))
-            self.func,self.left,self.unsaid = f,0 if trusted or _is_known(f) else 3,0 if said else 3
+            said = [o.loss_divisor for o in (f,_inner(f)) if hasattr(o, 'loss_divisor')]
+            self.func,self.left,self.unsaid = f,0 if None in said or _is_known(f) else 3,0 if said else 3
+            self.weighs = not said and _weighs(f, learn.yb)
         if not self.left or find_bs(learn.yb) < 2: return
         self.left -= 1
         try:

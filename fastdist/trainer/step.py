@@ -213,12 +213,19 @@ def _loss_sum(self:TrainingStep):
 # %% ../../nbs/trainer/03_step.ipynb #3904776e
 @patch
 def _see_replaced(self:TrainingStep):
-    "A loss that a callback has put in the place of the loss function's, as one that the model has made, divides by what that is said to"
+    """A loss that a callback has put in the place of the loss function's, as one that the model has made, divides by what that is said to:
+    by samples, where the class weights of the loss function are all that is known"""
     loss = self.learn.loss_grad
     if not loss.requires_grad or not (self.apart or self.check.unsaid): return
     if self._factor(loss) is not None: return
     self.check.divides("a callback has put another loss in the place of the loss function's")
+    if self.apart and self.check.weighs: self._go_by_rows()
     self.apart = False
+
+@patch
+def _go_by_rows(self:TrainingStep):
+    self.batch_weight() # what all have is there from now on
+    self.n,self.sums[0] = float(self.bs if self.counts else 0),self.sums[1]
 
 # %% ../../nbs/trainer/03_step.ipynb #3264c896
 @patch

@@ -372,6 +372,15 @@ def test_callbacks_that_change_the_loss(world, cb):
     for kw in dict(n=22, bs=5), dict(n=24, bs=4): same(world, **kw, cbs=cb)
 
 
+class ReplacesTrainingLoss(ReplacesLoss): run_valid = False
+
+
+@pytest.mark.parametrize('options', [dict(weight=torch.tensor([1., 5., .2])), dict(ignore_index=1)], ids=['weight', 'ignore_index'])
+def test_a_loss_in_the_place_of_one_with_weights(world, options):
+    from fastai.losses import CrossEntropyLossFlat
+    same(world, n=22, bs=5, cbs=ReplacesTrainingLoss, loss=CrossEntropyLossFlat(**options))
+
+
 def test_a_teacher_that_a_callback_keeps(world): same(world, n=23, bs=5, bn=True, cbs=Teaches)
 
 

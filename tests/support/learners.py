@@ -82,9 +82,12 @@ def diff(a, b):
 
 @contextlib.contextmanager
 def counted_collectives(counts):
-    "Count in the `Counter` `counts` what process groups are called for. All of torch.distributed's functions end there, but for DDP's own, which are called from C++"
+    """Count in the `Counter` `counts` what process groups are called for, as where there are many workers: small tensors are not gathered. All of
+    torch.distributed's functions end there, but for DDP's own, which are called from C++"""
     import torch.distributed as dist
-    PG, was = dist.ProcessGroup, {}
+    from fastdist.comm import pack
+    PG, was, few = dist.ProcessGroup, {}, pack._few
+    pack._few = 0
     def counted(nm, real):
         def f(self, *args, **kwargs):
             counts[nm] += 1
@@ -96,6 +99,7 @@ def counted_collectives(counts):
         setattr(PG, nm, counted(nm, getattr(PG, nm)))
     try: yield counts
     finally:
+        pack._few = few
         for nm, f in was.items(): setattr(PG, nm, f)
 
 

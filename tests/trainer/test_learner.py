@@ -519,7 +519,7 @@ def test_collectives_counted(world2):
     for a, b in zip(fits[0][0][-2:], few[0][0][-2:]): assert all(n <= b[1][k] for k, n in a[1].items())  # what is small travels along
     for res, blocking in many:
         by = lambda k: [c for o, c in res if o == k]
-        assert len(by('step')) == 8 and all(c == {'all_gather_single': 1} for c in by('step')[1:]), by('step')
+        assert len(by('step')) == 8 and all(c == {'allreduce': 1} for c in by('step')[1:]), by('step')
         # of a fit: callbacks and random numbers compared, the latter in each epoch again; was Ctrl-C pressed? And of its validation: did a callback end it?
         # The metrics compared, and summed, and the kind of what is gathered for F1; the log compared
         assert blocking == 9
