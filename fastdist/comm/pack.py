@@ -76,7 +76,8 @@ def checksums(ts # Strided tensors, whose shapes and dtypes are compared beside
              )->list:
     "A checksum of each large tensor, and one of all small ones: to read a few bytes takes as long as to read 100 KB"
     small,large = partition(ts, lambda t: t.nbytes < 2**14)
-    return [*map(checksum, large), checksum(torch.cat([as_bytes(t.detach().as_subclass(Tensor)) for t in [torch.zeros(1),*small]]))]
+    small = [as_bytes(t.detach().as_subclass(Tensor)) for t in small]
+    return [*map(checksum, large), *([checksum(torch.cat(small))] if small else [])]
 
 # %% ../../nbs/comm/00_pack.ipynb #18cd38c1
 def named(module, # One of torch's
