@@ -59,7 +59,7 @@ _arrays = pd.DataFrame,pd.Series,np.ndarray,Tensor
 
 def _are_numbers(xs):
     "Are `xs` 0, 1, 2, ... in any order?"
-    return all(isinstance(x, int) for x in xs) and {*xs}=={*range(len(xs))}
+    return all(type(x) is int for x in xs) and {*xs}=={*range(len(xs))} # a bool is an option
 
 def _held_by(o, n, depth):
     "Of an attribute of a data set of `n` samples: its rows, a data set that is wrapped, or names and what they stand for"

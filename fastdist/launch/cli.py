@@ -14,9 +14,8 @@ from threading import Timer
 from types import SimpleNamespace
 
 import psutil
-from ..env import check_gpus, signals_to_handle
-from .machine import (Parser, hash_env, log_folder, n_cores, n_gpus, nearest, quiet_env, starting, startup_seconds,
-                                     thread_env, why_cpu)
+from ..env import check_gpus, hash_env, signals_to_handle
+from .machine import Parser, log_folder, n_cores, n_gpus, nearest, quiet_env, starting, startup_seconds, thread_env, why_cpu
 from .nodes import node_range, own_options, rendezvous, slurm_srun
 from .watch import end_noticed, guarded, notices_shown
 from .processes import end_processes, one_worker, stopped_once, torch_quiet

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['plural', 'digits', 'startup_seconds', 'log_folder', 'Parser', 'nearest', 'read_text', 'n_cores', 'n_threads',
-           'thread_env', 'quiet_env', 'hash_env', 'n_gpus', 'may_have_gpu', 'why_cpu', 'starting']
+           'thread_env', 'quiet_env', 'n_gpus', 'may_have_gpu', 'why_cpu', 'starting']
 
 # %% ../../nbs/launch/00_machine.ipynb #2260c15b
 import difflib,math,os
@@ -103,11 +103,6 @@ def quiet_env():
     """What the environment of workers lacks to hide what fastai's import warns of, in each of them: no script can mend it. Filters
     that the user has chosen come after it, and so count for more"""
     return dict(PYTHONWARNINGS=','.join(filter(None, ('ignore::FutureWarning:torch.jit._script', os.environ.get('PYTHONWARNINGS')))))
-
-# %% ../../nbs/launch/00_machine.ipynb #393e77dc
-def hash_env():
-    "What the environment of workers lacks to have the items of a set in the same order, and so what a script lists of them"
-    return {} if 'PYTHONHASHSEED' in os.environ else dict(PYTHONHASHSEED='0')
 
 # %% ../../nbs/launch/00_machine.ipynb #4aa1d376
 def n_gpus():

@@ -110,6 +110,7 @@ def _wrap(self:Replica, trained):
     check_trainable(self.model)
     self.average()
     self.end_fit()
+    # where unused ones are allowed nobody looks for them, and callbacks have to see what there was
     if not getattr(self.handler, 'find_unused_parameters', False): self.old_grads = _SetAside(self.model.parameters())
     self.ddp = _make_ddp(self.learn, self.device, self.handler)
     self.trained,self.checked = trained,False

@@ -27,7 +27,7 @@ def hypers_of(opt # A fastai optimizer, or `None`
 
 def some_weights(model # Whose replicas are the same
                 ):
-    "The first numbers of each parameter"
+    "The first numbers of each parameter, four at most"
     some = [p.detach()[(0,)*(p.dim()-1)].reshape(-1)[:4].float() for p in model.parameters()
             if p.numel() and p.is_floating_point() and p.layout==torch.strided and not is_dtensor(p)]
     return torch.cat([o.to(some[0].device) for o in some]).tolist() if some else []

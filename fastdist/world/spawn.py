@@ -11,7 +11,7 @@ from dataclasses import replace
 from urllib.parse import urlparse
 
 import torch, torch.distributed as dist
-from ..env import check_gpus, imports_script, signals_to_handle
+from ..env import check_gpus, hash_env, imports_script, signals_to_handle
 from .ranks import get_local_world_size, get_rank, use_cpu, whole_number
 from .private import new_folder
 from .secret import secret_env
@@ -86,8 +86,7 @@ def _spawn(s, main, args, kwargs):
     from torch.distributed.launcher.api import elastic_launch
     if not use_cpu(): check_gpus(s.spawn, torch.cuda.device_count(), 'set ACCELERATE_USE_CPU=true')
     folder,method = new_folder(),multiprocessing.get_start_method(allow_none=True)
-    env = secret_env(s.spawn) if s.world_size==1 else {} # many nodes have to agree on one
-    env['PYTHONHASHSEED'] = os.environ.get('PYTHONHASHSEED', '0') # for sets, and what is listed of them, to have one order in all workers
+    env = {**hash_env(), **(secret_env(s.spawn) if s.world_size==1 else {})} # many nodes have to agree on a secret
     try:
         with patch_environment(**env): elastic_launch(_launch_config(s, str(folder)), _run_main)(main, args, kwargs, method)
     finally: shutil.rmtree(folder, ignore_errors=True)

@@ -258,7 +258,6 @@ def test_all_reduce(world): assert world(reduce_tensors) == [[]]*world.size
 
 def reduce_small():
     "[sum, max, min of three numbers each, whether by a gather or by an all-reduce, in float64 and int64]"
-    import torch.distributed as dist
     from fastdist.comm import pack
     _, rank, _ = start()
     res = []

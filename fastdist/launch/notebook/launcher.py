@@ -14,8 +14,8 @@ from types import ModuleType
 import torch.distributed as dist
 from fastai.basics import *
 from ...data.rng import rng_state
-from ...env import check_gpus
-from ..machine import hash_env, log_folder, n_cores, n_gpus, quiet_env, starting, thread_env, why_cpu
+from ...env import check_gpus, hash_env
+from ..machine import log_folder, n_cores, n_gpus, quiet_env, starting, thread_env, why_cpu
 from .serialize import namespace, pack, rich_shell, unpack, why_not
 from .workers import NotebookWorkers, without_frames
 from ..processes import handlers_kept, torch_quiet
