@@ -12,6 +12,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from fastai.basics import *
 from fastai.callback.core import GatherPredsCallback
 from ..checkpoint.weights import is_sharded
+from ..comm.call import least
 from ..comm.objects import from_rank0
 from ..data.dl import DistributedDL
 from ..data.loaders import n_batches
@@ -79,11 +80,18 @@ def add_batch(self:Evaluation):
 
 # %% ../../nbs/trainer/06_evaluation.ipynb #1e43a84b
 @patch
-def _last_loss(self:Evaluation):
+def _n_batches(self:Evaluation):
+    "Of all workers: of a stream, which may say another length or none, as many as they have had"
+    dl = self.learn.dl
+    return 1-least(-self.learn.iter if self.forwards else 1)[0] if dl.stream else n_batches(dl.dl)
+
+@patch
+def _last_loss(self:Evaluation, rank # Has had the last batch, where each is one worker's
+              ):
     "What this worker adds to the loss of the last batch of all, as a metric's total and count"
-    dl,cut,loss = self.learn.dl,self.decisions.cut,vars(self.learn).get('loss')
+    loss = vars(self.learn).get('loss')
     if self.by_rows: total,count = self.losses.parts[-1][:2] if self.losses.parts else (0.,0.)
-    elif isinstance(loss, Tensor) and dl.rank==((n_batches(dl.dl)-1)%dl.world_size if cut is None else cut[0]): total,count = loss,1
+    elif isinstance(loss, Tensor) and self.learn.dl.rank==rank: total,count = loss,1
     else: total,count = 0.,0
     return SimpleNamespace(total=to_detach(total, gather=False), count=to_detach(count, gather=False))
 
@@ -91,10 +99,12 @@ def _last_loss(self:Evaluation):
 def finish(self:Evaluation):
     "Put metrics and predictions of all workers together"
     if not self.shared: return
-    n = None if self.by_rows or self.decisions.cut is not None else n_batches(self.learn.dl.dl)
-    if n is not None: self.learn.iter,self.learn.n_iter = n-1,n
-    for o in self.preds: o.finish(self.decisions.cut)
-    self.totals.combine(self.by_rows, [last := self._last_loss()])
+    dl,cut = self.learn.dl,self.decisions.cut
+    n = None if self.by_rows or cut is not None else self._n_batches()
+    if n: self.learn.iter,self.learn.n_iter = n-1,n_batches(dl.dl)
+    for o in self.preds: o.finish(cut)
+    last = self._last_loss((n-1)%dl.world_size if n else cut and cut[0])
+    self.totals.combine(self.by_rows, [last])
     if last.count:
         loss,own = last.total/last.count,vars(self.learn).get('loss') # a worker that has had no batch may have none
         self.learn.loss = loss.to(own) if isinstance(own, Tensor) else loss

@@ -52,8 +52,9 @@ class StrategyHooks(QuickCallback):
 @patch
 def before_train(self:StrategyHooks):
     "The learner may have other callbacks now"
-    self.looked_at = None
-    if self.trainer.args['sync_bn']: self._share_norms()
+    hooks = self.trainer.hooks # not these, where the trainer has just followed another model
+    hooks.looked_at = None
+    if self.trainer.args['sync_bn']: hooks._share_norms()
 
 @patch
 def _share_norms(self:StrategyHooks):

@@ -18,7 +18,7 @@ from ..callbacks.precision import autocast_kept, synchronize_rng
 from ..comm.call import same_call
 from ..comm.rank0 import check_outside
 from ..data.rng import rank0_stream, rejoin_streams
-from ..fault.supervisor import catchable, check_watchdog, handler_kept, interrupt_deferred, rejoin, scope, watchdog_time
+from ..fault.supervisor import catchable, check_watchdog, handler_kept, interrupt_deferred, raise_root_cause, rejoin, scope, watchdog_time
 from ..metrics.losses import losses_apart
 from ..model.batchnorm import GlobalBatchNorm
 from ..model.own_loop import OwnLoopDL
@@ -152,6 +152,9 @@ def inside(self:DistributedTrainer):
     "Around an evaluation, which may be one that a callback makes in a fit, in one process too"
     outer,self.within = self.within,self.in_fit
     try: yield
+    except Exception as e:
+        raise_root_cause(e) # of what is after the `validate` event
+        raise
     finally: self.within = outer
 
 # %% ../../nbs/trainer/09_trainer.ipynb #72021c52

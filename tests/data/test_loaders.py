@@ -331,15 +331,18 @@ def of_length(ds, bs, n_batches, num_workers=0):
 
 def said_lengths(distrib, fsdp, lengths, num_workers=0):
     "Fits over streams of 5 and 5 batches that say another length; what there is in the end, and in evaluation"
+    class Left(Callback):
+        def after_epoch(self): left.append((float(self.loss), self.iter, self.n_iter))
     def one(trn, val):
+        left.clear()
         set_seed(7)
         learn = learn_of(of_length(Stream(22, sized=False), 5, trn, num_workers), of_length(Stream(13, sized=False, shuffle=False, seed=1), 3, val, num_workers))
         with (learn.distrib_ctx(split_batches=True, watchdog=60, **kwargs) if distrib else contextlib.nullcontext()):
-            learn.fit(2)
+            learn.fit(2, cbs=Left())
             values = [list(v) for v in learn.recorder.values]
             preds = learn.get_preds(dl=learn.dls.valid, reorder=False)
-        return SimpleNamespace(weights=weights(learn), values=values, preds=preds)
-    kwargs = {}
+        return SimpleNamespace(weights=weights(learn), values=values, preds=preds, left=list(left))
+    kwargs, left = {}, [] # by an evaluation: the loss, the number of its last batch, and of all
     if distrib: import fastdist.all
     if fsdp:
         from accelerate import FullyShardedDataParallelPlugin # each layer is gathered by itself, in each forward
@@ -358,6 +361,7 @@ def test_streams_that_say_another_length(worlds, world, fsdp):
     for m in worlds(world)(said_lengths, True, fsdp, lengths):
         for a, b in zip(one, m, strict=True):
             assert diff(a.weights, b.weights) < 2e-7 and diff(a.values, b.values) < 1e-6
+            for (loss, *numbers), (other, *others) in zip(a.left, b.left, strict=True): assert diff(loss, other) < 1e-6 and numbers == others
             for p, q in zip(a.preds, b.preds, strict=True): assert diff(p, q) < 1e-6
 
 
