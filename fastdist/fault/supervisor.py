@@ -161,6 +161,7 @@ def rejoin():
             f"have begun the same collectives. It was {f.type}: {f.text}")
     outer.caught = None
 
+# %% ../../nbs/fault/06_supervisor.ipynb #56376057
 def raise_root_cause(e # An exception of what all ranks do together, and that may be caught before the scope has it
                     ):
     "Raise the failure of another rank, if `e` only follows from it; a part of a scope does so itself"

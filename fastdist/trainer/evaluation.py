@@ -78,13 +78,14 @@ def add_batch(self:Evaluation):
     self.totals.add_batch(rows=self.by_rows)
     if self.by_rows: self.losses.add(self.learn)
 
-# %% ../../nbs/trainer/06_evaluation.ipynb #1e43a84b
+# %% ../../nbs/trainer/06_evaluation.ipynb #e1d6f623
 @patch
 def _n_batches(self:Evaluation):
     "Of all workers: of a stream, which may say another length or none, as many as they have had"
     dl = self.learn.dl
     return 1-least(-self.learn.iter if self.forwards else 1)[0] if dl.stream else n_batches(dl.dl)
 
+# %% ../../nbs/trainer/06_evaluation.ipynb #1e43a84b
 @patch
 def _last_loss(self:Evaluation, rank # Has had the last batch, where each is one worker's
               ):
@@ -95,6 +96,7 @@ def _last_loss(self:Evaluation, rank # Has had the last batch, where each is one
     else: total,count = 0.,0
     return SimpleNamespace(total=to_detach(total, gather=False), count=to_detach(count, gather=False))
 
+# %% ../../nbs/trainer/06_evaluation.ipynb #60ff5ddb
 @patch
 def finish(self:Evaluation):
     "Put metrics and predictions of all workers together"
