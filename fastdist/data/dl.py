@@ -101,7 +101,7 @@ def _of_adapter(nm, doc): return property(operator.attrgetter(f'_adapter.{nm}'),
 
 DistributedDL.mode = _of_adapter('mode', "How the epoch is cut: in 'steps' of a global batch, in 'batches' of one process, or in 'slices'")
 DistributedDL.bs = _of_adapter('bs', "Batch size of the loader")
-DistributedDL.stream = _of_adapter('stream', "Is the data set of the loader iterable?")
+DistributedDL.is_stream = _of_adapter('stream', "Is the data set of the loader iterable?")
 DistributedDL.n = _of_adapter('n', "Number of samples that the loader has")
 DistributedDL.fake_l = _of_adapter('fake_l', "Between fastai's loader and torch's iterators: reads this worker's batches, after `get_idxs`")
 

@@ -170,7 +170,7 @@ def raise_root_cause(e # An exception of what all ranks do together, and that ma
     if s is None or m.scopes[-1] is not s: return
     other = m.cause_of(e, s)
     if other is None: return
-    s.raised = True
+    if isinstance(other, RemoteError): s.failure,s.raised = other.failure,True # what comes after it is told of it, too
     raise other
 
 # %% ../../nbs/fault/06_supervisor.ipynb #a262e818

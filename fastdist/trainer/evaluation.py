@@ -35,6 +35,7 @@ class Evaluation:
                 ):
         self.learn,self.decisions,self.gathers,self.dst,self.activation = learn,decisions,gathers,dst,activation
         self.totals,self.losses,self.preds,self.forwards = EpochTotals(learn),RowLosses(),[],0
+        self.last = -1 # the number of the last batch that this worker had
         self.dl = vars(learn).get('dl')
 
     @property
@@ -83,7 +84,7 @@ def add_batch(self:Evaluation):
 def _n_batches(self:Evaluation):
     "Of all workers: of a stream, which may say another length or none, as many as they have had"
     dl = self.learn.dl
-    return 1-least(-self.learn.iter if self.forwards else 1)[0] if dl.stream else n_batches(dl.dl)
+    return 1-least(-self.last)[0] if dl.is_stream else n_batches(dl.dl)
 
 # %% ../../nbs/trainer/06_evaluation.ipynb #1e43a84b
 @patch
@@ -105,8 +106,8 @@ def finish(self:Evaluation):
     n = None if self.by_rows or cut is not None else self._n_batches()
     if n: self.learn.iter,self.learn.n_iter = n-1,n_batches(dl.dl)
     for o in self.preds: o.finish(cut)
-    last = self._last_loss((n-1)%dl.world_size if n else cut and cut[0])
-    self.totals.combine(self.by_rows, [last])
+    rank = (n-1)%dl.world_size if n else cut[0] if cut else None
+    self.totals.combine(self.by_rows, [last := self._last_loss(rank)])
     if last.count:
         loss,own = last.total/last.count,vars(self.learn).get('loss') # a worker that has had no batch may have none
         self.learn.loss = loss.to(own) if isinstance(own, Tensor) else loss
@@ -133,6 +134,7 @@ def _stand_in(self:Evaluation):
 def _catch_up(self:Evaluation):
     "Do what others do in batches for which this worker has none: send predictions and, where parameters are sharded, make the forward"
     learn,gathers,most = self.learn,self._gathers(),self.learn.dl.rounds
+    self.last = learn.iter if self.forwards else -1 # a batch that stands in is another worker's
     if gathers and not self.forwards: self._stand_in()
     for i in range(self.forwards, most):
         for o in self.preds: o.send(i)

@@ -53,6 +53,7 @@ class StrategyHooks(QuickCallback):
 def before_train(self:StrategyHooks):
     "The learner may have other callbacks now"
     hooks = self.trainer.hooks # not these, where the trainer has just followed another model
+    if hooks is None: return # or a callback has detached it
     hooks.looked_at = None
     if self.trainer.args['sync_bn']: hooks._share_norms()
 

@@ -330,19 +330,20 @@ def of_length(ds, bs, n_batches, num_workers=0):
     return dl
 
 def said_lengths(distrib, fsdp, lengths, num_workers=0):
-    "Fits over streams of 5 and 5 batches that say another length; what there is in the end, and in evaluation"
+    "Fits over streams of 5 and 5 batches, or so many samples, that say another length; what there is in the end, and in evaluation"
     class Left(Callback):
-        def after_epoch(self): left.append((float(self.loss), self.iter, self.n_iter))
-    def one(trn, val):
-        left.clear()
+        "By an evaluation: the loss, the number of its last batch, and of all"
+        def __init__(self): self.found = []
+        def after_epoch(self): self.found.append((float(self.loss), self.iter, self.n_iter))
+    def one(trn, val, n_val=13):
         set_seed(7)
-        learn = learn_of(of_length(Stream(22, sized=False), 5, trn, num_workers), of_length(Stream(13, sized=False, shuffle=False, seed=1), 3, val, num_workers))
+        learn = learn_of(of_length(Stream(22, sized=False), 5, trn, num_workers), of_length(Stream(n_val, sized=False, shuffle=False, seed=1), 3, val, num_workers))
         with (learn.distrib_ctx(split_batches=True, watchdog=60, **kwargs) if distrib else contextlib.nullcontext()):
-            learn.fit(2, cbs=Left())
+            learn.fit(2, cbs=(left := Left()))
             values = [list(v) for v in learn.recorder.values]
             preds = learn.get_preds(dl=learn.dls.valid, reorder=False)
-        return SimpleNamespace(weights=weights(learn), values=values, preds=preds, left=list(left))
-    kwargs, left = {}, [] # by an evaluation: the loss, the number of its last batch, and of all
+        return SimpleNamespace(weights=weights(learn), values=values, preds=preds, left=left.found)
+    kwargs = {}
     if distrib: import fastdist.all
     if fsdp:
         from accelerate import FullyShardedDataParallelPlugin # each layer is gathered by itself, in each forward
@@ -355,8 +356,8 @@ def said_lengths(distrib, fsdp, lengths, num_workers=0):
 @pytest.mark.parametrize('fsdp', [False, True])
 @pytest.mark.parametrize('world', [2, 3])
 def test_streams_that_say_another_length(worlds, world, fsdp):
-    "5 batches: as many, fewer and more than it has been said"
-    lengths = [(5, 5), (1, 1), (9, 11), ('5', '7')]
+    "5 batches, or one, of which some workers have none: as many, fewer and more than it has been said"
+    lengths = [(5, 5), (1, 1), (9, 11), ('5', '7'), (5, 8, 2)]
     one = said_lengths(False, fsdp, lengths)
     for m in worlds(world)(said_lengths, True, fsdp, lengths):
         for a, b in zip(one, m, strict=True):
