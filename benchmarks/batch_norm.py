@@ -15,7 +15,7 @@ from shared import parser
 def work(rank, size, file, a, res):
     torch.set_num_threads(1)
     dist.init_process_group('gloo', init_method=f'file://{file}', rank=rank, world_size=size)
-    from fastdist.model.batchnorm import sync_batch_norm
+    from fastdist.model.buffers.batchnorm import sync_batch_norm
     torch.manual_seed(0)
     models = [DistributedDataParallel(resnet18(num_classes=10), broadcast_buffers=False) for _ in range(2)]
     sync_batch_norm(models[1])

@@ -1,6 +1,8 @@
 """The house in figures: `python tools/house.py [FOLDER]` counts what makes it heavy, in this checkout or in another. `--names KIND` lists the places of one
 kind: wide, long, bare (exported cells without an example right after), state, undocumented."""
 import argparse, ast, json
+from collections import Counter
+from operator import itemgetter
 from pathlib import Path
 from check import imports, ROOT
 
@@ -61,13 +63,14 @@ def look(root):
     every = [cells(f) for f in notebooks(root)]
     lines = {f:f.read_text(encoding='utf-8').splitlines() for f in modules(root)}
     rel = lambda f: f.relative_to(root).as_posix()
+    fullest = max(Counter(map(room, fs)).items(), key=itemgetter(1))[0]
     return dict(
-        modules=[rel(f) for f in fs], floors=range(floors(below)), arrows=sorted({(room(f), room(o)) for f in fs for o in below[f] if room(f)!=room(o)}),
+        modules=[rel(f) for f in fs], fullest=[rel(f) for f in fs if room(f)==fullest], floors=range(floors(below)), arrows=sorted({(room(f), room(o)) for f in fs for o in below[f] if room(f)!=room(o)}),
         lines=[o for f in lines for o in lines[f]], wide=[f'{rel(f)}:{i}' for f in lines for i,o in enumerate(lines[f], 1) if len(o) > 140],
         exported=[o for e in every for o in e[0]], long=[o for e in every for o in e[1]], bare=[o for e in every for o in e[2]],
         state=[f'{rel(f)}: {o}' for f in fs for o in state(f)], undocumented=[f'{rel(f)}: {o}' for f in fs for o in undocumented(f)])
 
-TEXT = dict(modules="modules", floors="modules on the longest way of imports", arrows="arrows between rooms", lines="lines", wide="lines over 140 columns",
+TEXT = dict(modules="modules", fullest="modules in the fullest room", floors="modules on the longest way of imports", arrows="arrows between rooms", lines="lines", wide="lines over 140 columns",
             exported="exported cells with functions or classes", long="of these, over 25 lines", bare="of these, without an example right after",
             state="names of modules that change as they run", undocumented="public functions and classes without a docstring")
 

@@ -252,7 +252,7 @@ FAULTS = [Fault(*o) for o in [
      'import fastai.distributed # before', 'pass # before',
      ['tests/promises/test_p8_import.py::test_either_order']),
     ('torch-in-the-command-line', 'P8', "fastdist train imports torch before it has read the config: seconds, to say that a key is wrong",
-     'from .machine import n_gpus, nearest, why_cpu\n', 'from .machine import n_gpus, nearest, why_cpu\nimport torch\n',
+     'from ..machine import n_gpus, nearest, why_cpu\n', 'from ..machine import n_gpus, nearest, why_cpu\nimport torch\n',
      ['tests/launch/test_config.py::test_wrong_config_at_once']),
     ('thread-at-import', 'P8', "an import starts a thread",
      'World.on_begin(monitor)\n', 'World.on_begin(monitor)\nimport threading,time\nthreading.Thread(target=time.sleep, args=(1e6,), daemon=True).start()\n',

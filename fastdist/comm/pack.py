@@ -13,7 +13,7 @@ import numpy as np, torch, torch.distributed as dist
 from fastcore.basics import partition
 from fastcore.foundation import L
 from torch import Tensor,nn
-from ..world.process_group import job_secret
+from ..world.start.process_group import job_secret
 from ..world.ranks import get_rank
 from ..world.secret import Unpickler, sign
 

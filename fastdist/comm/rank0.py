@@ -16,7 +16,7 @@ from ..world.ranks import get_local_rank, get_node_rank, get_rank, get_world_siz
 from ..world.store import wait_until
 from ..world.errors import Failure, RemoteError, hook_uncaught
 from ..notices import notice
-from ..world.process_group import all_sign, ended, job_secret, shared_store
+from ..world.start.process_group import all_sign, ended, job_secret, shared_store
 from ..world.secret import Unpickler, open_json, sign, signed_json
 
 # %% ../../nbs/comm/05_rank0.ipynb #1d0def23

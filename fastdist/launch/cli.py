@@ -263,7 +263,7 @@ def _accelerate_args(command):
 # %% ../../nbs/launch/05_cli.ipynb #8ed23ca6
 def _port(a):
     "The port of the store that was asked for, or 0, for any that is free"
-    from fastdist.world.loopback import loopback_socket
+    from fastdist.world.start.loopback import loopback_socket
     if not a.main_process_port: return 0
     try: loopback_socket(a.main_process_port).close()
     except ConnectionError: raise
@@ -280,7 +280,7 @@ def _closed(a):
     if a.num_machines > 1: yield; return
     from accelerate.utils import patch_environment
     from fastdist.world.secret import secret_env
-    from fastdist.world.elastic import loopback_rendezvous
+    from fastdist.world.start.elastic import loopback_rendezvous
     if a.rdzv_backend=='static':
         a.rdzv_backend,a.rdzv_endpoint = loopback_rendezvous(),f'127.0.0.1:{_port(a)}'
         a.main_process_port = 0 # Accelerate's own look at it: it would take another rendezvous where it is in use

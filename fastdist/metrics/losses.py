@@ -19,7 +19,7 @@ from ..comm.gather import gather_tensors, interleave
 from ..comm.pack import tensors_in
 from ..data.partition import local_rows
 from ..data.rng import rng_state, set_rng_state
-from ..model.batchnorm import GlobalBatchNorm
+from ..model.buffers.batchnorm import GlobalBatchNorm
 from ..world.errors import refuse
 from ..world.ranks import get_rank
 from ..world.state import current_world

@@ -17,9 +17,9 @@ from ..comm.call import route, same_and_most, same_text, who_has
 from ..comm.objects import all_gather_list, from_rank0
 from ..comm.pack import as_bytes, bucket_bytes, checksums, tensors_in
 from ..comm.shards import is_dtensor
-from ..model.batchnorm import GlobalBatchNorm
+from ..model.buffers.batchnorm import GlobalBatchNorm
 from ..model.params import ModelParams
-from ..model.running_stats import average_buffers
+from ..model.buffers.running_stats import average_buffers
 from ..world.ranks import get_rank, get_world_size
 
 # %% ../../nbs/strategy/00_base.ipynb #f0347905

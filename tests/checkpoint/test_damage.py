@@ -2,13 +2,13 @@
 import json, random, shutil
 import pytest
 from test_resume import *
-from fastdist.checkpoint.folder import _summary_sum, write_json
+from fastdist.checkpoint.files.folder import _summary_sum, write_json
 
 
 def two_workers(folder, seed=0):
     "Two checkpoints, of steps 1 and 2, of two workers; written by this process for both"
-    from fastdist.checkpoint.saving import Saver
-    from fastdist.checkpoint.tensors import TensorShard
+    from fastdist.checkpoint.files.saving import Saver
+    from fastdist.checkpoint.files.tensors import TensorShard
     g = torch.Generator().manual_seed(seed)
     both = [Saver(folder, f'run{seed}', r, 2) for r in range(2)]
     for step in (1, 2):
@@ -46,7 +46,7 @@ DAMAGES = [flip]*50 + [cut]*15 + [missing]*10 + [of_another_run]*10 + [of_the_st
 
 
 def test_none_of_a_hundred_is_loaded(tmp_path):
-    from fastdist.checkpoint.folder import DamagedCheckpoint, checkpoints
+    from fastdist.checkpoint.files.folder import DamagedCheckpoint, checkpoints
     rng, whole, other = random.Random(3), two_workers(tmp_path/'whole'), two_workers(tmp_path/'other', 5)/'step-00000002'
     assert checkpoints(whole)[0].verify().summary['step'] == 2 and len(DAMAGES) == 100
     for i, damage in enumerate(DAMAGES):
@@ -128,8 +128,8 @@ def test_other_metrics_are_told(tmp_path):
 @pytest.mark.parametrize('at', ['step-00000006', 'step-00000004'], ids=['before', 'in the middle'])
 def test_deleted_while_it_is_inspected(at, tmp_path, monkeypatch, capsys):
     "By the run that saves there, which keeps fewer: it is no fault of a checkpoint"
-    import fastdist.checkpoint.folder as folder
-    from fastdist.launch.inspect import main
+    import fastdist.checkpoint.files.folder as folder
+    from fastdist.launch.checkpoint.inspect import main
     fitted(tmp_path, epochs=1)
     ckpt, real = tmp_path/'ckpt', folder.file_sum
     assert [o.path.name for o in folder.checkpoints(ckpt)] == ['step-00000006.1', 'step-00000006', 'step-00000004']
@@ -148,7 +148,7 @@ def test_disk_full_or_read_only(tmp_path, capfd, monkeypatch):
     "A folder that cannot be written is an error before the first step; a disk that is full later a notice, and training goes on"
     (tmp_path/'file').touch()
     with pytest.raises(OSError, match='Not a directory|File exists'): fitted_to(tmp_path/'file'/'ckpt', tmp_path)
-    import fastdist.checkpoint.tensors as tensors
+    import fastdist.checkpoint.files.tensors as tensors
     def full(*args): raise OSError(28, 'No space left on device')
     monkeypatch.setattr(tensors, 'write_shards', full)
     learn = fitted_to(tmp_path/'ckpt', tmp_path)
@@ -158,8 +158,8 @@ def test_disk_full_or_read_only(tmp_path, capfd, monkeypatch):
 
 def full_for_rank0(folder):
     "The names in the folder after a fit in which rank 0's disk is full, before rank 1 begins to write"
-    import fastdist.all, fastdist.checkpoint.tensors as tensors
-    from fastdist.checkpoint.folder import Draft
+    import fastdist.all, fastdist.checkpoint.files.tensors as tensors
+    from fastdist.checkpoint.files.folder import Draft
     from fastdist.checkpoint.resume import Resume
     from fastdist.world import get_rank
     from_the_start()

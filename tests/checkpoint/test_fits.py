@@ -1,7 +1,7 @@
 "Several fits of one script with one folder: each goes on where it was, and what the script does between them is as it was"
 import pytest
 from test_resume import *
-from fastdist.checkpoint.folder import _summary_sum, checkpoints, write_json
+from fastdist.checkpoint.files.folder import _summary_sum, checkpoints, write_json
 
 
 class StopsAt(Callback):

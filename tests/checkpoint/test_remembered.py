@@ -117,7 +117,7 @@ def test_a_state_of_its_own_in_two_workers(world2, tmp_path):
 def by_own_trainer(folder, at=None):
     "A fit by a trainer that counts, which ends at batch `at`; what it has in the checkpoint, beside what is of its process alone, as the thread that trains"
     import fastdist.all
-    from fastdist.checkpoint.folder import checkpoints
+    from fastdist.checkpoint.files.folder import checkpoints
     from fastdist.trainer import DistributedTrainer
     class Mine(DistributedTrainer):
         def __init__(self):
@@ -579,7 +579,7 @@ def extra_saved(folder, strategy):
     "(What the model has counted: as it was saved, as it was loaded again, and as what `fastdist export` writes has it)"
     import fastdist.all
     from fastdist.checkpoint.resume import Resume
-    from fastdist.launch.export import main
+    from fastdist.launch.checkpoint.export import main
     from fastdist.world import get_rank, rank0_first
     from_the_start()
     learn = simple(folder, model=lambda: nn.Sequential(Scaled(4, 8), nn.Linear(8, 3)).double())
@@ -630,8 +630,8 @@ def test_goes_on_after_a_validation_in_the_middle(world2, tmp_path):
 def fails_while_writing(folder):
     "Of this worker, after a fit that has failed while a checkpoint was written: (does it hold the folder, after that has been written, what there is)"
     import fastdist.all
-    from fastdist.checkpoint import saving, shared_folder
-    from fastdist.checkpoint.folder import FolderLock, checkpoints
+    from fastdist.checkpoint.files import saving, shared_folder
+    from fastdist.checkpoint.files.folder import FolderLock, checkpoints
     from_the_start()
     write, saving.Saver._write = saving.Saver._write, lambda self, *args: (time.sleep(.5), write(self, *args))
     try: assert fitted(folder, simple, lambda l: None, 3, 2, 'ddp') is None

@@ -76,7 +76,7 @@ def each_checkpoint(run, tmp_path, at=None, plain=True):
     "Results of `run(folder, cbs)`: without `Resume`, with it, and gone on with from each of its checkpoints"
     import fastdist.all
     from fastdist.checkpoint.resume import Resume
-    from fastdist.checkpoint.folder import checkpoints
+    from fastdist.checkpoint.files.folder import checkpoints
     from fastdist.world import get_rank, get_world_size
     def put(c, folder):
         if get_rank() == 0: shutil.copytree(c, folder/'ckpt'/c.name), (shutil.copy(tmp_path/'all'/'log.csv', folder) if (tmp_path/'all'/'log.csv').exists() else None)
@@ -290,7 +290,7 @@ def test_other_loaders_are_told(world2, tmp_path):
 def test_an_error_of_the_loader_saves_what_was_whole(tmp_path):
     "And the same call again, in the same process, goes on"
     import fastdist.all
-    from fastdist.checkpoint.folder import checkpoints
+    from fastdist.checkpoint.files.folder import checkpoints
     from fastdist.checkpoint.resume import Resume
     class Fails(Noisy):
         fails = True
@@ -437,9 +437,9 @@ def test_what_waits_for_a_step(worlds, strategy, at, tmp_path):
 def again_at_once(folder, slow):
     "A fit that fails in all workers while they write, and the same one again in the same processes, as in a notebook whose workers stay"
     import fastdist.all
-    from fastdist.checkpoint.folder import Draft
+    from fastdist.checkpoint.files.folder import Draft
     from fastdist.checkpoint.resume import Resume
-    from fastdist.checkpoint.saving import Saver
+    from fastdist.checkpoint.files.saving import Saver
     from fastdist.world import get_rank
     from_the_start()
     real = Draft.finish_part

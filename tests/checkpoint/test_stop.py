@@ -133,7 +133,7 @@ def test_evaluations_are_no_fits(tmp_path):
     import torch
     from fastai.basics import Callback
     from fastai.test_utils import synth_learner
-    from fastdist.checkpoint.folder import checkpoints
+    from fastdist.checkpoint.files.folder import checkpoints
     from fastdist.checkpoint.resume import Resume
     import fastdist.trainer.learner
 
@@ -159,12 +159,12 @@ def test_a_signal_at_the_end_of_a_fit(tmp_path):
     from fastai.basics import Callback
     from fastai.test_utils import synth_learner
     from fastdist.checkpoint.resume import Resume
-    from fastdist.checkpoint.folder import checkpoints
+    from fastdist.checkpoint.files.folder import checkpoints
     from fastdist.world.errors import Stopped
     class Asked(Callback):
         def after_fit(self): os.kill(os.getpid(), signal.SIGTERM)
     learn = synth_learner()
     with learn.no_bar(), learn.no_logging(), pytest.raises(Stopped): learn.fit(1, cbs=[Resume(tmp_path/'step-size'), Asked()])
     assert [o.summary['ended'] for o in checkpoints(tmp_path/'step-size')] == [True] and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-    from fastdist.launch.inspect import main
+    from fastdist.launch.checkpoint.inspect import main
     assert main([str(tmp_path/'step-size')]) == 0  # a folder of checkpoints, whatever its name begins with

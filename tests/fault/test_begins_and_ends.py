@@ -77,7 +77,8 @@ def test_ctrl_c_as_it_begins(world, strategy, step):
 def pressed(place):
     "In rank 1 a Ctrl-C arrives in `place`: errors"
     import fastdist.all
-    from fastdist.fault import monitor, supervisor
+    from fastdist.fault import supervisor
+    from fastdist.fault.watch import monitor
     from fastdist.trainer import setup_steps
     from fastdist.world import get_rank, teardown_distrib
     at = dict(start=(monitor.Monitor, '_publish'), close=(supervisor, '_close'), gather=(setup_steps, 'close_strategy'))

@@ -19,7 +19,7 @@ class Fails(Callback):
 def caught(ranks, calls, distrib=True, late=False):
     "What has come of `calls` of a learner, of which the first fails in `ranks`, and of the end of their context"
     import fastdist.all
-    from fastdist.fault.monitor import Monitor
+    from fastdist.fault.watch.monitor import Monitor
     patience, Monitor.patience = Monitor.patience, 1  # seconds
     learn, res = quiet(learner(n=23, n_val=43, bs=5, bn=True)), []
     def call(f, *args, **kwargs):

@@ -89,10 +89,10 @@ FAULTS = dict(
             try: list(DistributedDL(DataLoader(list(range(8)), bs=2, num_workers=1, after_item=item), 0, 1))
             except RuntimeError as e: print(crashes(running_monitor().stacks), file=sys.stderr)
             list(DistributedDL(DataLoader(list(range(8)), bs=2, num_workers=1, after_item=later), 0, 1))''',
-        before='from fastdist.all import DistributedDL\n    from fastdist.fault.stacks import crashes\n    from fastdist.fault.monitor import running_monitor',
+        before='from fastdist.all import DistributedDL\n    from fastdist.fault.watch.stacks import crashes\n    from fastdist.fault.watch.monitor import running_monitor',
         says=['Fatal Python error: Segmentation fault', 'in item', 'rank 1 has kept the others waiting', 'its loader process', 'in later']),
     # rank 2 is told by the end of its connections, before its monitor has heard of it
-    sleeps=dict(before='if rank == 2:\n        from fastdist.fault.monitor import Monitor\n        Monitor._receive = lambda *args: None',
+    sleeps=dict(before='if rank == 2:\n        from fastdist.fault.watch.monitor import Monitor\n        Monitor._receive = lambda *args: None',
                 fault='time.sleep(1000)', says=['rank 1 has kept the others waiting', 'in <module>', 'waits in all_reduce']),
     busy=dict(fault='while True: pass', says=['rank 1 has kept the others waiting']))
 
@@ -126,8 +126,8 @@ FRESH = """
     import ctypes, multiprocessing, sys, time, torch.distributed as dist
     from fastai.data.load import DataLoader
     from fastdist.all import DistributedDL
-    from fastdist.fault.monitor import running_monitor
-    from fastdist.fault.stacks import crashes
+    from fastdist.fault.watch.monitor import running_monitor
+    from fastdist.fault.watch.stacks import crashes
     from fastdist.world import *
     class Unsendable:
         def __reduce__(self): raise TypeError('it stays here')

@@ -6,8 +6,8 @@ import pytest
 from harness import ROOT, free_port, launched
 from learners import diff
 
-from fastdist.launch.config import keys, read_config
-from fastdist.launch.train import launch_args
+from fastdist.launch.train.config import keys, read_config
+from fastdist.launch.train.cli import launch_args
 
 DOCNN = ROOT/'examples'/'docnn'
 TRAIN = [sys.executable, '-m', 'fastdist', 'train']

@@ -294,7 +294,7 @@ def apart(how):
     "What each worker raises where rank 1 is elsewhere than where metrics are put together; and that they go on"
     from fastdist.fault.cancel import Decisions
     from fastdist.metrics.metrics import EpochTotals
-    from fastdist.trainer.evaluation import same_log
+    from fastdist.trainer.fit.evaluation import same_log
     from fastdist.world import get_rank
     import fastdist.all
     learn = quiet(learner(n=8, n_val=13, metrics=accuracy))

@@ -33,7 +33,7 @@ def shared(cases, device='cpu'):
     "The same for this worker's rows, the first of which has one alone; gradients of parameters are summed over workers"
     import torch.distributed as dist
     from fastdist.all import setup_distrib, teardown_distrib
-    from fastdist.model.batchnorm import sync_batch_norm
+    from fastdist.model.buffers.batchnorm import sync_batch_norm
     setup_distrib()
     rank, size, res = dist.get_rank(), dist.get_world_size(), []
     cut = slice(0, 1) if rank == 0 else slice(1+(rank-1)*6//(size-1), 1+rank*6//(size-1))
@@ -79,7 +79,7 @@ def sent_by_a_layer(size):
     "Bytes of each message of a forward and a backward, in the last of `size` workers, the others of which are pretended"
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
-    from fastdist.model.batchnorm import sync_batch_norm
+    from fastdist.model.buffers.batchnorm import sync_batch_norm
     dist.init_process_group('fake', rank=size-1, world_size=size, store=FakeStore())
     sent, counts, real = [], Counter(), dist.all_reduce
     def all_reduce(t, *args, **kwargs):

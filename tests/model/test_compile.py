@@ -113,7 +113,7 @@ def trained_bn(wrap=None, backend=None, **bn):
     from accelerate.utils import TorchDynamoPlugin
     from torch.nn.parallel import DistributedDataParallel
     from fastdist.model.compile import compile_model
-    from fastdist.model.batchnorm import sync_batch_norm
+    from fastdist.model.buffers.batchnorm import sync_batch_norm
     from fastdist.world import get_rank, get_world_size
     if wrap and not dist.is_initialized(): dist.init_process_group('gloo')
     rank, size = (get_rank(), get_world_size()) if wrap else (0, 1)

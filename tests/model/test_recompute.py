@@ -43,7 +43,7 @@ def trained_raw(recompute=True, wrap=None, bn=False, lr=0.1, repeat=1, offload=F
     from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
     from fastdist.model.activation_checkpoint import checkpoint_activations
-    from fastdist.model.batchnorm import sync_batch_norm
+    from fastdist.model.buffers.batchnorm import sync_batch_norm
     from fastdist.model.blocks import units
     from fastdist.world import get_rank, get_world_size
     if wrap and not dist.is_initialized(): dist.init_process_group('gloo')

@@ -419,7 +419,7 @@ def waits(ctx, n=24, loss='plain', **kwargs):
 
 
 # what all have agreed on in the batch before; fastai's average of the losses is not waited for
-A_STEP_LATE = {('event', 'fastdist', 'trainer/step.py', '_agreed'): 1}
+A_STEP_LATE = {('event', 'fastdist', 'trainer/fit/step.py', '_agreed'): 1}
 # of 268 bytes of parameters, or 332, by two workers: what goes into a message, and comes out of it; 40 are the loss's
 BYTES = dict(ddp=(308, 572), zero1=(764, 1124), zero2=(952, 1344), fsdp=(1408, 1896))
 
@@ -710,7 +710,7 @@ def fitted_by_default(strategy, device, folder):
 def late_by_default():
     "Where a number that the host will look at later goes, and whether the models are the same, where tensors are made on the GPU by default"
     from fastdist.callbacks.divergence import _weights, check_same
-    from fastdist.callbacks.late_loss import send_to_host
+    from fastdist.callbacks.patches.late_loss import send_to_host
     from fastdist.world import setup_distrib
     setup_distrib()
     _weights.cache_clear()

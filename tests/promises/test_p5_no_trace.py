@@ -255,7 +255,7 @@ def test_no_copies_of_a_part(world2, strategy):
 def share_after_a_fit():
     "The last batch has samples for 2 of 3 workers"
     import fastdist.all
-    from fastdist.model.batchnorm import GlobalBatchNorm
+    from fastdist.model.buffers.batchnorm import GlobalBatchNorm
     learn = quiet(learner(n=8, bs=3, bn=True))
     with learn.distrib_ctx(split_batches=True): learn.fit(1)
     return dict(vars(GlobalBatchNorm.share))

@@ -24,7 +24,7 @@ def no_launcher(monkeypatch):
 
 
 def asked(strategy=None, **kwargs):
-    from fastdist.trainer.args import check_args
+    from fastdist.trainer.args.accelerate_args import check_args
     return check_args(kwargs, strategy)
 
 
@@ -109,7 +109,7 @@ def test_every_field_of_the_fsdp_plugin_is_known():
     import dataclasses
     taken = {'fsdp_version', 'reshard_after_forward', 'mixed_precision_policy', 'auto_wrap_policy', 'cpu_offload', 'ignored_modules', 'state_dict_type', 'state_dict_config',
              'optim_state_dict_config', 'activation_checkpointing', 'activation_checkpointing_offload', 'cpu_ram_efficient_loading', 'transformer_cls_names_to_wrap', 'min_num_params'}
-    from fastdist.trainer.strategy_args import _instead
+    from fastdist.trainer.args.strategy_args import _instead
     assert {o.name for o in dataclasses.fields(FullyShardedDataParallelPlugin)} == taken | set(_instead)
 
 
@@ -171,7 +171,7 @@ def test_other_parallelism(kind, monkeypatch):
 
 
 def test_mesh_and_workers():
-    from fastdist.trainer.strategy_args import check_mesh
+    from fastdist.trainer.args.strategy_args import check_mesh
     for mesh, n in ((None, 3), ((2, 3), 6), ((1, 3), 3), ((1, 3), 1)): check_mesh(mesh, n)
     for mesh, n in (((2, 3), 5), ((3, 1), 2), ((1, 2), 3)):
         with pytest.raises(ValueError, match=rf'{mesh[0]} x {mesh[1]}.*there are {n} workers: dp_replicate_size times dp_shard_size has to be {n}'): check_mesh(mesh, n)
@@ -179,7 +179,7 @@ def test_mesh_and_workers():
 
 def mesh_in_a_group(mesh):
     from accelerate.parallelism_config import ParallelismConfig
-    from fastdist.trainer.args import check_args
+    from fastdist.trainer.args.accelerate_args import check_args
     from fastdist.world import setup_distrib
     setup_distrib()
     try: return check_args(dict(parallelism_config=ParallelismConfig(*mesh))).mesh

@@ -32,7 +32,7 @@ def awkward():
 def sent_as(rows, nbytes):
     "Messages of `nbytes` at most; in `rows` of each worker, as other backends than gloo have them"
     from fastdist.comm import pack
-    from fastdist.strategy import sharding
+    from fastdist.strategy.shards import sharding
     by_gloo = (lambda *_: False) if rows else sharding._by_gloo
     with put.object(sharding, '_by_gloo', by_gloo), put.object(sharding, 'bucket_bytes', nbytes), put.object(pack, 'bucket_bytes', nbytes): yield
 
@@ -64,7 +64,7 @@ def test_awkward_shapes(worlds, size):
 def sums_and_rows(rows, nbytes):
     "What is added up, and what is gathered, of several types: differences to what it should be"
     import torch.distributed as dist
-    from fastdist.strategy import sharding
+    from fastdist.strategy.shards import sharding
     from fastdist.world import setup_distrib
     setup_distrib()
     rank, n = dist.get_rank(), dist.get_world_size()
@@ -105,7 +105,7 @@ def as_one_of(size, rank, shapes):
     "Of a step with torch's fake process group: messages and their bytes, calls of Python functions; what is sharded of the gradients"
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
-    from fastdist.strategy.sharding import local
+    from fastdist.strategy.shards.sharding import local
     from fastdist.strategy.zero import ShardedGradients
     dist.init_process_group('fake', store=FakeStore(), rank=rank, world_size=size)
     model, strategy, sent = nn.ParameterList([nn.Parameter(torch.zeros(s)) for s in shapes]), ShardedGradients(), []

@@ -96,7 +96,7 @@ def shapes_in_ctx(ctx, clip=None):
     "What a worker has of parameters, gradients and optimizer state, in the middle of a fit and after it"
     import fastdist.all
     from torch.distributed.tensor import DTensor
-    from fastdist.strategy.sharding import local
+    from fastdist.strategy.shards.sharding import local
     learn = quiet(learner(n=20, bs=5, opt=Adam, model=lambda: Scaled(False).double(), splitter=splitter))
     res = []
     class Look(Callback):

@@ -204,7 +204,7 @@ def after_an_error(ctx, where, everywhere, slow=False):
     """The learner after an error in one worker, or in all: whole, plain, and ready to train in one process.
     `slow`: ending the connections of the old process group takes long"""
     import fastdist.all, time
-    import fastdist.fault.connections as remote, fastdist.strategy.select as select
+    import fastdist.fault.watch.connections as remote, fastdist.strategy.select as select
     from fastdist.world import get_rank
     learn = quiet(learner(n=20, bs=5, opt=Adam, model=lambda: Scaled(True).double(), splitter=splitter, lr=0.05))
     learn.fit(1)

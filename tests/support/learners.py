@@ -105,7 +105,7 @@ def counted_collectives(counts):
 
 def from_the_start():
     "As in a process that has made no fit, and after one in which what was being written has been"
-    from fastdist.checkpoint.shared_folder import _fits
+    from fastdist.checkpoint.files.shared_folder import _fits
     for o in _fits.values():
         if o.ending is not None: o.ending.join()
     _fits.clear()

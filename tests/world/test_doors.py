@@ -145,7 +145,7 @@ def under_attack(folder, no_secret):
     res.append(caught(lambda: all_gather_list([r, 'text'])))
     res.append(caught(lambda: from_rank0({'x': (1, 2.)})))
     res.append([o if isinstance(o, tuple) else len(o) for o in [caught(lambda: all_gather_list(Path('a')))]][0])
-    from fastdist.fault.monitor import Scope
+    from fastdist.fault.watch.monitor import Scope
     m = monitor()
     def looked(n): wait_for(lambda: m.n > n+2 or not m.threads[0].is_alive(), 'the monitors have looked at it')
     forged, places = json.dumps(asdict(Failure(1, 'n1', text='forged', by=7))).encode(), ('fail/job', 'beat/0', 'link/a:1>b:1', 'ack/job/0')

@@ -53,7 +53,7 @@ class Prefixed:
 def start_of(n, monkeypatch):
     "By rank, (requests outside of looks, most requests of one look), of a start of `n` workers"
     import torch.distributed as dist
-    from fastdist.world import arrival
+    from fastdist.world.start import arrival
     raw, asked, res, errors = dist.HashStore(), {}, {}, []
     monkeypatch.setattr(arrival.dist, 'PrefixStore', Prefixed)
 
@@ -85,8 +85,8 @@ def monitor_of(n, monkeypatch, tmp_path):
     "The `Monitor` of the first of `n` workers that all have a heartbeat, the others' in the store: (it, Counter of what it asks)"
     import torch.distributed as dist
     from dataclasses import asdict
-    from fastdist.fault import connections, monitor, reports, watchdog
-    from fastdist.fault.watchdog import Beat
+    from fastdist.fault.watch import connections, monitor, reports, watchdog
+    from fastdist.fault.watch.watchdog import Beat
     from fastdist.world.ranks import host_name
     monkeypatch.setenv('TORCHELASTIC_ERROR_FILE', str(tmp_path/'error.json'))
     for o in (reports, watchdog): monkeypatch.setattr(o, 'get_world_size', lambda: n)
@@ -157,7 +157,7 @@ def test_looks(monkeypatch, tmp_path):
 
 def test_records():
     import torch.distributed as dist
-    from fastdist.world.records import Records
+    from fastdist.world.start.records import Records
     for n in (2, 64, 1024):
         asked, o = Counter(), Records(dist.HashStore())
         for r in range(n): o.set(f'beat/{r}', r)

@@ -214,7 +214,7 @@ def test_somebody_else_is_there():
 def after_another(rank, file, port):
     "Rank 0 comes when rank 1 has found another program at the address in the file"
     import psutil
-    from fastdist.world import rendezvous
+    from fastdist.world.start import rendezvous
     rendezvous._reply_seconds = 1
     def is_there(): return any(c.raddr and c.raddr.port == port for c in psutil.net_connections('tcp'))
     if rank == 0: wait_for(is_there, 'rank 1 looks where the file says', 60)

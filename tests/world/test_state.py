@@ -45,7 +45,7 @@ def forked():
     "A child forked in a group has its world, and ends nothing of it; one that is forked before has a world of its own"
     import os, torch.distributed as dist
     from fastdist.world import current_world, setup_distrib, teardown_distrib
-    from fastdist.world.process_group import shared_store
+    from fastdist.world.start.process_group import shared_store
     teardown_distrib()
     def child(f):
         pid = os.fork()

@@ -17,9 +17,9 @@ from .node import cannot_write, fault, interface_findings, node_findings, note, 
 from .report import Silent
 from ..machine import digits, plural
 from ...world.errors import RemoteError
-from ...world.process_group import init_group, teardown_distrib, world_store
-from ...world.arrival import MissingRanks
-from ...world.rendezvous import PortError
+from ...world.start.process_group import init_group, teardown_distrib, world_store
+from ...world.start.arrival import MissingRanks
+from ...world.start.rendezvous import PortError
 from ...world.ranks import env_int, get_backend, get_device, get_launcher, get_rank, get_world_size, host_name, is_master
 from ...world.store import wait_until
 

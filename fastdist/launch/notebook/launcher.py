@@ -20,7 +20,7 @@ from .serialize import namespace, pack, rich_shell, unpack, why_not
 from .workers import NotebookWorkers, without_frames
 from ..processes import handlers_kept, torch_quiet
 from ...world.errors import RemoteError
-from ...world.loopback import loopback_env, loopback_store
+from ...world.start.loopback import loopback_env, loopback_store
 from ...world.private import clear_left, keep, new_folder
 from ...world.secret import secret_env
 from ...world.ranks import from_env

@@ -142,7 +142,7 @@ def _run(line, rank, setup, call, shell=None):
         if rank==0 and os.getpid()==pid: _send_value(line, value, known, setup['folder'], setup['name'])
     except BaseException as e:
         if os.getpid()!=pid: raise # a copy that the function has forked
-        from fastdist.fault.monitor import root_cause
+        from fastdist.fault.watch.monitor import root_cause
         with suppress(Exception): _redden_bars()
         line.send('failed', Failure.of(root_cause(e)))
         return False
@@ -160,7 +160,7 @@ class _NoInput(io.TextIOWrapper):
 def _tidy():
     "Leave the next call no process group, no plots, and the memory of the GPU"
     import torch
-    from fastdist.world.process_group import teardown_distrib
+    from fastdist.world.start.process_group import teardown_distrib
     teardown_distrib()
     if plt := sys.modules.get('matplotlib.pyplot'): plt.close('all')
     gc.collect()

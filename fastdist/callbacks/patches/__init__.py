@@ -1,0 +1,1 @@
+"""What fastai's own callbacks need on many workers"""

@@ -1,0 +1,1 @@
+"""Buffers that a forward changes"""

@@ -1,0 +1,1 @@
+"""How tensors, and the modules that have them, are divided between workers"""

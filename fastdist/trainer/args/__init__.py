@@ -1,0 +1,1 @@
+"""Arguments of a context, checked once"""

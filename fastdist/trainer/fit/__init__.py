@@ -1,0 +1,1 @@
+"""What happens in a fit: its start, its training steps, its evaluations"""
