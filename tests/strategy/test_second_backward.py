@@ -167,7 +167,7 @@ def fitted(name, ctx=None):
     def model():
         torch.manual_seed(3)
         return Scaled(True).double()
-    learn = learner(n=22, n_val=4, model=model, **{'opt': partial(SGD, mom=0.9), 'lr': 0.05, **kw}) # 5 samples a batch, and 2 in the last: none, for one worker of three
+    learn = learner(n=17, n_val=4, model=model, **{'opt': partial(SGD, mom=0.9), 'lr': 0.05, **kw}) # 5 samples a batch, and 2 in the last: none, for one worker of three
     learn.__class__ = cls
     quiet(learn)
     try:
