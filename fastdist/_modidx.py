@@ -2717,6 +2717,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                         'fastdist.strategy.base._check_buffers': ( 'strategy/base.html#_check_buffers',
                                                                                    'fastdist/strategy/base.py'),
                                         'fastdist.strategy.base._is_zero': ('strategy/base.html#_is_zero', 'fastdist/strategy/base.py'),
+                                        'fastdist.strategy.base._modules_of': ( 'strategy/base.html#_modules_of',
+                                                                                'fastdist/strategy/base.py'),
                                         'fastdist.strategy.base._numbers': ('strategy/base.html#_numbers', 'fastdist/strategy/base.py'),
                                         'fastdist.strategy.base._same_grads': ( 'strategy/base.html#_same_grads',
                                                                                 'fastdist/strategy/base.py'),

@@ -367,6 +367,8 @@ def read_config(a):
     if a.module and a.training_script.endswith('.py') and os.path.isfile(a.training_script): # which Python would run here, to look into it
         sys.exit(f"fastdist launch: -m {a.training_script}: it is a script, and no module: leave out -m")
     if not found: sys.exit(f"fastdist launch: there is no {'module' if a.module else 'file'} {a.training_script!r}")
+    if not a.module and os.path.isdir(a.training_script) and not os.path.isfile(f'{a.training_script}/__main__.py'):
+        sys.exit(f"fastdist launch: {a.training_script} is a folder without a __main__.py, which Python would run: name a script in it")
     if a.training_script.endswith('.ipynb'): sys.exit(f"fastdist launch: {a.training_script} is a notebook: open it, and start the workers "
         "from one of its cells, by launch_in_notebook(train); or make a script of it, by `jupyter nbconvert --to script`")
     if a.config_file and not os.path.isfile(a.config_file):

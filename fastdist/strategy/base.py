@@ -187,6 +187,12 @@ def sync_buffers(model):
     _broadcast([b for _,b in named])
 
 # %% ../../nbs/strategy/00_base.ipynb #f41c0a58
+def _modules_of(o):
+    "Those that `o` has as attributes, or in lists and dicts of them"
+    for v in getattr(o, '__dict__', {}).values():
+        vs = list(v.values()) if isinstance(v, dict) else v if isinstance(v, (list,tuple,L)) else [v]
+        if vs and isinstance(vs[0], nn.Module): yield from (m for m in vs if isinstance(m, nn.Module)) # other lists may be long
+
 def whole_model(learn # Any `Learner`
                ):
     "`learn.model`; in a list with the modules of the loss function and, where the optimizer trains them, of callbacks, if there are any"
@@ -194,9 +200,8 @@ def whole_model(learn # Any `Learner`
     trained = {id(p) for pg in opt.param_lists for p in pg} if opt else set()
     # a wrapper around the model has no others
     def own(*tensors): return {id(o) for o in tensors}-{id(o) for o in (*learn.model.parameters(), *learn.model.buffers())}
-    losses = [m for m in (loss, *getattr(loss, '__dict__', {}).values())
-              if isinstance(m, nn.Module) and m.state_dict() and own(*m.parameters(), *m.buffers())]
-    beside = [m for cb in learn.cbs for m in vars(cb).values() if isinstance(m, nn.Module) and own(*m.parameters()) & trained]
+    losses = [m for m in (*([loss] if isinstance(loss, nn.Module) else []), *_modules_of(loss)) if m.state_dict() and own(*m.parameters(), *m.buffers())]
+    beside = [m for cb in learn.cbs for m in _modules_of(cb) if own(*m.parameters()) & trained]
     more = {id(m):m for m in (*losses, *beside)}
     return nn.ModuleList([learn.model, *more.values()]) if more else learn.model
 

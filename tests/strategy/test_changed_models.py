@@ -93,9 +93,15 @@ class Second(Callback):
     def after_pred(self): self.learn.pred = self.head(self.pred)
 
 
+class SecondInList(Second):
+    def __init__(self): self.heads = [new_head(None, bn=True)]
+    @property
+    def head(self): return self.heads[0]
+
+
 CHANGES = dict(head_and_opt=head_and_opt, head_none=head_none, inserted=inserted, other=other, in_fit=in_fit, in_epoch=in_epoch, accumulated=accumulated)
 BESIDE = dict(loss=lambda: dict(loss=Warm()), loss_accumulated=lambda: dict(loss=Warm(), cbs=GradientAccumulation(12)),
-              module=lambda: dict(model=lambda: model(out=7), cbs=Second()))
+              module=lambda: dict(model=lambda: model(out=7), cbs=Second()), in_a_list=lambda: dict(model=lambda: model(out=7), cbs=SecondInList()))
 
 
 def fitted(name, ctx=None):
