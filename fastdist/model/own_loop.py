@@ -9,6 +9,7 @@ __all__ = ['global_norms', 'OwnLoopDL']
 from contextlib import ExitStack, contextmanager, nullcontext
 from weakref import WeakSet
 
+import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 from fastcore.basics import noop, patch
 from ..data.dl import _NEW_EPOCH, DistributedDL
@@ -17,12 +18,14 @@ from .buffers.batchnorm import GlobalBatchNorm, batch_norms, sync_batch_norm
 
 # %% ../../nbs/model/03_own_loop.ipynb #a25a2f1d
 @contextmanager
-def global_norms():
-    "In a block, the batch norm layers of any model that is called in training take their statistics from the global batch"
-    seen,undo = WeakSet(),ExitStack()
+def global_norms(of=None # Parameters: in models alone that have one of them; `None`: in any model
+                ):
+    "In a block, the batch norm layers of models that are called in training take their statistics from the global batch"
+    seen,undo,of = WeakSet(),ExitStack(),None if of is None else {id(p) for p in of}
     def sync(m, _):
-        if not m.training or m in seen: return
+        if torch.compiler.is_compiling() or not m.training or m in seen: return
         seen.update(m.modules()) # the outermost one comes first
+        if of is not None and of.isdisjoint(map(id, m.parameters())): return
         # those of the learner's own model are global already, and may have a class of torch's that shards them
         if not all(isinstance(o, GlobalBatchNorm) for o in batch_norms(m)): undo.callback(sync_batch_norm(m))
     undo.callback(register_module_forward_pre_hook(sync).remove)

@@ -19,6 +19,7 @@ from ..model.activation_checkpoint import checkpoint_activations
 from ..model.buffers.batchnorm import GlobalBatchNorm, sync_batch_norm
 from ..model.compile import GraphSteps, compile_model
 from ..model.foreach import Foreach
+from ..model.own_loop import global_norms
 from ..strategy.base import check_values, same_everywhere, whole_model
 from ..strategy.select import close_strategy, drop_strategy, make_strategy, open_strategy
 from ..strategy.shards.whole import norms_of_shards, whole_numbers
@@ -140,6 +141,7 @@ def _share_model(self:SetupSteps):
     self.undo.callback(self._close_strategy)
     open_strategy(self.strategy, learn, device)
     self.strategy.set_opt(learn.opt)
+    if self.args['sync_bn'] and (unknown := self.unknown_params(whole_model(learn))): self.undo.enter_context(global_norms(of=unknown))
     self.seen = versions(self.learn)
 
 @patch

@@ -60,12 +60,18 @@ class FollowsModel(UndoneCallback):
     shaped,strategy = None,None
     dirty = False # have buffers changed since the workers agreed on them?
 
+    def unknown_params(self, whole):
+        "What the optimizer trains beside the parameters of `whole`: of modules that a closure may have, or nobody"
+        loose = self.strategy.loose
+        known = {id(p) for p in whole.parameters()} if loose else ()
+        return [p for p in loose if id(p) not in known]
+
     def note_parts(self):
         "Remember what the model is made of"
         self.strategy.sync_params()
         whole = whole_model(self.learn)
         parts = whole.modules() if whole is self.learn.model else (m for o in whole for m in o.modules())
-        ps = [*whole.parameters()]
+        ps = [*whole.parameters(), *self.unknown_params(whole)]
         self.parts = [self.learn.model, *parts, *ps, *[p.dtype for p in ps]]
         self.params = self.strategy.model_params()
 

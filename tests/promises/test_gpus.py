@@ -776,9 +776,9 @@ def one_visible(n, same):
     torch.cuda.device_count = lambda: 1
     try:
         setup_distrib(timeout=5)
+        torch.distributed.barrier()  # who goes before another one has set up breaks its connections
         return get_device().index, torch.cuda.current_device()
-    except ValueError as e: return str(e)
-    except Exception as e: return type(e).__name__
+    except Exception as e: return f'{type(e).__name__}: {e}'
     finally:
         torch.cuda.device_count = fakegpu.cuda.lib.fakegpu_count
         del os.environ['CUDA_VISIBLE_DEVICES']

@@ -99,9 +99,21 @@ class SecondInList(Second):
     def head(self): return self.heads[0]
 
 
+def in_closure():
+    "A callback that has its module nowhere"
+    head = new_head(None, bn=True)
+    class InClosure(Callback):
+        head = property(lambda self: head)
+        def before_train(self): head.train()
+        def before_validate(self): head.eval()
+        def after_pred(self): self.learn.pred = head(self.pred)
+    return InClosure()
+
+
 CHANGES = dict(head_and_opt=head_and_opt, head_none=head_none, inserted=inserted, other=other, in_fit=in_fit, in_epoch=in_epoch, accumulated=accumulated)
 BESIDE = dict(loss=lambda: dict(loss=Warm()), loss_accumulated=lambda: dict(loss=Warm(), cbs=GradientAccumulation(12)),
-              module=lambda: dict(model=lambda: model(out=7), cbs=Second()), in_a_list=lambda: dict(model=lambda: model(out=7), cbs=SecondInList()))
+              module=lambda: dict(model=lambda: model(out=7), cbs=Second()), in_a_list=lambda: dict(model=lambda: model(out=7), cbs=SecondInList()),
+              in_closure=lambda: dict(model=lambda: model(out=7), cbs=in_closure()))
 
 
 def fitted(name, ctx=None):
