@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Strategy', 'check_trainable', 'unused_error', 'callback_results', 'callbacks_of', 'put_method', 'sync_buffers',
-           'whole_model', 'inner_opt', 'state_tensors', 'needs_closure', 'check_values', 'check_shares',
+           'modules_of', 'whole_model', 'inner_opt', 'state_tensors', 'needs_closure', 'check_values', 'check_shares',
            'same_everywhere']
 
 # %% ../../nbs/strategy/00_base.ipynb #49e9f763
@@ -187,11 +187,18 @@ def sync_buffers(model):
     _broadcast([b for _,b in named])
 
 # %% ../../nbs/strategy/00_base.ipynb #f41c0a58
-def _modules_of(o):
-    "Those that `o` has as attributes, or in lists and dicts of them"
-    for v in getattr(o, '__dict__', {}).values():
-        vs = list(v.values()) if isinstance(v, dict) else v if isinstance(v, (list,tuple,L)) else [v]
-        if vs and isinstance(vs[0], nn.Module): yield from (m for m in vs if isinstance(m, nn.Module)) # other lists may be long
+def modules_of(*objects # Any, as callbacks
+              ):
+    "The modules that `objects` have as attributes, or in lists and dicts of them"
+    res = []
+    for o in objects:
+        for k,v in getattr(o, '__dict__', {}).items():
+            cls = type(v) # `isinstance` would ask a loader what it stands for
+            if issubclass(cls, nn.Module): res.append(v)
+            elif issubclass(cls, (dict,list,tuple,L)) and k!='_modules': # a module has these itself
+                vs = v.values() if issubclass(cls, dict) else v
+                if isinstance(next(iter(vs), None), nn.Module): res += [m for m in vs if isinstance(m, nn.Module)] # other lists may be long
+    return res
 
 def whole_model(learn # Any `Learner`
                ):
@@ -200,8 +207,9 @@ def whole_model(learn # Any `Learner`
     trained = {id(p) for pg in opt.param_lists for p in pg} if opt else set()
     # a wrapper around the model has no others
     def own(*tensors): return {id(o) for o in tensors}-{id(o) for o in (*learn.model.parameters(), *learn.model.buffers())}
-    losses = [m for m in (*([loss] if isinstance(loss, nn.Module) else []), *_modules_of(loss)) if m.state_dict() and own(*m.parameters(), *m.buffers())]
-    beside = [m for cb in learn.cbs for m in _modules_of(cb) if own(*m.parameters()) & trained]
+    of_loss = filter(risinstance(nn.Module), (loss, *modules_of(loss)))
+    losses = [m for m in of_loss if m.state_dict() and own(*m.parameters(), *m.buffers())]
+    beside = [m for m in modules_of(*learn.cbs) if own(*m.parameters()) & trained]
     more = {id(m):m for m in (*losses, *beside)}
     return nn.ModuleList([learn.model, *more.values()]) if more else learn.model
 

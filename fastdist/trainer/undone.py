@@ -72,7 +72,7 @@ class FollowsModel(UndoneCallback):
         whole = whole_model(self.learn)
         parts = whole.modules() if whole is self.learn.model else (m for o in whole for m in o.modules())
         ps = [*whole.parameters(), *self.unknown_params(whole)]
-        self.parts = [self.learn.model, *parts, *ps, *[p.dtype for p in ps]]
+        self.parts = [*[p.dtype for p in ps], self.learn.model, *parts, *ps] # no module first: these are not what `modules_of` looks for
         self.params = self.strategy.model_params()
 
     def agree_buffers(self):

@@ -348,15 +348,16 @@ class ReplacesLoss(Callback):
 
 
 class Teaches(Callback):
-    "An average of the model, with batch norm in training mode, whose predictions the model is to have"
-    def before_fit(self): self.mean = deepcopy(self.learn.model)
+    "Averages of the model, with batch norm in training mode, whose predictions the model is to have"
+    def before_fit(self): self.mean, self.more = deepcopy(self.learn.model), dict(slow=deepcopy(self.learn.model))
     def after_loss(self):
         if not self.training: return
-        with torch.no_grad(): t = self.mean(self.x)
+        with torch.no_grad(): t = self.mean(self.x)*.7 + self.more['slow'](self.x)*.3
         self.learn.loss_grad = self.learn.loss_grad + (self.pred-t).pow(2).mean().float()
     def after_step(self):
         with torch.no_grad():
-            for a, b in zip(self.mean.parameters(), self.learn.model.parameters()): a.lerp_(b, .1)
+            for m, w in (self.mean, .1), (self.more['slow'], .01):
+                for a, b in zip(m.parameters(), self.learn.model.parameters()): a.lerp_(b, w)
 
 
 class StepsByLoss(Callback):

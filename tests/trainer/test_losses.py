@@ -30,6 +30,19 @@ class Combined:
     def decodes(self, x): return x.argmax(1)
 
 
+class Normed:
+    "Batch norm that has nothing to learn or to remember"
+    def __init__(self): self.norm = nn.BatchNorm1d(3, affine=False, track_running_stats=False)
+    def __call__(self, p, y): return ce(self.norm(p), y)
+
+
+class NormedModule(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3, affine=False, track_running_stats=False)
+    def forward(self, p, y): return ce(self.norm(p), y)
+
+
 class Marks(Callback):
     "Some labels do not count"
     may_cancel = False
@@ -163,6 +176,7 @@ def run(make, distrib=True, **ctx):
 CASES = dict(
     declared=lambda: learner(n=22, loss=declared), summed=lambda: learner(n=22, loss=declared_sum),
     summed_l1=lambda: learner(n=22, loss=declared_sum, cbs=L1()), mean_l1=lambda: learner(n=22, cbs=L1()),
+    normed=lambda: learner(n=22, loss=Normed()), normed_module=lambda: learner(n=22, loss=NormedModule()),
     combined=lambda: learner(n=22, loss=whole(Combined()), bn=True), rmse=lambda: learner(n=22, loss=whole(rmse)), contrast=lambda: learner(n=21, loss=whole(contrast)),
     combined_acc=lambda: learner(n=22, loss=whole(Combined()), cbs=[L1(), GradientAccumulation(9)]),
     declared_acc=lambda: learner(n=22, loss=declared, cbs=GradientAccumulation(9)),

@@ -184,7 +184,7 @@ class GlobalBatchNorm(_BatchNorm):
         compiling = torch.compiler.is_compiling()
         # what one worker does alone leaves the running statistics as all have them
         if not compiling and current_world().alone: return F.batch_norm(x, None, None, self.weight, self.bias, True, 0., self.eps)
-        if self.share.whole and not compiling: return super().forward(x)
+        if not compiling and (self.share.whole or self.share.apart and self.running_mean is None): return super().forward(x)
         return _norm_of_all(x, self.weight, self.bias, self.eps, self._update)
 
     def __reduce_ex__(self, proto):
@@ -269,7 +269,7 @@ class _GlobalFunction(TorchFunctionMode):
     def norm(self, input, running_mean, running_var, weight=None, bias=None, training=False, momentum=.1, eps=1e-5, *, plain):
         if not training: return plain()
         share,compiling = GlobalBatchNorm.share,torch.compiler.is_compiling()
-        if share.whole and not compiling: return plain()
+        if not compiling and (share.whole or share.apart and running_mean is None): return plain()
         def add(mean, var, n):
             some = share.counts or compiling or n.item()
             if running_mean is not None and some: _add_stats(running_mean, running_var, mean, var, n, momentum)

@@ -15,7 +15,7 @@ from ...comm.shards import is_dtensor
 from ...metrics.losses import GlobalBatchLoss
 from ...model.buffers.batchnorm import GlobalBatchNorm, batch_norms, sync_batch_norm
 from ...model.buffers.running_stats import weighed_stats
-from ...strategy.base import callback_results
+from ...strategy.base import callback_results, modules_of
 from ...world.ranks import get_rank, get_world_size
 
 # %% ../../../nbs/trainer/fit/02_hooks.ipynb #08e15f32
@@ -59,9 +59,10 @@ def before_train(self:StrategyHooks):
 
 @patch
 def _share_norms(self:StrategyHooks):
-    "Modules that callbacks keep, as the teacher of a model, see this worker's share of a batch, too"
-    kept = [m for cb in self.learn.cbs if self.trainer.decisions.has_all(cb) for m in vars(cb).values() if isinstance(m, nn.Module)]
-    new = [o for m in kept for o in batch_norms(m) if not isinstance(o, GlobalBatchNorm)]
+    "Modules that callbacks keep, as the teacher of a model, and those of the loss see this worker's share of a batch, too"
+    learn = self.learn
+    kept = modules_of(learn, learn.loss_func, *filter(self.trainer.decisions.has_all, learn.cbs))
+    new = [o for m in kept if m is not learn.model for o in batch_norms(m) if not isinstance(o, GlobalBatchNorm)]
     if new: self.trainer.undo.callback(sync_batch_norm(nn.ModuleList(new)))
 
 @patch
