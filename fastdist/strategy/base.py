@@ -204,13 +204,13 @@ def whole_model(learn # Any `Learner`
                ):
     "`learn.model`; in a list with the modules of the loss function and, where the optimizer trains them, of callbacks, if there are any"
     opt,loss = learn.opt,learn.loss_func
+    of_loss = [m for m in (loss, *modules_of(loss)) if isinstance(m, nn.Module) and m.state_dict()]
+    of_cbs = modules_of(*learn.cbs)
+    if not (of_loss or of_cbs): return learn.model
     trained = {id(p) for pg in opt.param_lists for p in pg} if opt else set()
-    # a wrapper around the model has no others
-    def own(*tensors): return {id(o) for o in tensors}-{id(o) for o in (*learn.model.parameters(), *learn.model.buffers())}
-    of_loss = filter(risinstance(nn.Module), (loss, *modules_of(loss)))
-    losses = [m for m in of_loss if m.state_dict() and own(*m.parameters(), *m.buffers())]
-    beside = [m for m in modules_of(*learn.cbs) if own(*m.parameters()) & trained]
-    more = {id(m):m for m in (*losses, *beside)}
+    models = {id(o) for o in (*learn.model.parameters(), *learn.model.buffers())}
+    def own(*tensors): return {id(o) for o in tensors}-models # a wrapper around the model has none
+    more = {id(m):m for m in of_loss if own(*m.parameters(), *m.buffers())} | {id(m):m for m in of_cbs if own(*m.parameters()) & trained}
     return nn.ModuleList([learn.model, *more.values()]) if more else learn.model
 
 # %% ../../nbs/strategy/00_base.ipynb #1691a73b
