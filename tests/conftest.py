@@ -121,8 +121,8 @@ def pytest_configure(config):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config):
-    "Three more than cores, for there are always tests that wait (of 2 cores four processes use three quarters); not so many that processes are started for nothing"
-    return min(len(os.sched_getaffinity(0)) + 3, 6)
+    "Two more than cores, for there are always tests that wait; not so many that processes are started for nothing"
+    return min(len(os.sched_getaffinity(0)) + 2, 6)
 
 
 TOGETHER = 'test_slurm.py', 'test_hosts.py', 'test_gpus.py', 'test_compile.py', 'test_strategy_words.py'

@@ -70,12 +70,14 @@ def test_forks(world2): assert world2(forked) == [(True, True, [1])]*2
 def destroyed(folder):
     "A context after the end of a group that the script has made, or `distributed_init`, where no variable of a launcher's says how to make another"
     import os, torch.distributed as dist
-    from fastdist.world import distributed_init, get_world_size, setup_distrib, teardown_distrib
+    from fastdist.world import current_world, distributed_init, get_world_size, setup_distrib, teardown_distrib
     names = [k for k in os.environ if k in ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE', 'GROUP_RANK', 'MASTER_ADDR', 'MASTER_PORT') or k.startswith('TORCHELASTIC_')]
     launched, res = {k: os.environ.pop(k) for k in names}, []
     rank = int(launched['RANK'])
     try:
         dist.init_process_group('gloo', init_method=f'file://{folder}/torchs', rank=rank, world_size=2)
+        current_world()  # as a context in it does
+        dist.barrier()  # who goes before the other one has its connections breaks them
         dist.destroy_process_group()
         try: setup_distrib()
         except RuntimeError as e: res.append(str(e))
@@ -84,8 +86,10 @@ def destroyed(folder):
         del os.environ['WORLD_SIZE']
         res.append(dist.is_initialized())
         distributed_init(f'file://{folder}/ours', rank=rank, world_size=2)
+        dist.barrier()
         teardown_distrib()
         setup_distrib()  # as a context after one that has failed
+        dist.barrier()
         res.append(get_world_size())
         teardown_distrib()
     finally: os.environ.update(launched)
