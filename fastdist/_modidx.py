@@ -2414,6 +2414,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                                 'fastdist/model/buffers/batchnorm.py'),
                                                   'fastdist.model.buffers.batchnorm.GlobalBatchNorm.expect': ( 'model/buffers/batchnorm.html#globalbatchnorm.expect',
                                                                                                                'fastdist/model/buffers/batchnorm.py'),
+                                                  'fastdist.model.buffers.batchnorm.GlobalBatchNorm.expected': ( 'model/buffers/batchnorm.html#globalbatchnorm.expected',
+                                                                                                                 'fastdist/model/buffers/batchnorm.py'),
                                                   'fastdist.model.buffers.batchnorm.GlobalBatchNorm.forward': ( 'model/buffers/batchnorm.html#globalbatchnorm.forward',
                                                                                                                 'fastdist/model/buffers/batchnorm.py'),
                                                   'fastdist.model.buffers.batchnorm._AnyDims': ( 'model/buffers/batchnorm.html#_anydims',

@@ -38,7 +38,7 @@ class Seen(Callback):
 def state_after(distrib, cb, again=True, **kwargs):
     "What a fit with `cb` leaves, and one without it after that"
     import contextlib
-    kwargs = {**dict(n=14, n_val=14, bs=4, bn=True, opt=Adam, metrics=accuracy, cbs=Seen()), **kwargs}
+    kwargs = {**dict(n=14, n_val=23, bs=4, bn=True, opt=Adam, metrics=accuracy, cbs=Seen()), **kwargs}
     learn = quiet(learner(**kwargs))
     err = None
     if distrib: import fastdist.all

@@ -177,6 +177,7 @@ CASES = dict(
     declared=lambda: learner(n=22, loss=declared), summed=lambda: learner(n=22, loss=declared_sum),
     summed_l1=lambda: learner(n=22, loss=declared_sum, cbs=L1()), mean_l1=lambda: learner(n=22, cbs=L1()),
     normed=lambda: learner(n=22, loss=Normed()), normed_module=lambda: learner(n=22, loss=NormedModule()),
+    normed_whole=lambda: learner(n=22, loss=whole(NormedModule())),
     combined=lambda: learner(n=22, loss=whole(Combined()), bn=True), rmse=lambda: learner(n=22, loss=whole(rmse)), contrast=lambda: learner(n=21, loss=whole(contrast)),
     combined_acc=lambda: learner(n=22, loss=whole(Combined()), cbs=[L1(), GradientAccumulation(9)]),
     declared_acc=lambda: learner(n=22, loss=declared, cbs=GradientAccumulation(9)),
@@ -214,7 +215,7 @@ def compared(world, names, tol=2e-7, **ctx):
 @pytest.mark.sizes
 def test_as_one_process(world):
     "Each by two workers or by three; where a share is empty, or there is one sample a worker, by both"
-    both = ['declared_acc', 'ignored_aux', 'drops_shares', 'drops_shares_acc', 'marks', 'skip_share', 'skip_many']
+    both = ['normed_whole', 'declared_acc', 'ignored_aux', 'drops_shares', 'drops_shares_acc', 'marks', 'skip_share', 'skip_many']
     compared(world, [o for i, o in enumerate(CASES) if i % 2 == world.n % 2 or o in both])
 
 

@@ -7,6 +7,7 @@ __all__ = ['GlobalBatchNorm', 'norm_bases', 'batch_norms', 'sync_batch_norm']
 
 # %% ../../../nbs/model/buffers/00_batchnorm.ipynb #49e9f7a0
 import copyreg
+from contextlib import contextmanager
 from functools import lru_cache
 
 import torch.distributed as dist, torch.nn.functional as F
@@ -200,6 +201,15 @@ def expect(cls:GlobalBatchNorm, counts=True, # Does this worker's local batch co
           ):
     "What the batch is like that goes forward next"
     vars(cls.share).update(counts=counts, empty=empty, apart=apart, whole=whole)
+
+@patch(cls_method=True)
+@contextmanager
+def expected(cls:GlobalBatchNorm, **kwargs):
+    "The same in a block, as for a loss of rows that each worker has all of"
+    was = dict(vars(cls.share))
+    cls.expect(**kwargs)
+    try: yield
+    finally: cls.expect(**was)
 
 # %% ../../../nbs/model/buffers/00_batchnorm.ipynb #7706f4ef
 def _norm_by_kernels(x, weight, bias, eps, counts=True, seen=noop):
