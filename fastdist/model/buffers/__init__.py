@@ -1,1 +1,0 @@
-"""Buffers that a forward changes"""
