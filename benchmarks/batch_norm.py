@@ -15,17 +15,18 @@ from shared import parser
 def work(rank, size, file, a, res):
     torch.set_num_threads(1)
     dist.init_process_group('gloo', init_method=f'file://{file}', rank=rank, world_size=size)
-    from fastdist.model.buffers.batchnorm import sync_batch_norm
+    from fastdist.model.batchnorm import global_batch_norm, norm_scope_of
     torch.manual_seed(0)
     models = [DistributedDataParallel(resnet18(num_classes=10), broadcast_buffers=False) for _ in range(2)]
-    sync_batch_norm(models[1])
+    norms = global_batch_norm(models[1])
+    norms.__enter__() # until the process ends
     torch.manual_seed(rank)
     x, times = torch.randn(a.batch, 3, a.size, a.size), ([], [])
     for i in range(a.steps+3):
         for j in ((0, 1), (1, 0))[i % 2]:
             dist.barrier()
             begin = time.perf_counter(), time.process_time()
-            models[j](x).square().mean().backward()
+            with norm_scope_of(('local', 'global')[j]): models[j](x).square().mean().backward()
             took = [b-e for b, e in zip((time.perf_counter(), time.process_time()), begin)]
             if i > 2: times[j].append(took)
     if rank == 0: res.put(times)

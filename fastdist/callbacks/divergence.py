@@ -18,7 +18,7 @@ from ..comm.call import same_text
 from ..comm.objects import all_gather_list
 from ..comm.pack import as_bytes
 from ..comm.shards import is_dtensor, local
-from ..model.buffers.batchnorm import GlobalBatchNorm
+from ..model.batchnorm import has_global_stats
 from .compression import LocalSGD
 from .patches.fastai_patches import QuickCallback, device_of, in_evaluation
 
@@ -110,7 +110,7 @@ def check_same(model, # The same `nn.Module` in all workers, wrapped or not
     raise DivergenceError(_report(every, dist.get_process_group_ranks(group), when))
 
 # %% ../../nbs/callbacks/03_divergence.ipynb #d1fe0015
-def _agrees(m): return not isinstance(m, _NormBase) or isinstance(m, GlobalBatchNorm)
+def _agrees(m): return not isinstance(m, _NormBase) or has_global_stats(m)
 
 # %% ../../nbs/callbacks/03_divergence.ipynb #9a00d839
 class DivergenceCheck(QuickCallback):

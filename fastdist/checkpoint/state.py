@@ -22,7 +22,7 @@ from ..data.fastai_dl import set_text_order, text_order
 from ..data.loaders import and_those_in, counts_of, set_counts
 from ..data.rng import drawers, plain_state, generator_states, generators_in, set_generator_states, set_stream_states, stream_states
 from ..metrics.losses import GlobalBatchLoss
-from ..model.buffers.batchnorm import GlobalBatchNorm
+from ..model.batchnorm import has_global_stats
 from ..model.foreach import ForeachOptimizer
 from ..strategy.base import inner_opt, whole_model
 from ..strategy.sharded_opt import cpu_numbers
@@ -342,7 +342,7 @@ def random_of(learn # Any `Learner`
 def _own_buffers(learn):
     "Buffers that are not the same in all workers, as the statistics of batch norm over local batches"
     if device_of(learn) is None or not trainer_of(learn).dirty: return {}
-    shared = {id(b) for m in learn.model.modules() if isinstance(m, GlobalBatchNorm) for b in m.buffers()}
+    shared = {id(b) for m in learn.model.modules() if has_global_stats(m) for b in m.buffers()}
     return {n:b for n,b in learn.model.named_buffers() if id(b) not in shared and not is_dtensor(b)}
 
 def _state_keys(learn):

@@ -11,6 +11,7 @@ from copy import copy
 from threading import get_ident
 
 import torch.distributed as dist, torch.nn.functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
 from fastai.basics import *
 from fastai.learner import AvgLoss
 from fastai.losses import BaseLoss, LabelSmoothingCrossEntropy
@@ -19,7 +20,7 @@ from ..comm.gather import gather_tensors, interleave
 from ..comm.pack import tensors_in
 from ..data.partition import local_rows
 from ..data.rng import rng_state, set_rng_state
-from ..model.buffers.batchnorm import GlobalBatchNorm
+from ..model.batchnorm import norm_scope_of
 from ..world.errors import refuse
 from ..world.ranks import get_rank
 from ..world.state import current_world
@@ -116,7 +117,7 @@ class GlobalBatchLoss(GetAttr):
         if step is not None:
             if kwargs.get('reduction', getattr(self, 'reduction', None))=='none': raise _by_sample(self.loss_func)
             pred,*yb = _of_all(pred, yb, step)
-        with nullcontext() if step is None else GlobalBatchNorm.expected(whole=True): return self.loss_func(pred, *yb, **kwargs)
+        with nullcontext() if step is None else norm_scope_of('local'): return self.loss_func(pred, *yb, **kwargs)
 
     @staticmethod
     def expect(step=None):
@@ -153,7 +154,7 @@ def _no_trace(f, model):
     bufs = [(b,b.clone()) for b in (owner.buffers() if isinstance(owner, nn.Module) else ())]
     def refuse(m, args):
         if get_ident()!=this: return # another thread's forward is its own business
-        if m in inside or isinstance(m, GlobalBatchNorm): raise RuntimeError("the loss function calls the model")
+        if m in inside or isinstance(m, _BatchNorm): raise RuntimeError("the loss function calls the model")
     handle = nn.modules.module.register_module_forward_pre_hook(refuse)
     try:
         with torch.no_grad(): yield

@@ -13,6 +13,7 @@ from inspect import signature
 from torch.nn.parallel import DistributedDataParallel, DataParallel
 from torch.utils._pytree import tree_map_only
 from fastai.basics import *
+from .batchnorm import trace_batch_norm
 from .blocks import is_wrapped, units, wrap_forward
 from ..world.ranks import get_rank
 from ..world.state import current_world
@@ -150,6 +151,7 @@ def compile_model(model, # Model, sharded and recomputed already if it is going 
     if isinstance(model, (DistributedDataParallel,DataParallel)): model = model.module
     kwargs = _compile_kwargs(plugin)
     if kwargs is None: return noop
+    trace_batch_norm()
     names = {m:n for n,m in model.named_modules()}
     codes,undo = {},ExitStack()
     # graphs keep their memory, and a group of nccl's waits at its end for those that have its collectives, as batch norm's

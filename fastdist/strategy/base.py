@@ -17,9 +17,9 @@ from ..comm.call import route, same_and_most, same_text, who_has
 from ..comm.objects import all_gather_list, from_rank0
 from ..comm.pack import as_bytes, bucket_bytes, checksums, tensors_in
 from ..comm.shards import is_dtensor
-from ..model.buffers.batchnorm import GlobalBatchNorm
+from ..model.batchnorm import has_global_stats
 from ..model.params import ModelParams
-from ..model.buffers.running_stats import average_buffers
+from ..model.buffers import average_buffers
 from ..world.ranks import get_rank, get_world_size
 
 # %% ../../nbs/strategy/00_base.ipynb #f0347905
@@ -179,7 +179,7 @@ def _check_buffers(named):
 def sync_buffers(model):
     """Give all workers the same buffers of `model`: the mean over them, or rank 0's; those of global batch norm are the same already.
     A `ValueError` names one of another shape"""
-    same = {id(b) for m in model.modules() if isinstance(m, GlobalBatchNorm) for b in m.buffers()}
+    same = {id(b) for m in model.modules() if has_global_stats(m) for b in m.buffers()}
     named = [(n,b) for n,b in model.named_buffers() if id(b) not in same]
     if not named: return # all workers have built the same layers
     _check_buffers(named)

@@ -45,13 +45,16 @@ def _without_empty(model):
         else: setattr(model, nm, before)
 
 # %% ../../nbs/strategy/03_ddp.ipynb #8af718ea
+class _Replicated(DistributedDataParallel):
+    def _passing_sync_batchnorm_handle(self, module): "torch's `SyncBatchNorm` runs on the CPU, too, in `global_batch_norm`: no error"
+
 def _make_ddp(learn, device, handler):
     "A `DistributedDataParallel` of the model, for the parameters that need gradients now, with hooks of `handler` and of callbacks"
     # Buffers are batch norm's in nearly all models, and those agree already; any others are made to once an epoch
     kwargs = dict(broadcast_buffers=False) if handler is None else handler.to_dict()
     with _without_empty(learn.model), warnings.catch_warnings():
         warnings.filterwarnings('ignore', message='.*broadcast_buffers') # its new name is not known to all torch versions supported
-        ddp = DistributedDataParallel(learn.model, device_ids=None if device.type=='cpu' else [device], **kwargs)
+        ddp = _Replicated(learn.model, device_ids=None if device.type=='cpu' else [device], **kwargs)
     if handler is not None: handler.register_comm_hook(ddp)
     for hook in callback_results(learn, 'comm_hook'): ddp.register_comm_hook(*hook)
     return ddp

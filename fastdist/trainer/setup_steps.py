@@ -16,10 +16,9 @@ from ..data.rng import WorkerRandom
 from ..fault.cancel import Decisions
 from ..metrics.metrics import EpochTotals
 from ..model.activation_checkpoint import checkpoint_activations
-from ..model.buffers.batchnorm import GlobalBatchNorm, sync_batch_norm
+from ..model.batchnorm import global_batch_norm
 from ..model.compile import GraphSteps, compile_model
 from ..model.foreach import Foreach
-from ..model.own_loop import global_norms
 from ..strategy.base import check_values, same_everywhere, whole_model
 from ..strategy.select import close_strategy, drop_strategy, make_strategy, open_strategy
 from ..strategy.shards.whole import norms_of_shards, whole_numbers
@@ -123,8 +122,7 @@ def _prepare(self:SetupSteps):
 @patch
 def _share_batch_norm(self:SetupSteps):
     "Take batch norm's statistics from the global batch"
-    self.undo.callback(GlobalBatchNorm.expect) # of a loop of one's own each local batch counts
-    if self.args['sync_bn']: self.undo.callback(sync_batch_norm(whole_model(self.learn)))
+    if self.args['sync_bn']: self.undo.enter_context(global_batch_norm(self.learn.model))
 
 # %% ../../nbs/trainer/02_setup_steps.ipynb #1ed02cb1
 @patch
@@ -141,7 +139,6 @@ def _share_model(self:SetupSteps):
     self.undo.callback(self._close_strategy)
     open_strategy(self.strategy, learn, device)
     self.strategy.set_opt(learn.opt)
-    if self.args['sync_bn'] and (unknown := self.unknown_params(whole_model(learn))): self.undo.enter_context(global_norms(of=unknown))
     self.seen = versions(self.learn)
 
 @patch

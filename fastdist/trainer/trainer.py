@@ -20,7 +20,7 @@ from ..comm.rank0 import check_outside
 from ..data.rng import rank0_stream, rejoin_streams
 from ..fault.supervisor import catchable, check_watchdog, handler_kept, interrupt_deferred, raise_root_cause, rejoin, scope, watchdog_time
 from ..metrics.losses import losses_apart
-from ..model.buffers.batchnorm import GlobalBatchNorm
+from ..model.batchnorm import norm_scope_of, set_norm_scope
 from ..model.own_loop import OwnLoopDL
 from ..strategy.base import Strategy, inner_opt
 from .args.accelerate_args import accelerator_args, check_args, check_launch, check_own, check_precision, not_default, worker_device
@@ -242,7 +242,7 @@ def before_batch(self:DistributedTrainer):
     if not self.training: return self.evaluation.number_batch()
     self.own = None # a loop that has begun before waits for its next batch
     s = self.step = TrainingStep(self.learn, self.learn.dl.counts, self.device, self.step)
-    GlobalBatchNorm.expect(s.counts, s.empty)
+    set_norm_scope('global', s.counts, s.empty)
     self.dirty = True
     self.hooks.begin_batch()
 
@@ -353,12 +353,10 @@ def validate_together(self:DistributedTrainer):
     try:
         alone = self.in_fit or self.is_inner or not self.evaluation.shared
         with nullcontext() if alone else self._fail_together(), losses_apart(), self.evaluation.together():
-            shared = self.evaluation.shared
-            GlobalBatchNorm.expect(apart=shared and not self.evaluation.by_rows, whole=not shared)
-            yield
+            values = 'local' if not self.evaluation.shared else 'global' if self.evaluation.by_rows else 'evaluation'
+            with norm_scope_of(values): yield
             self.evaluated |= self.evaluation.shared
     finally:
-        GlobalBatchNorm.expect()
         self.evaluation = outer
         if self.in_fit and self.trains is not None: learn.dl = self.trains # a callback's, in the middle of an epoch that is trained
         random.exit()

@@ -33,15 +33,13 @@ def shared(cases, device='cpu'):
     "The same for this worker's rows, the first of which has one alone; gradients of parameters are summed over workers"
     import torch.distributed as dist
     from fastdist.all import setup_distrib, teardown_distrib
-    from fastdist.model.buffers.batchnorm import sync_batch_norm
+    from fastdist.model.batchnorm import global_batch_norm, norm_scope_of
     setup_distrib()
     rank, size, res = dist.get_rank(), dist.get_world_size(), []
     cut = slice(0, 1) if rank == 0 else slice(1+(rank-1)*6//(size-1), 1+rank*6//(size-1))
     for args, twice in cases:
         bn, x, g = prepared(*args, cut=cut, device=torch.device('cuda', torch.cuda.current_device()) if device == 'cuda' else device)
-        undo = sync_batch_norm(nn.Sequential(bn))
-        mine, grads, stats = passed(bn, x, g, twice)
-        undo()
+        with global_batch_norm(bn), norm_scope_of('global'): mine, grads, stats = passed(bn, x, g, twice)
         for o in grads: dist.all_reduce(o)
         res.append((mine, grads, stats))
     teardown_distrib()
@@ -79,7 +77,7 @@ def sent_by_a_layer(size):
     "Bytes of each message of a forward and a backward, in the last of `size` workers, the others of which are pretended"
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
-    from fastdist.model.buffers.batchnorm import sync_batch_norm
+    from fastdist.model.batchnorm import global_batch_norm, norm_scope_of
     dist.init_process_group('fake', rank=size-1, world_size=size, store=FakeStore())
     sent, counts, real = [], Counter(), dist.all_reduce
     def all_reduce(t, *args, **kwargs):
@@ -87,8 +85,7 @@ def sent_by_a_layer(size):
         return real(t, *args, **kwargs)
     dist.all_reduce = all_reduce
     bn, x, g = prepared((7, 5, 6), torch.float32)
-    sync_batch_norm(nn.Sequential(bn))
-    with counted_collectives(counts): passed(bn, x, g)
+    with global_batch_norm(bn), norm_scope_of('global'), counted_collectives(counts): passed(bn, x, g)
     return sent, dict(counts)
 
 

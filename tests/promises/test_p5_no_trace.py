@@ -252,15 +252,6 @@ def test_no_copies_of_a_part(world2, strategy):
     for said, whole in world2(copied, strategy): assert len(said) == 2 and all('has its optimizer in shards: call learn.export' in o for o in said) and whole, said
 
 
-def share_after_a_fit():
-    "The last batch has samples for 2 of 3 workers"
-    import fastdist.all
-    from fastdist.model.buffers.batchnorm import GlobalBatchNorm
-    learn = quiet(learner(n=8, bs=3, bn=True))
-    with learn.distrib_ctx(split_batches=True): learn.fit(1)
-    return dict(vars(GlobalBatchNorm.share))
-
-
 def kept():
     "Loaders that a script has made, or kept, in a context, and uses after it"
     import fastdist.all
@@ -301,8 +292,3 @@ def stays():
 def test_nothing_is_copied_on_the_cpu(world2):
     "to where it is already, which is called cpu:0 by Accelerate"
     assert world2(stays) == [(True, True)]*2
-
-
-def test_no_share_is_left(worlds):
-    "A loop of one's own with global batch norm, after a fit whose last batch had no sample for this worker"
-    assert worlds(3)(share_after_a_fit)==[dict(counts=True, empty=False, apart=False, whole=False)]*3

@@ -13,9 +13,9 @@ from ...comm.call import same_text
 from ...comm.pack import checksum
 from ...comm.shards import is_dtensor
 from ...metrics.losses import GlobalBatchLoss
-from ...model.buffers.batchnorm import GlobalBatchNorm, batch_norms, sync_batch_norm
-from ...model.buffers.running_stats import weighed_stats
-from ...strategy.base import callback_results, modules_of
+from ...model.batchnorm import set_norm_scope
+from ...model.buffers import weighed_stats
+from ...strategy.base import callback_results
 from ...world.ranks import get_rank, get_world_size
 
 # %% ../../../nbs/trainer/fit/02_hooks.ipynb #08e15f32
@@ -55,15 +55,6 @@ def before_train(self:StrategyHooks):
     hooks = self.trainer.hooks # not these, where the trainer has just followed another model
     if hooks is None: return # or a callback has detached it
     hooks.looked_at = None
-    if self.trainer.args['sync_bn']: hooks._share_norms()
-
-@patch
-def _share_norms(self:StrategyHooks):
-    "Modules that callbacks keep, as the teacher of a model, and those of the loss see this worker's share of a batch, too"
-    learn = self.learn
-    kept = modules_of(learn, learn.loss_func, *filter(self.trainer.decisions.has_all, learn.cbs))
-    new = [o for m in kept if m is not learn.model for o in batch_norms(m) if not isinstance(o, GlobalBatchNorm)]
-    if new: self.trainer.undo.callback(sync_batch_norm(nn.ModuleList(new)))
 
 @patch
 def begin_batch(self:StrategyHooks):
@@ -80,7 +71,7 @@ def begin_own(self:StrategyHooks, counts # `Counts` of a batch of such a loop
     "Before the loop has the batch: look after the backward passes of the learner's parameters. Returns a function that ends it"
     trainer,strategy,watch = self.trainer,self.strategy,getattr(self.strategy, 'backwards', None)
     if watch is None: return noop
-    inside,outer,expected = watch.previous is not None,trainer.own,dict(vars(GlobalBatchNorm.share)) # of the fit's batch, or another loop's
+    inside,outer = watch.previous is not None,trainer.own # of the fit's batch, or another loop's
     # of batches whose size only their reader knows each counts as much as another
     scale = get_world_size()*counts.mine/counts.total if counts.total else float(counts.mine!=0)
     own = trainer.own = SimpleNamespace(share_scale=lambda added=False: scale)
@@ -90,7 +81,6 @@ def begin_own(self:StrategyHooks, counts # `Counts` of a batch of such a loop
         trainer.own = outer
         if not inside: return strategy.after_batch()
         strategy.begin_batch(self.sync or outer is not None)
-        GlobalBatchNorm.expect(**expected)
     return end
 
 # %% ../../../nbs/trainer/fit/02_hooks.ipynb #030eb3d1
@@ -105,7 +95,6 @@ def before_batch(self:StrategyHooks):
     if self.trainer.own is not None: # a callback has read from the loader by itself, and goes on with that in a later batch
         self.trainer.own = None
         self.strategy.begin_batch(self.sync)
-    GlobalBatchNorm.expect(step.counts, step.empty) # a loop of a callback's own may have had a batch since
     self.weigh_stats = weighed_stats(learn.model, step.samples*get_world_size()/step.total if step.total else 1)
     self.strategy.forward(self.sync)
 
@@ -178,9 +167,9 @@ def after_batch(self:StrategyHooks):
 @patch
 def fit_failed(self:StrategyHooks, error=None # That ended the fit
               ):
-    "No batch is expected any more: in a loop of a callback's own each local batch counts"
+    "No batch is expected any more: what goes forward next is this worker's own"
     self.strategy.after_batch()
     self.weigh_stats()
     self.weigh_stats = noop # the next batch may be cancelled before its forward
     GlobalBatchLoss.expect()
-    GlobalBatchNorm.expect()
+    set_norm_scope()
