@@ -111,8 +111,7 @@ def _prepare(self:SetupSteps):
     learn,device = self.learn,self.device
     self.random,self.totals = WorkerRandom(get_rank()),EpochTotals(learn)
     self.decisions = Decisions(learn, WorkerRandom(get_rank()).entered, is_logger)
-    self.loaders = SharedLoaders(learn, device, self.settings.split, self.args['sync_bn'], self.settings.non_blocking,
-                                 lambda counts: self.hooks.begin_own(counts) if self.hooks else noop)
+    self.loaders = SharedLoaders(learn, device, self.settings.split, self.settings.non_blocking)
     self.evaluation = Evaluation(learn, self.decisions)
     self.dirty = False
     self.undo.callback(self.random.exit)
@@ -132,7 +131,7 @@ def _share_model(self:SetupSteps):
     "Replicate or shard the model, as the strategy does"
     learn,device,ddp = self.learn,self.device,self.settings.ddp
     if self.strategy is None: self._choose() # the model has changed
-    self.strategy.share_scale = lambda **kwargs: (self.own or self.step).share_scale(**kwargs)
+    self.strategy.share_scale = lambda **kwargs: self.step.share_scale(**kwargs)
     each = ddp is not None and (ddp.find_unused_parameters or ddp.static_graph) # what the last batch does not use would not be averaged
     self.hooks = StrategyHooks(self, self.strategy, each)
     self.add(self.hooks)

@@ -73,26 +73,6 @@ def begin_batch(self:StrategyHooks):
     self.drawn = None
     self.strategy.begin_batch(self.sync)
 
-# %% ../../../nbs/trainer/fit/02_hooks.ipynb #adbd7fe5
-@patch
-def begin_own(self:StrategyHooks, counts # `Counts` of a batch of such a loop
-             ):
-    "Before the loop has the batch: look after the backward passes of the learner's parameters. Returns a function that ends it"
-    trainer,strategy,watch = self.trainer,self.strategy,getattr(self.strategy, 'backwards', None)
-    if watch is None: return noop
-    inside,outer,expected = watch.previous is not None,trainer.own,dict(vars(GlobalBatchNorm.share)) # of the fit's batch, or another loop's
-    # of batches whose size only their reader knows each counts as much as another
-    scale = get_world_size()*counts.mine/counts.total if counts.total else float(counts.mine!=0)
-    own = trainer.own = SimpleNamespace(share_scale=lambda added=False: scale)
-    strategy.begin_batch(True)
-    def end():
-        if trainer.own is not own: return # a batch of a fit's has begun since, or its forward
-        trainer.own = outer
-        if not inside: return strategy.after_batch()
-        strategy.begin_batch(self.sync or outer is not None)
-        GlobalBatchNorm.expect(**expected)
-    return end
-
 # %% ../../../nbs/trainer/fit/02_hooks.ipynb #030eb3d1
 @patch
 def before_batch(self:StrategyHooks):
@@ -102,10 +82,7 @@ def before_batch(self:StrategyHooks):
     if self.trainer.follow_in_epoch(): # it has other ones of these now
         self.trainer.hooks.begin_batch()
         return self.trainer.hooks.before_batch()
-    if self.trainer.own is not None: # a callback has read from the loader by itself, and goes on with that in a later batch
-        self.trainer.own = None
-        self.strategy.begin_batch(self.sync)
-    GlobalBatchNorm.expect(step.counts, step.empty) # a loop of a callback's own may have had a batch since
+    GlobalBatchNorm.expect(step.counts, step.empty)
     self.weigh_stats = weighed_stats(learn.model, step.samples*get_world_size()/step.total if step.total else 1)
     self.strategy.forward(self.sync)
 
