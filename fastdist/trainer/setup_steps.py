@@ -7,7 +7,6 @@ __all__ = ['SetupSteps']
 
 # %% ../../nbs/trainer/02_setup_steps.ipynb #0cdbc7c6
 from fastai.basics import *
-from ..callbacks.data_parallel import ParallelTrainer
 from ..callbacks.patches.grad_accumulation import AccumulateSteps
 from ..callbacks.patches.loggers import HiddenLoggers, console_bars, is_logger
 from ..callbacks.precision import precision_callbacks
@@ -39,11 +38,6 @@ class SetupSteps(FollowsModel):
     device = None # of this worker; `None` in one process, which shares nothing
 
 # %% ../../nbs/trainer/02_setup_steps.ipynb #e44f964d
-@patch
-def _copy_to_gpus(self:SetupSteps):
-    "`strategy='dp'`: one process trains on all GPUs"
-    if self.settings.strategy=='dp': self.add(ParallelTrainer(None, self.args['sync_bn']))
-
 @patch
 def _checkpoint(self:SetupSteps):
     "Compute activations again in the backward pass"
@@ -172,5 +166,5 @@ def model_steps(self:SetupSteps):
 def steps(self:SetupSteps):
     "What `attach` does, in this order; `detach` undoes it in reverse"
     both = [self._accumulate, self._follow_settings]
-    if self.device is None: return [self._copy_to_gpus, self._checkpoint, self._compile, *both]
+    if self.device is None: return [self._checkpoint, self._compile, *both]
     return [self._same_model, self._prepare, self.shape_model, self._share_loaders, self._show_in_rank0, *both]

@@ -41,7 +41,7 @@ class DistributedTrainer(SetupSteps):
     def __init__(self,
         sync_bn=True, # Take batch norm's statistics from the global batch?
         watchdog=watchdog_time, # Seconds, or a `timedelta`, that workers wait for one that does not come; `None` for as long as it takes
-        strategy:Literal['ddp','zero1','zero2','fsdp','hsdp','dp','auto']|Strategy=None, # By default that of plugins or launcher, or 'ddp'
+        strategy:Literal['ddp','zero1','zero2','fsdp','hsdp','auto']|Strategy=None, # By default that of plugins or launcher, or 'ddp'
         activation_checkpointing=False, # Compute activations again in the backward pass? `True`, or the modules in which to do it
         offload_to_cpu=False, # Keep what activation checkpointing keeps in CPU memory?
         **kwargs
