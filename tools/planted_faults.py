@@ -192,9 +192,6 @@ FAULTS = [Fault(*o) for o in [
     ('optimizer-state-lost', 'P5', "the optimizer's state is dropped when zero1 ends, in place of being put together",
      'else: gathered = self._gather(group)', 'else: self.opt.clear_state()',
      ['tests/strategy/test_strategies.py::test_optimizer_before_and_after[zero1]']),
-    ('compression-left', 'P5', "the wrapper of one fit, with GradientCompression's hook on it, serves in the next as well",
-     '    self.strategy.end_fit()\n    self.strategy.set_opt(self.learn.opt)', '    self.strategy.set_opt(self.learn.opt)',
-     ['tests/callbacks/test_fewer_bytes.py::test_only_in_its_fit_and_for_steps']),
     # P6: one script
     ('tasks-of-the-job', 'P6', "under Slurm the number of tasks on this node is taken from the job, not from the step",
      'n_local = counts[node] if', 'n_local = per_node or counts[node] if',

@@ -413,7 +413,7 @@ def wrong_calls(calls, folder):
     "What each says; and that numbers of NumPy's are numbers, and a long time is one"
     import numpy as np
     from fastai.basics import DataLoader, DataLoaders, Learner, MSELossFlat
-    from fastdist.all import DistributedDL, DivergenceCheck, GlobalBatchLoss, LocalSGD, Resume
+    from fastdist.all import DistributedDL, DivergenceCheck, GlobalBatchLoss, Resume
     from fastdist.world import call_main, distributed_init, fail_together, rank0_first, rank0_read, setup_distrib, world_store
     setup_distrib()
     dl = DataLoader([(torch.ones(1), torch.ones(1))]*7, bs=3)
@@ -425,7 +425,7 @@ def wrong_calls(calls, folder):
         with (learn := learner()).parallel_ctx(ids), learn.no_bar(), learn.no_logging(): learn.fit(1)
     for o in np.int64(60), np.float32(60), 1e9: train(watchdog=o)
     train(gradient_accumulation_steps=np.int64(2))
-    for o in DivergenceCheck(np.int64(2)), LocalSGD(np.int64(2), np.int32(1)), Resume(folder, every=np.int64(2), keep=np.int64(1)): train(cbs=o)
+    for o in DivergenceCheck(np.int64(2)), Resume(folder, every=np.int64(2), keep=np.int64(1)): train(cbs=o)
     said = []
     for o in calls:
         try: said.append(repr(eval(o, {**globals(), **locals()})))

@@ -15,7 +15,7 @@ from ...comm.shards import is_dtensor
 from ...metrics.losses import GlobalBatchLoss
 from ...model.buffers.batchnorm import GlobalBatchNorm, batch_norms, sync_batch_norm
 from ...model.buffers.running_stats import weighed_stats
-from ...strategy.base import callback_results, modules_of
+from ...strategy.base import modules_of
 from ...world.ranks import get_rank, get_world_size
 
 # %% ../../../nbs/trainer/fit/02_hooks.ipynb #08e15f32
@@ -46,8 +46,6 @@ class StrategyHooks(QuickCallback):
         self.drawn = None # torch's states before the step of a batch of which each worker has a part
         self.unchecked = 3 # steps without a backward pass that `_check_made` is to look at
 
-    def _alone(self): return any(callback_results(self.learn, 'steps_alone'))
-
 # %% ../../../nbs/trainer/fit/02_hooks.ipynb #2a28ff8f
 @patch
 def before_train(self:StrategyHooks):
@@ -69,7 +67,7 @@ def _share_norms(self:StrategyHooks):
 def begin_batch(self:StrategyHooks):
     "Before any other callback has the batch, and may train on it itself"
     if self.looked_at is None: self.looked_at = looked_at(self.learn) # what looks has the gradients of the global batch
-    self.sync = (self.each or self.looked_at or self.trainer.step.ends_step()) and not self._alone()
+    self.sync = self.each or self.looked_at or self.trainer.step.ends_step()
     self.drawn = None
     self.strategy.begin_batch(self.sync)
 
@@ -104,7 +102,7 @@ def before_backward(self:StrategyHooks):
 @patch
 def _check_made(self:StrategyHooks):
     "Raise an error where gradients were made without a backward pass, and each worker has others: nothing has averaged those"
-    if not self.unchecked or self._alone(): return
+    if not self.unchecked: return
     self.unchecked -= 1
     grads = [p.grad for p in self.strategy.all_params() if p.grad is not None]
     if same_text(repr([checksum(g) for g in grads if not is_dtensor(g) and g.layout==torch.strided])): return
@@ -119,7 +117,7 @@ def _torch_states(): return [torch.get_rng_state()]+([torch.cuda.get_rng_state()
 @patch
 def before_step(self:StrategyHooks):
     "Gradients that are each worker's own are no step's"
-    if self.strategy.unsynced and not self._alone(): raise RuntimeError(
+    if self.strategy.unsynced: raise RuntimeError(
         f"rank {get_rank()}: a step was made for a batch that GradientAccumulation would not step for, by its n_acc and count: "
         "leave both to it")
     watch = getattr(self.strategy, 'backwards', None)
