@@ -19,7 +19,6 @@ from ..comm.objects import all_gather_list
 from ..comm.pack import as_bytes
 from ..comm.shards import is_dtensor, local
 from ..model.batchnorm import has_global_stats
-from .compression import LocalSGD
 from .patches.fastai_patches import QuickCallback, device_of, in_evaluation
 
 # %% ../../nbs/callbacks/03_divergence.ipynb #d1fe0006
@@ -129,12 +128,8 @@ class DivergenceCheck(QuickCallback):
 # %% ../../nbs/callbacks/03_divergence.ipynb #ddd63ca1
 @patch
 def before_fit(self:DivergenceCheck):
-    "Count steps from here; a `ValueError` where workers train apart by design"
-    if in_evaluation(self.learn): return
-    self.n = 0
-    if device_of(self.learn) is not None and self.learn._grab_cbs(LocalSGD): raise ValueError(
-        f"rank {get_rank()}: DivergenceCheck and LocalSGD do not go together: each worker has weights of its own between two averages. "
-        "Leave one of them out")
+    "Count steps from here"
+    if not in_evaluation(self.learn): self.n = 0
 
 @patch
 def before_step(self:DivergenceCheck):

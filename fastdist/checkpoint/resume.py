@@ -9,7 +9,6 @@ __all__ = ['Resume', 'resume_of']
 import time
 
 from fastai.basics import *
-from ..callbacks.compression import GradientCompression, LocalSGD
 from ..callbacks.patches.fastai_patches import QuickCallback, device_of, trainer_of
 from .callbacks import not_made, not_put, not_saved, users_callbacks
 from .found import FoundFit, metric_names, recorded
@@ -78,12 +77,6 @@ def _check(self:Resume):
     "Raise an error for what cannot go on exactly"
     if len([o for o in self.learn._grab_cbs(Resume) if not o.default]) > 1: raise ValueError(
         f"rank {get_rank()}: this fit has two Resume callbacks: leave one out")
-    if self.many and self.learn._grab_cbs(LocalSGD): raise ValueError(
-        f"rank {get_rank()}: Resume and LocalSGD do not go together: each worker has weights of its own between two averages. "
-        "Leave one of them out")
-    hooks = [o.hook for o in self.learn._grab_cbs(GradientCompression)]
-    if self.many and any(o=='powersgd' or not isinstance(o, str) for o in hooks): self._warn_once(
-        "Resume does not save what GradientCompression remembers of gradients (its hook's state): after a restart that begins anew")
     if not self.many: check_values(self.learn.model) # else the strategy has
     if any(isinstance(o, torch.utils.data.DataLoader) and o.persistent_workers for o in plain_loaders(self.learn)[1:]): self._warn_once(
         "Resume: a validation loader of PyTorch's with persistent_workers=True draws a seed for its processes once, and after a restart "

@@ -76,7 +76,7 @@ _NEW_EPOCH = dict(
     counts=None, # `Counts` of the batch that was last
     _epoch=-1, _steps=0, _ended=False, # number of the epoch, its steps that are done, and whether all are
     _at=None, _pending=None, # the state from which its order was drawn, and the state to go on from
-    _live=False, _alone=False, # is an epoch on? Is it `one_batch`'s?
+    _live=False, _alone=False, _loops=0, # is an epoch on? Is it `one_batch`'s? How many have begun?
     _streams=None, # the random states to go on from once the order is drawn
     _drawing=None) # the order that `get_idxs` returns while one is drawn
 
@@ -235,11 +235,16 @@ def __iter__(self:DistributedDL):
         return
     # where other processes do all the work nothing is drawn in this one
     it,live = self._batches(),self._live
+    if not self._alone: self._loops += 1
+    n = self._loops
     own = self._random.entered if self.world_size > 1 and self._adapter.draws else nullcontext
     try:
         while True:
             try:
                 with own():
+                    if self._loops!=n and self.world_size > 1 and not self.evaluate: raise RuntimeError(
+                        f"rank {get_rank()}: {self._adapter.nm}: another loop over this loader has begun in the middle of this one, and "
+                        "where this one is would be lost: let the other read a loader of its own, learn.dls.train.new()")
                     b,self.counts = next(it)
                     b = self._sent(b)
             except StopIteration: break

@@ -125,7 +125,7 @@ def unused_error(model, # Model that has been trained for a batch
 def callback_results(learn, # Any `Learner`
                      nm, # Name of a method
                     )->list: # What it returns, by callback
-    "Call `nm` of the learner's callbacks that have it: `comm_hook` for how DDP sends gradients, `steps_alone` for whether to send them"
+    "Call `nm` of the learner's callbacks that have it"
     return [getattr(cb, nm)() for cb in learn.cbs if hasattr(type(cb), nm)]
 
 def callbacks_of(learn, # Any `Learner`

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from fastai.basics import *
-from .base import Strategy, callback_results, check_trainable, needs_closure, put_method, unused_error
+from .base import Strategy, check_trainable, needs_closure, put_method, unused_error
 from .backward import Backwards, average_grads, average_used
 from .forward_proxy import ForwardProxy
 from ..world.errors import refuse
@@ -49,14 +49,13 @@ class _Replicated(DistributedDataParallel):
     def _passing_sync_batchnorm_handle(self, module): "torch's `SyncBatchNorm` runs on the CPU, too, in `global_batch_norm`: no error"
 
 def _make_ddp(learn, device, handler):
-    "A `DistributedDataParallel` of the model, for the parameters that need gradients now, with hooks of `handler` and of callbacks"
+    "A `DistributedDataParallel` of the model, for the parameters that need gradients now, with the hook of `handler`"
     # Buffers are batch norm's in nearly all models, and those agree already; any others are made to once an epoch
     kwargs = dict(broadcast_buffers=False) if handler is None else handler.to_dict()
     with _without_empty(learn.model), warnings.catch_warnings():
         warnings.filterwarnings('ignore', message='.*broadcast_buffers') # its new name is not known to all torch versions supported
         ddp = _Replicated(learn.model, device_ids=None if device.type=='cpu' else [device], **kwargs)
     if handler is not None: handler.register_comm_hook(ddp)
-    for hook in callback_results(learn, 'comm_hook'): ddp.register_comm_hook(*hook)
     return ddp
 
 # %% ../../nbs/strategy/03_ddp.ipynb #028dd1dd

@@ -96,9 +96,6 @@ def _from_word(settings, learn, device):
         if get_rank()==0: print(f"strategy='auto': {word!r}, {why}")
     check_ddp(ddp, word)
     if word in _wholes: return _wholes[word](ddp)
-    if word=='dp': raise ValueError(
-        f"rank {get_rank()}: strategy='dp' uses all GPUs from one process, and there are {get_world_size()}: "
-        "start one, or use strategy='ddp'")
     from fastdist.strategy.fsdp import FullyShard # here: what it needs of torch's takes seconds to import
     shard = _node_size(settings.mesh) if word=='hsdp' else None
     return FullyShard(shard, fsdp.modules, fsdp.min_numel, fsdp.reshard, fsdp.mp_policy, fsdp.cpu_offload, fsdp.ignored)

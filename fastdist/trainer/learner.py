@@ -168,17 +168,15 @@ def distrib_ctx(self:Learner,
 # %% ../../nbs/trainer/04_learner.ipynb #2df83762
 @patch
 def to_parallel(self:Learner,
-    device_ids=None, # List of GPUs, by number; all of them by default
-    sync_bn=True, # Take batch norm's statistics from the whole batch, rather than from each GPU's part?
+    device_ids=None # List of GPUs, by number; all of them by default
 ):
     "Train on several GPUs from this one process, until `detach_parallel`; a `ValueError` for GPUs that are not there, and in `distrib_ctx`"
     if trainer_of(self) is not None: raise ValueError(
         "to_parallel: this learner is in distrib_ctx (or to_distributed), which uses one process for each GPU; leave it first")
     check_device_ids(device_ids)
-    if not isinstance(sync_bn, bool): refuse('sync_bn', sync_bn, "it is True or False")
     if self._grab_cbs(ParallelTrainer): raise ValueError(
         "to_parallel: this learner is in parallel_ctx (or to_parallel) already; leave it first")
-    return self.add_cb(ParallelTrainer(device_ids, sync_bn))
+    return self.add_cb(ParallelTrainer(device_ids))
 
 @patch
 def detach_parallel(self:Learner):
@@ -189,11 +187,10 @@ def detach_parallel(self:Learner):
 @patch
 @contextmanager
 def parallel_ctx(self:Learner,
-    device_ids=None, # List of GPUs, by number; all of them by default
-    sync_bn=True, # Take batch norm's statistics from the whole batch, rather than from each GPU's part?
+    device_ids=None # List of GPUs, by number; all of them by default
 ):
     "A context in which the learner trains on several GPUs from this one process"
-    self.to_parallel(device_ids, sync_bn)
+    self.to_parallel(device_ids)
     try: yield self
     finally: self.detach_parallel()
 

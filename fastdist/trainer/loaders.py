@@ -21,7 +21,6 @@ from ..data.fastai_dl import reads_rows
 from ..data.loaders import loaders_in, n_batches, reads_in_processes
 from ..metrics.losses import GlobalBatchLoss
 from ..metrics.metrics import EpochTotals
-from ..model.own_loop import OwnLoopDL
 from ..strategy.sharded_opt import move_state
 from ..world.errors import refuse
 from ..world.ranks import get_rank, get_world_size
@@ -49,11 +48,9 @@ class SharedLoaders:
     def __init__(self, learn, # `Learner` that trains and evaluates
                  device, # On which workers train; a loader's own stays where it is the CPU
                  split_batches=False, # Is a batch of the loader the global batch, rather than each worker's?
-                 sync_bn=True, # Does batch norm in training have the statistics of the global batch, in loops of the script's own too?
                  non_blocking=False, # Go on while a batch is copied to the GPU? Only from pinned memory
-                 begin_own=None, # Called with the `Counts` of each batch of such a loop; returns a function that ends it
                 ):
-        self.learn,self.split_batches,self.sync_bn,self.non_blocking,self.begin_own = learn,split_batches,sync_bn,non_blocking,begin_own
+        self.learn,self.split_batches,self.non_blocking = learn,split_batches,non_blocking
         self.device = None if device.type=='cpu' else device
         self.made = WeakSet() # the parts, and what is made of them: a script may keep some
 
@@ -81,10 +78,8 @@ def part(self:SharedLoaders, dl, evaluate, rank, world_size):
     if self.non_blocking and self.device is not None and not getattr(dl, 'pin_memory', False): refuse(
         'dataloader_config.non_blocking', True,
         "a copy from memory that is not pinned is waited for all the same: make the loaders with pin_memory=True too")
-    kind = OwnLoopDL if world_size > 1 and not evaluate else DistributedDL
-    res = kind(dl, *place, device=self.device, split_batches=self.split_batches, evaluate=evaluate)
+    res = DistributedDL(dl, *place, device=self.device, split_batches=self.split_batches, evaluate=evaluate)
     vars(res)['non_blocking'] = self.non_blocking
-    if kind is OwnLoopDL: vars(res).update(sync_bn=self.sync_bn, **({'begin_own':self.begin_own} if self.begin_own else {}))
     return res._found(self.made)
 
 # %% ../../nbs/trainer/00_loaders.ipynb #45e9e2ab

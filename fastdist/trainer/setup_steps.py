@@ -7,7 +7,6 @@ __all__ = ['SetupSteps']
 
 # %% ../../nbs/trainer/02_setup_steps.ipynb #0cdbc7c6
 from fastai.basics import *
-from ..callbacks.data_parallel import ParallelTrainer
 from ..callbacks.patches.grad_accumulation import AccumulateSteps
 from ..callbacks.patches.loggers import HiddenLoggers, console_bars, is_logger
 from ..callbacks.precision import precision_callbacks
@@ -38,11 +37,6 @@ class SetupSteps(FollowsModel):
     device = None # of this worker; `None` in one process, which shares nothing
 
 # %% ../../nbs/trainer/02_setup_steps.ipynb #e44f964d
-@patch
-def _copy_to_gpus(self:SetupSteps):
-    "`strategy='dp'`: one process trains on all GPUs"
-    if self.settings.strategy=='dp': self.add(ParallelTrainer(None, self.args['sync_bn']))
-
 @patch
 def _checkpoint(self:SetupSteps):
     "Compute activations again in the backward pass"
@@ -110,8 +104,7 @@ def _prepare(self:SetupSteps):
     learn,device = self.learn,self.device
     self.random,self.totals = WorkerRandom(get_rank()),EpochTotals(learn)
     self.decisions = Decisions(learn, WorkerRandom(get_rank()).entered, is_logger)
-    self.loaders = SharedLoaders(learn, device, self.settings.split, self.args['sync_bn'], self.settings.non_blocking,
-                                 lambda counts: self.hooks.begin_own(counts) if self.hooks else noop)
+    self.loaders = SharedLoaders(learn, device, self.settings.split, self.settings.non_blocking)
     self.evaluation = Evaluation(learn, self.decisions)
     self.dirty = False
     self.undo.callback(self.random.exit)
@@ -130,7 +123,7 @@ def _share_model(self:SetupSteps):
     "Replicate or shard the model, as the strategy does"
     learn,device,ddp = self.learn,self.device,self.settings.ddp
     if self.strategy is None: self._choose() # the model has changed
-    self.strategy.share_scale = lambda **kwargs: (self.own or self.step).share_scale(**kwargs)
+    self.strategy.share_scale = lambda **kwargs: self.step.share_scale(**kwargs)
     each = ddp is not None and (ddp.find_unused_parameters or ddp.static_graph) # what the last batch does not use would not be averaged
     self.hooks = StrategyHooks(self, self.strategy, each)
     self.add(self.hooks)
@@ -170,5 +163,5 @@ def model_steps(self:SetupSteps):
 def steps(self:SetupSteps):
     "What `attach` does, in this order; `detach` undoes it in reverse"
     both = [self._accumulate, self._follow_settings]
-    if self.device is None: return [self._copy_to_gpus, self._checkpoint, self._compile, *both]
+    if self.device is None: return [self._checkpoint, self._compile, *both]
     return [self._same_model, self._prepare, self.shape_model, self._share_loaders, self._show_in_rank0, *both]

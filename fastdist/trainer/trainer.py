@@ -21,7 +21,6 @@ from ..data.rng import rank0_stream, rejoin_streams
 from ..fault.supervisor import catchable, check_watchdog, handler_kept, interrupt_deferred, raise_root_cause, rejoin, scope, watchdog_time
 from ..metrics.losses import losses_apart
 from ..model.batchnorm import norm_scope_of, set_norm_scope
-from ..model.own_loop import OwnLoopDL
 from ..strategy.base import Strategy, inner_opt
 from .args.accelerate_args import accelerator_args, check_args, check_launch, check_own, check_precision, not_default, worker_device
 from .fit.alike import begin_alike, hypers_of, some_weights, versions
@@ -42,7 +41,7 @@ class DistributedTrainer(SetupSteps):
     def __init__(self,
         sync_bn=True, # Take batch norm's statistics from the global batch?
         watchdog=watchdog_time, # Seconds, or a `timedelta`, that workers wait for one that does not come; `None` for as long as it takes
-        strategy:Literal['ddp','zero1','zero2','fsdp','hsdp','dp','auto']|Strategy=None, # By default that of plugins or launcher, or 'ddp'
+        strategy:Literal['ddp','zero1','zero2','fsdp','hsdp','auto']|Strategy=None, # By default that of plugins or launcher, or 'ddp'
         activation_checkpointing=False, # Compute activations again in the backward pass? `True`, or the modules in which to do it
         offload_to_cpu=False, # Keep what activation checkpointing keeps in CPU memory?
         **kwargs
@@ -55,7 +54,7 @@ class DistributedTrainer(SetupSteps):
         self.args,self.watchdog = {**own, **not_default(kwargs)},own['watchdog']
         self.decisions = self.step = self.evaluation = self.loggers = self.random = self.hooks = None
         self.by_fit = self.in_fit = self.within = self.in_scope = self.evaluated = False
-        self.hypers = self.seen = self.own = self._accelerator = None
+        self.hypers = self.seen = self._accelerator = None
         self.trains = None # the loader of the epoch, while that is trained
         self.asked = {} # of the next evaluation, by `get_preds`: see `Evaluation`
         self._fastdist_own = {*vars(self),'thread'} # of this process alone: `Resume` saves what a subclass has beside it
@@ -224,7 +223,6 @@ def follow_loader(self:DistributedTrainer):
     if self.device is None: return
     if not self.training: return self.evaluation.check_loader()
     if self.learn.dl is not self.trains: self.learn.dl = self.trains = self.loaders.train(self.learn.dl)
-    if isinstance(self.trains, OwnLoopDL): self.trains.fit_next = True # not earlier: a callback may loop over it before
 
 # %% ../../nbs/trainer/03_trainer.ipynb #1e2c5f4e
 @patch
@@ -240,7 +238,6 @@ def after_train(self:DistributedTrainer):
 def before_batch(self:DistributedTrainer):
     "Work out what this worker's share of the batch weighs, or the number of the batch in the data set"
     if not self.training: return self.evaluation.number_batch()
-    self.own = None # a loop that has begun before waits for its next batch
     s = self.step = TrainingStep(self.learn, self.learn.dl.counts, self.device, self.step)
     set_norm_scope('global', s.counts, s.empty)
     self.dirty = True

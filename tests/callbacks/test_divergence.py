@@ -317,15 +317,3 @@ def alone():
 def test_in_one_worker_only(world2):
     with pytest.raises(WorkerError) as e: world2(alone, grace=2)
     assert 'not all workers have the callback DivergenceCheck' in e.value.problems[0]
-
-
-def with_local_sgd():
-    from fastdist.all import DivergenceCheck, LocalSGD
-    learn = quiet(learner(cbs=[LocalSGD(4), DivergenceCheck(2)]))
-    with learn.distrib_ctx(split_batches=True), pytest.raises(ValueError) as e: learn.fit(1)
-    return str(e.value)
-
-
-def test_not_with_local_sgd(world2):
-    "Whose workers have other weights by design: said at once, and not as a fault that is found at some step"
-    assert all('DivergenceCheck and LocalSGD do not go together' in o for o in world2(with_local_sgd))

@@ -474,6 +474,48 @@ def test_attributes_set_in_a_fit(world2):
     for w1, bs1, n1 in world2(set_in_a_fit, True): assert diff(w, w1) < 2e-7 and bs == bs1 and n == n1
 
 
+class Beside(Callback):
+    "Reads a batch of the training loader in the middle of an epoch, or of a loader `like` it"
+    run_valid = False
+    def __init__(self, like): self.like = like
+    def before_epoch(self): self.read = self.dls.train.new() if self.like else self.dls.train
+    def after_batch(self): next(iter(self.read))
+
+
+def read_beside(like, distrib=True):
+    import fastdist.all
+    learn = quiet(learner(n=22, cbs=Beside(like), shuffle=False))
+    with (learn.distrib_ctx(split_batches=True) if distrib else contextlib.nullcontext()): learn.fit(1)
+    return weights(learn)
+
+
+def raised():
+    with pytest.raises(RuntimeError) as e: read_beside(False)
+    return str(e.value)
+
+
+def test_two_loops_over_the_training_loader(world2):
+    "By the second nobody would know where the first one is; a loader of its own is read beside it"
+    for r, o in enumerate(world2(raised)):
+        assert o.startswith(f'rank {r}: ') and 'another loop over this loader has begun' in o and 'learn.dls.train.new()' in o, o
+    one = read_beside(True, distrib=False)
+    for w in world2(read_beside, True): assert diff(one, w) < 2e-7
+
+
+def test_a_copy_is_whole_after_the_context(world2):
+    "As the loader that it is a copy of"
+    def copied():
+        import fastdist.all
+        learn = quiet(learner(n=22))
+        with learn.distrib_ctx(split_batches=True):
+            train, deep, dls = learn.dls.train, deepcopy(learn.dls.train), deepcopy(learn.dls)
+            inside = [sum(len(b[0]) for b in o) for o in (train, deep, dls.train)]
+        return inside, [sum(len(b[0]) for b in o) for o in (train, deep, dls.train)]
+    found = world2(copied)
+    for inside, after in found: assert len({*inside}) == 1 and after == [22]*3
+    assert sum(inside[0] for inside, _ in found) == 22
+
+
 def read_alone(make):
     "What rank 0 alone reads of a loader that `make` makes of the learner's"
     from fastdist.all import get_rank

@@ -130,7 +130,6 @@ FAULTS = [  # the config, words of the command line, and the beginnings of what 
     (f'{GOOD}\nlog_dir = "c.toml"', ['resume=c.toml/ckpt'], [
         'c.toml:2: log_dir = "c.toml": it is no folder', 'argument resume=c.toml/ckpt: /']),
     (f'{GOOD}\nsave = "no/l.pkl"', [], ['c.toml:2: save = "no/l.pkl": no is not a folder']),
-    (f'{GOOD}\nstrategy = "dp"\ndistributed_world_size = 2', [], ['c.toml:2: strategy = "dp": it uses all GPUs from one process']),
     (f'{GOOD}\nseed = [\n -1,\n]\nepochs = 0', [], ['c.toml:2: seed = [-1]: an integer of at least 0', 'c.toml:5: epochs = 0']),
     (f'{GOOD}\nfit = "fit_sgdr"', [], ['c.toml:2: fit = "fit_sgdr": one of fit, fit_one_cycle, fit_flat_cos, fine_tune, or a table is needed']),
     (f'{GOOD}\n[fit]\nmethod = "fit_flat_cos"\npct_strt = 0.5\nn_epoch = 3', [], [

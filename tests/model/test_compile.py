@@ -210,12 +210,10 @@ class Orders(Callback):
     def before_fit(self): self.noted = []
     def before_batch(self): self.noted.append('')
     def note(self, what): self.noted[-1] += what
-    def comm_hook(self):
+    def hook(self, bucket):
         import torch.distributed as dist
-        def hook(_, bucket):
-            self.note('M')
-            return dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True).get_future().then(lambda o: o.value()[0])
-        return None, hook
+        self.note('M')
+        return dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True).get_future().then(lambda o: o.value()[0])
 
 
 def order_of_messages():
@@ -224,6 +222,7 @@ def order_of_messages():
     from accelerate.utils import DistributedDataParallelKwargs
     from functorch.compile import make_boxed_func
     from torch._dynamo.backends.common import aot_autograd
+    from torch.nn.parallel import DistributedDataParallel
     torch._dynamo.reset()
     orders, real = Orders(), torch.compile
     def bw(gm, _):
@@ -233,10 +232,15 @@ def order_of_messages():
         return make_boxed_func(run)
     backend = aot_autograd(fw_compiler=lambda gm, _: make_boxed_func(gm.forward), bw_compiler=bw)
     torch.compile = lambda f, **kwargs: real(f, **{**kwargs, 'backend': backend})
+    init = DistributedDataParallel.__init__
+    def with_hook(self, *args, **kwargs):
+        init(self, *args, **kwargs)
+        self.register_comm_hook(orders, Orders.hook)
+    DistributedDataParallel.__init__ = with_hook
     learn = quiet(learner(n=24, bs=6, n_val=6, model=lambda: Wide(), dtype=torch.float32, cbs=orders))
     try:
         with learn.distrib_ctx(split_batches=True, dynamo_backend='aot_eager', kwargs_handlers=[DistributedDataParallelKwargs(bucket_cap_mb=1.2)]): learn.fit(1)
-    finally: torch.compile = real
+    finally: torch.compile, DistributedDataParallel.__init__ = real, init
     return orders.noted
 
 

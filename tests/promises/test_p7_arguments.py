@@ -53,7 +53,7 @@ def test_nothing_asked():
 
 
 def test_words():
-    for o in 'ddp', 'zero1', 'zero2', 'fsdp', 'hsdp', 'dp', 'auto': assert asked(o).strategy == o
+    for o in 'ddp', 'zero1', 'zero2', 'fsdp', 'hsdp', 'auto': assert asked(o).strategy == o
     own = Own()
     assert asked(own).strategy is own
 
@@ -61,7 +61,7 @@ def test_words():
 @pytest.mark.parametrize('strategy,near', [('zero3', 'fsdp'), ('FSDP', 'fsdp'), ('zero_1', 'zero1'), ('oss', 'zero1'), ('HYBRID_SHARD', 'hsdp'), ('dddp', 'ddp')])
 def test_near_words(strategy, near):
     msg = error(strategy)
-    assert msg.startswith(f'rank 0: strategy={strategy!r} is not accepted: it is one of ddp, zero1, zero2, fsdp, hsdp, dp, auto') and f'did you mean {near!r}?' in msg
+    assert msg.startswith(f'rank 0: strategy={strategy!r} is not accepted: it is one of ddp, zero1, zero2, fsdp, hsdp, auto') and f'did you mean {near!r}?' in msg
 
 
 def test_own_strategy_without_a_hook():
@@ -144,7 +144,7 @@ def test_parallelism(sizes, word, monkeypatch):
     for s in None, word:
         o = asked(s, parallelism_config=config)
         assert (o.strategy, o.mesh) == (word, sizes)
-    for s in {'ddp', 'zero1', 'zero2', 'fsdp', 'hsdp', 'dp', 'auto'}-{word}:
+    for s in {'ddp', 'zero1', 'zero2', 'fsdp', 'hsdp', 'auto'}-{word}:
         msg = error(s, parallelism_config=config)
         assert f'strategy={s!r} is not accepted: parallelism_config=ParallelismConfig( dp_replicate_size={sizes[0]}, dp_shard_size={sizes[1]}' in msg and f'means {word!r}' in msg
     set_env(monkeypatch, ACCELERATE_USE_PARALLELISM_CONFIG='true', PARALLELISM_CONFIG_DP_REPLICATE_SIZE=str(sizes[0]), PARALLELISM_CONFIG_DP_SHARD_SIZE=str(sizes[1]))
@@ -216,7 +216,7 @@ LAUNCH = dict(ACCELERATE_USE_FSDP='true', FSDP_VERSION='2', FSDP_SHARDING_STRATE
 def test_launched_with_fsdp(monkeypatch):
     set_env(monkeypatch, **LAUNCH)
     assert asked().strategy == 'fsdp' and asked('hsdp').strategy == 'hsdp' and asked(fsdp_plugin=fsdp()).strategy == 'fsdp'
-    for o in 'ddp', 'zero1', 'zero2', 'dp', 'auto', Own(): assert 'use_fsdp (of the launcher)=True' in error(o)
+    for o in 'ddp', 'zero1', 'zero2', 'auto', Own(): assert 'use_fsdp (of the launcher)=True' in error(o)
     config = ParallelismConfig(2, 2)
     assert asked(parallelism_config=config).strategy == 'hsdp'
     assert "use_fsdp (of the launcher)=True is not accepted: parallelism_config=" in error(parallelism_config=ParallelismConfig(2))
@@ -252,7 +252,7 @@ def test_launched_with_settings_that_accelerate_refuses(monkeypatch):
 
 
 def test_plugin_and_word():
-    for o in 'ddp', 'zero1', 'zero2', 'dp', 'auto', Own():
+    for o in 'ddp', 'zero1', 'zero2', 'auto', Own():
         msg = error(o, fsdp_plugin=fsdp())
         assert msg.startswith('rank 0: strategy=') and 'fsdp_plugin=FullyShardedDataParallelPlugin(' in msg and "means 'fsdp' or 'hsdp'" in msg
 
@@ -263,10 +263,10 @@ def ddp(**kwargs): return dict(kwargs_handlers=[DistributedDataParallelKwargs(**
 @pytest.mark.parametrize('kwargs,words', [
     (dict(comm_hook=Hook.FP16), 'ddp zero1'), (dict(comm_hook=Hook.POWER_SGD, comm_wrapper=Hook.BF16, comm_state_option=dict(matrix_approximation_rank=2)), 'ddp zero1'),
     (dict(broadcast_buffers=False), 'ddp zero1'), (dict(bucket_cap_mb=7), 'ddp zero1'), (dict(find_unused_parameters=True), 'ddp zero1 zero2'), (dict(static_graph=True), 'ddp zero1 zero2'),
-    (dict(), 'ddp zero1 zero2 fsdp hsdp dp')])
+    (dict(), 'ddp zero1 zero2 fsdp hsdp')])
 def test_ddp_kwargs(kwargs, words):
     from fastdist.strategy.select import check_ddp
-    for o in 'ddp', 'zero1', 'zero2', 'fsdp', 'hsdp', 'dp', Own():
+    for o in 'ddp', 'zero1', 'zero2', 'fsdp', 'hsdp', Own():
         if o in words.split() or not kwargs:
             got = asked(o, **ddp(**kwargs)).ddp
             assert all(getattr(got, k) == v for k, v in kwargs.items()) and isinstance(got, DistributedDataParallelKwargs)
@@ -413,7 +413,7 @@ def wrong_calls(calls, folder):
     "What each says; and that numbers of NumPy's are numbers, and a long time is one"
     import numpy as np
     from fastai.basics import DataLoader, DataLoaders, Learner, MSELossFlat
-    from fastdist.all import DistributedDL, DivergenceCheck, GlobalBatchLoss, LocalSGD, Resume
+    from fastdist.all import DistributedDL, DivergenceCheck, GlobalBatchLoss, Resume
     from fastdist.world import call_main, distributed_init, fail_together, rank0_first, rank0_read, setup_distrib, world_store
     setup_distrib()
     dl = DataLoader([(torch.ones(1), torch.ones(1))]*7, bs=3)
@@ -425,7 +425,7 @@ def wrong_calls(calls, folder):
         with (learn := learner()).parallel_ctx(ids), learn.no_bar(), learn.no_logging(): learn.fit(1)
     for o in np.int64(60), np.float32(60), 1e9: train(watchdog=o)
     train(gradient_accumulation_steps=np.int64(2))
-    for o in DivergenceCheck(np.int64(2)), LocalSGD(np.int64(2), np.int32(1)), Resume(folder, every=np.int64(2), keep=np.int64(1)): train(cbs=o)
+    for o in DivergenceCheck(np.int64(2)), Resume(folder, every=np.int64(2), keep=np.int64(1)): train(cbs=o)
     said = []
     for o in calls:
         try: said.append(repr(eval(o, {**globals(), **locals()})))

@@ -133,17 +133,10 @@ def errors(**ctx):
 def test_wrong_words(world2):
     from accelerate.utils import DistributedDataParallelKwargs
     assert all("strategy='zero3'" in m and "'fsdp'" in m for m in world2(errors, strategy='zero3'))
-    assert all("strategy='dp'" in m and "'ddp'" in m for m in world2(errors, strategy='dp'))
+    assert all("strategy='dp'" in m and "learn.parallel_ctx()" in m for m in world2(errors, strategy='dp'))
     assert all('3' in m and '2' in m for m in world2(errors, parallelism_config=ParallelismConfig(dp_shard_size=3)))
     assert all('offload_to_cpu=True' in m for m in world2(errors, offload_to_cpu=True))
     assert all('forward' in m for m in world2(errors, strategy=SimpleNamespace(setup=print, close=print)))
-
-
-def test_dp_in_one_process():
-    "`DataParallel`, which on the CPU is the model itself"
-    one = fit('plain', Adam)
-    assert diff(one.weights, fit('plain', Adam, dict(strategy='dp')).weights)==0
-    assert 'activation_checkpointing=True' in errors(strategy='dp', activation_checkpointing=True)
 
 
 def policy(reduce):

@@ -110,31 +110,3 @@ def test_running_statistics(world):
         for (k, _), a, b in zip(kinds, stats_of(kinds, distrib=False), every):
             assert diff(a[0], b[0]) < 2e-7 and diff(a[1], b[1]) < 1e-6, k
             assert len(b[2]) == (k == 'ema' and r == 0) and all('buffers ema of' in o for o in b[2])
-
-
-class Averaged(Callback):
-    "Stochastic weight averaging: torch's copy of the model, whose batch norm is brought up to date by a loop over the training loader"
-    def before_fit(self): self.copy = torch.optim.swa_utils.AveragedModel(self.learn.model)
-    def after_batch(self):
-        if self.training: self.copy.update_parameters(self.learn.model)
-    def after_fit(self): torch.optim.swa_utils.update_bn(self.dls.train, self.copy)
-
-
-def averaged(distrib=True, n=20, **ctx):
-    import fastdist.all
-    model = lambda: nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 3)).double()
-    learn, plain = quiet(learner(n=n, bs=6, model=model)), nn.BatchNorm1d(4).double()
-    torch.manual_seed(7)
-    with learn.distrib_ctx(split_batches=True, **ctx) if distrib else contextlib.nullcontext():
-        learn.fit(1, cbs=(cb := Averaged()))
-        torch.optim.swa_utils.update_bn(learn.dls.train, plain := nn.Sequential(plain))
-    assert type(plain[0]) is nn.BatchNorm1d and type(cb.copy.module[1]) is nn.BatchNorm1d and not torch.nn.modules.module._global_forward_pre_hooks
-    return dict(cb.copy.state_dict()), dict(plain.state_dict())
-
-
-def test_batch_norm_of_a_copy(world):
-    "20 samples in batches of 6: of the last 2 one worker of 3 has none"
-    one = averaged(distrib=False)
-    for every in world(averaged): assert all(diff(a, b) < 1e-6 for a, b in zip(one, every)), [diff(a, b) for a, b in zip(one, every)]
-    one = averaged(distrib=False, n=18)
-    for every in world(averaged, n=18, sync_bn=False): assert diff(one[1], every[1]) > 1e-3  # of its own share, as it was asked for

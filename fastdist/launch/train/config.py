@@ -81,7 +81,7 @@ keys = dict(
     nodes=_count("how many machines the command is started on, once on each", 1),
     node_rank=_count("the number of this machine, from 0; most often given on the command line", first=0),
     precision=_one_of(('fp32','fp16','bf16'), "fp16 and bf16 are fastai's mixed precision, on GPUs", 'fp32'),
-    strategy=_one_of(('ddp','zero1','zero2','fsdp','hsdp','dp','auto'), "how the model lives on the workers", 'ddp'),
+    strategy=_one_of(('ddp','zero1','zero2','fsdp','hsdp','auto'), "how the model lives on the workers", 'ddp'),
     sync_bn=_flag("take batch norm's statistics from the global batch", True),
     split_batches=_flag("split each batch between the workers, so that their number changes nothing but the time; "
                         "otherwise each has batches of its own", False),
@@ -263,8 +263,6 @@ cpu_precision = '''workers are on the CPU here, where fastai's mixed precision d
 def _check_machine(s, c, n_gpus=n_gpus):
     "Note what this machine has not got"
     n = c.distributed_world_size
-    if c.strategy=='dp' and n > 1:
-        s.fault(('strategy',), 'it uses all GPUs from one process: give distributed_world_size = 1, or strategy = "ddp"')
     gpus,local = math.inf,1 # whoever started this worker has seen to it
     if not launcher_started() and not (c.use_cuda_if_available and n==1 and c.precision=='fp32'):
         gpus = n_gpus() if c.use_cuda_if_available else 0

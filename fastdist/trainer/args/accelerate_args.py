@@ -218,10 +218,6 @@ def check_own(own, # `dict` of the arguments of `DistributedTrainer` that are no
         if not isinstance(own[nm], bool): refuse(nm, own[nm], f"it is True or False{_no_gpu if gpu and nm=='sync_bn' else ''}")
     if own['offload_to_cpu'] and not (own['activation_checkpointing'] or settings.fsdp.activation_checkpointing):
         refuse('offload_to_cpu', True, "it is of what activation checkpointing keeps: give activation_checkpointing=True too")
-    for nm,o in (('activation_checkpointing',own['activation_checkpointing']),('dynamo_backend',settings.dynamo)):
-        if o and settings.strategy=='dp':
-            refuse(nm, o, "strategy='dp' copies the model to each GPU for each batch, which would run the original's forward: "
-                          "use strategy='ddp'")
 
 # %% ../../../nbs/trainer/args/01_accelerate_args.ipynb #fc1fa047
 def check_launch(learn # `Learner` that is to be trained

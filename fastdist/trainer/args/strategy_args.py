@@ -18,7 +18,7 @@ from ...world.errors import refuse, short_repr
 from ...world.ranks import get_rank, get_world_size
 
 # %% ../../../nbs/trainer/args/00_strategy_args.ipynb #ff6a8c4b
-_words = 'ddp','zero1','zero2','fsdp','hsdp','dp','auto'
+_words = 'ddp','zero1','zero2','fsdp','hsdp','auto'
 
 _other_words = dict(zero3='fsdp', fsdp2='fsdp', full_shard='fsdp', hybrid_shard='hsdp', no_shard='ddp',
                     oss='zero1', sharded_ddp='zero2', shard_grad_op='zero2')
@@ -42,6 +42,7 @@ def _check_strategy(strategy, # A word, an object with the hooks, or `None`
     "The word, or the object; a `ValueError` if it is not known, or does not agree with what else `means` one"
     own = strategy is not None and not isinstance(strategy, str)
     if own: _check_own(strategy)
+    elif strategy=='dp': refuse('strategy', 'dp', "one process that uses all of its GPUs is learn.parallel_ctx(): use it in place of distrib_ctx")
     elif strategy is not None and strategy not in _words:
         low = strategy.lower()
         near = [_other_words[low]] if low in _other_words else difflib.get_close_matches(low, _words, 1)

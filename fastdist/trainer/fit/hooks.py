@@ -15,7 +15,6 @@ from ...comm.shards import is_dtensor
 from ...metrics.losses import GlobalBatchLoss
 from ...model.batchnorm import set_norm_scope
 from ...model.buffers import weighed_stats
-from ...strategy.base import callback_results
 from ...world.ranks import get_rank, get_world_size
 
 # %% ../../../nbs/trainer/fit/02_hooks.ipynb #08e15f32
@@ -46,8 +45,6 @@ class StrategyHooks(QuickCallback):
         self.drawn = None # torch's states before the step of a batch of which each worker has a part
         self.unchecked = 3 # steps without a backward pass that `_check_made` is to look at
 
-    def _alone(self): return any(callback_results(self.learn, 'steps_alone'))
-
 # %% ../../../nbs/trainer/fit/02_hooks.ipynb #2a28ff8f
 @patch
 def before_train(self:StrategyHooks):
@@ -60,28 +57,9 @@ def before_train(self:StrategyHooks):
 def begin_batch(self:StrategyHooks):
     "Before any other callback has the batch, and may train on it itself"
     if self.looked_at is None: self.looked_at = looked_at(self.learn) # what looks has the gradients of the global batch
-    self.sync = (self.each or self.looked_at or self.trainer.step.ends_step()) and not self._alone()
+    self.sync = self.each or self.looked_at or self.trainer.step.ends_step()
     self.drawn = None
     self.strategy.begin_batch(self.sync)
-
-# %% ../../../nbs/trainer/fit/02_hooks.ipynb #adbd7fe5
-@patch
-def begin_own(self:StrategyHooks, counts # `Counts` of a batch of such a loop
-             ):
-    "Before the loop has the batch: look after the backward passes of the learner's parameters. Returns a function that ends it"
-    trainer,strategy,watch = self.trainer,self.strategy,getattr(self.strategy, 'backwards', None)
-    if watch is None: return noop
-    inside,outer = watch.previous is not None,trainer.own # of the fit's batch, or another loop's
-    # of batches whose size only their reader knows each counts as much as another
-    scale = get_world_size()*counts.mine/counts.total if counts.total else float(counts.mine!=0)
-    own = trainer.own = SimpleNamespace(share_scale=lambda added=False: scale)
-    strategy.begin_batch(True)
-    def end():
-        if trainer.own is not own: return # a batch of a fit's has begun since, or its forward
-        trainer.own = outer
-        if not inside: return strategy.after_batch()
-        strategy.begin_batch(self.sync or outer is not None)
-    return end
 
 # %% ../../../nbs/trainer/fit/02_hooks.ipynb #030eb3d1
 @patch
@@ -92,9 +70,6 @@ def before_batch(self:StrategyHooks):
     if self.trainer.follow_in_epoch(): # it has other ones of these now
         self.trainer.hooks.begin_batch()
         return self.trainer.hooks.before_batch()
-    if self.trainer.own is not None: # a callback has read from the loader by itself, and goes on with that in a later batch
-        self.trainer.own = None
-        self.strategy.begin_batch(self.sync)
     self.weigh_stats = weighed_stats(learn.model, step.samples*get_world_size()/step.total if step.total else 1)
     self.strategy.forward(self.sync)
 
@@ -116,7 +91,7 @@ def before_backward(self:StrategyHooks):
 @patch
 def _check_made(self:StrategyHooks):
     "Raise an error where gradients were made without a backward pass, and each worker has others: nothing has averaged those"
-    if not self.unchecked or self._alone(): return
+    if not self.unchecked: return
     self.unchecked -= 1
     grads = [p.grad for p in self.strategy.all_params() if p.grad is not None]
     if same_text(repr([checksum(g) for g in grads if not is_dtensor(g) and g.layout==torch.strided])): return
@@ -131,7 +106,7 @@ def _torch_states(): return [torch.get_rng_state()]+([torch.cuda.get_rng_state()
 @patch
 def before_step(self:StrategyHooks):
     "Gradients that are each worker's own are no step's"
-    if self.strategy.unsynced and not self._alone(): raise RuntimeError(
+    if self.strategy.unsynced: raise RuntimeError(
         f"rank {get_rank()}: a step was made for a batch that GradientAccumulation would not step for, by its n_acc and count: "
         "leave both to it")
     watch = getattr(self.strategy, 'backwards', None)
