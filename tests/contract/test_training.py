@@ -1,0 +1,413 @@
+"P1: what people train, and with what, ends with the weights, losses and numbers of one process"
+import pytest
+from fastai.callback.rnn import rnn_cbs
+from fastai.callback.training import BnFreeze
+from fastai.losses import BCEWithLogitsLossFlat
+from table import *
+
+case = Cases()
+
+
+# Models with batch norm of every kind
+
+class Kinds(nn.Module):
+    "Over 3 and 4 dimensions, without affine parameters, with a cumulative average, and without running statistics"
+    def __init__(self):
+        super().__init__()
+        self.conv, self.bn1 = nn.Conv1d(1, 3, 2), nn.BatchNorm1d(3, affine=False)
+        self.bn2, self.bn3, self.lin = nn.BatchNorm2d(3, momentum=None), nn.BatchNorm2d(3, track_running_stats=False), nn.Linear(9, 3)
+    def forward(self, x): return self.lin(self.bn3(self.bn2(self.bn1(self.conv(x[:, None]))[..., None])).view(x.shape[0], -1))
+
+
+class WithAct(nn.BatchNorm1d):
+    "As models of timm have it: torch's forward once more, with an activation behind it"
+    def forward(self, x):
+        if self.training: self.num_batches_tracked.add_(1)
+        m = 1/float(self.num_batches_tracked) if self.momentum is None else self.momentum
+        return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, self.training, m, self.eps).relu()
+
+
+class Doubled(nn.BatchNorm1d):
+    def forward(self, x): return super().forward(x)*2
+
+
+class Recomputed(nn.Module):
+    "As models of timm do after `set_grad_checkpointing`; running statistics count a batch twice, in one process too"
+    def __init__(self):
+        super().__init__()
+        self.block = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU())
+    def forward(self, x): return x+torch.utils.checkpoint.checkpoint(self.block, x, use_reentrant=False)
+
+
+def stack(*layers): return lambda: (torch.manual_seed(3), nn.Sequential(*[o() if isinstance(o, (partial, type)) else o for o in layers]).double())[1]
+
+
+class NormedLoss(nn.Module):
+    "Batch norm in a loss, with running statistics or without"
+    def __init__(self, track):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3, affine=False, track_running_stats=track).double()
+    def forward(self, p, y): return ce(self.norm.train(not self.norm.track_running_stats or torch.is_grad_enabled())(p), y)
+
+
+class Teaches(Callback):
+    "Averages of the model, with batch norm in training mode, whose predictions the model is to have"
+    def before_fit(self): self.mean, self.more = deepcopy(self.learn.model), dict(slow=deepcopy(self.learn.model))
+    def after_loss(self):
+        if not self.training: return
+        with torch.no_grad(): t = self.mean(self.x)*.7 + self.more['slow'](self.x)*.3
+        self.learn.loss_grad = self.learn.loss_grad + (self.pred-t).pow(2).mean().float()
+    def after_step(self):
+        with torch.no_grad():
+            for m, w in (self.mean, .1), (self.more['slow'], .01):
+                for a, b in zip(m.parameters(), self.learn.model.parameters()): a.lerp_(b, w)
+
+
+# Losses and callbacks
+
+W = torch.tensor([1., 5., .5], dtype=torch.float64)
+def ce(p, y, **kwargs): return F.cross_entropy(p, y, **kwargs).float()  # as fastai's recorder needs it; computed in float64
+def weighted(p, y): return ((W[y]*F.cross_entropy(p, y, reduction='none')).sum() / W[y].sum()).float()
+weighted.loss_divisor = lambda y: W[y].sum()
+def contrast(p, y): return torch.log_softmax(p@p.T, 1).diag().mean().neg().float() + ce(p, y)
+
+
+def whole(f):
+    from fastdist.all import GlobalBatchLoss
+    return GlobalBatchLoss(f)
+
+
+class Combined:
+    "A mean and a sum, as CombinedLoss of fastai's documentation is"
+    def __call__(self, p, y):
+        q = F.one_hot(y, 3)
+        return ce(p, y) + (1 - 2*(p.softmax(1)*q).sum(1)/(p.softmax(1)+q).sum(1)).sum().float()*.3
+    def decodes(self, x): return x.argmax(1)
+
+
+class AddsToLoss(Callback):
+    "As fastai's RNNRegularizer does"
+    def after_loss(self): self.learn.loss_grad = self.learn.loss_grad + 0.5*self.pred.float().pow(2).mean()
+
+
+class L1(Callback):
+    def after_loss(self): self.learn.loss_grad = self.learn.loss_grad + .1*sum(p.abs().sum() for p in self.model.parameters()).float()
+
+
+class ReplacesLoss(Callback):
+    def after_loss(self): self.learn.loss_grad = self.learn.loss = self.pred.float().pow(2).mean()
+
+
+class Marks(Callback):
+    "Some labels do not count: of a share, perhaps none"
+    def before_batch(self): self.learn.yb = (torch.where(self.x[:, 0] > .3, -100, self.y),)
+
+
+class Sam(Callback):
+    "Sharpness-aware minimization: a second forward and backward between those of fastai and the step"
+    order, run_valid = 1000, False
+    def before_step(self):
+        ps = [p for p in self.model.parameters() if p.requires_grad]
+        norm = sum(float(p.grad.pow(2).sum()) for p in ps)**0.5
+        with torch.no_grad():
+            moved = [p.grad*(0.5/norm) for p in ps]
+            for p, e in zip(ps, moved): p.add_(e)
+        self.learn.opt.zero_grad()
+        self.loss_func(self.learn.model(*self.xb), *self.yb).backward()
+        with torch.no_grad():
+            for p, e in zip(ps, moved): p.sub_(e)
+
+
+class Cancels(Callback):
+    "All workers skip the same batch, backward and step, and leave the second epoch before its end"
+    run_valid = False
+    def before_batch(self): self._cancel('Batch', 0, 1); self._cancel('Train', 1, 3)
+    def before_backward(self): self._cancel('Backward', 0, 2)
+    def before_step(self): self._cancel('Step', 0, 3)
+    def _cancel(self, what, epoch, i):
+        import fastai.callback.core as core  # a module travels by value, and its exceptions would be others
+        if (self.epoch, self.iter) == (epoch, i): raise getattr(core, f'Cancel{what}Exception')()
+
+
+class Scales(MixedPrecision):
+    "fastai's `to_fp16`, with a scaler that works on the CPU, and without rounding"
+    order = MixedPrecision.order
+    def before_fit(self):
+        super().before_fit()
+        self.autocast, self.learn.scaler = torch.autocast('cpu', enabled=False), torch.amp.GradScaler('cpu', init_scale=2.**10, growth_interval=3)
+    def after_fit(self): self.learn.scaler = None
+
+
+class Tags(Items):
+    "Six rows and labels a sample"
+    def __init__(self, n, *_, seed=0, **__):
+        g = torch.Generator().manual_seed(seed)
+        self.x, self.y = torch.randn(n, 6, 4, dtype=torch.float64, generator=g), torch.randint(0, 3, (n, 6), generator=g)
+class OfTags(Double):
+    def __call__(self, inp, targ, **kwargs): return super().__call__(inp.reshape(-1, 3), targ.reshape(-1), **kwargs)
+
+
+def tags():
+    learn = learner(n=7, loss=OfTags(), model=stack(nn.Linear(4, 3)))
+    for i, dl in enumerate(learn.dls.loaders): dl.dataset = Tags(7, seed=i)
+    return learn
+
+
+def regression():
+    learn = learner(loss=lambda p, y: F.mse_loss(p, y).float(), model=stack(nn.Linear(4, 1)), metrics=[mae, rmse])
+    learn.dls = dls_of(22, classes=False)
+    return learn
+
+
+LEARNERS = dict(
+    sgd=lambda: learner(n=22, opt=partial(SGD, mom=.9), wd=.1), adam=lambda: learner(n=22, bn=True, opt=Adam, wd=.1),
+    lamb=lambda: learner(bn=True, opt=Lamb), ranger=lambda: learner(n=22, opt=MORE_OPTS['ranger']),
+    adamw=lambda: learner(n=22, bn=True, opt=MORE_OPTS['adamw']), larc=lambda: learner(opt=Larc),
+    rmsprop=lambda: learner(opt=MORE_OPTS['rmsprop'], lr=.02), drop_last=lambda: learner(n=22, bs=7, drop_last=True),
+    processes=lambda: learner(n=13, num_workers=1), regression=regression, tags=tags, clip=lambda: learner(n=22, cbs=GradientClip(.1)),
+    accumulate=lambda: learner(n=22, bn=True, cbs=GradientAccumulation(11)),
+    clip_accumulate=lambda: learner(cbs=[GradientClip(.1), GradientAccumulation(8)]), norms=lambda: learner(n=21, model=stack(Kinds)),
+    own_forward=lambda: learner(n=22, model=stack(nn.Linear(4, 8), partial(WithAct, 8), nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))),
+    own_forward_mean=lambda: learner(n=22, model=stack(nn.Linear(4, 8), partial(WithAct, 8, momentum=None), nn.Linear(8, 3))),
+    subclass=lambda: learner(n=22, model=stack(nn.Linear(4, 5), partial(Doubled, 5), nn.Linear(5, 3))),
+    recomputed=lambda: learner(n=22, model=stack(nn.Linear(4, 8), Recomputed, nn.Linear(8, 3)), lr=.01),
+    loss_norm=lambda: learner(n=22, loss=NormedLoss(False)), loss_norm_stats=lambda: learner(n=22, bn=True, loss=NormedLoss(True)),
+    loss_norm_whole=lambda: learner(n=22, loss=whole(NormedLoss(False))), teacher=lambda: learner(bn=True, cbs=Teaches()),
+    frozen_norm=lambda: learner(bn=True, cbs=BnFreeze()), class_weights=lambda: learner(n=22, loss=Double(weight=W)),
+    ignore_index=lambda: learner(bs=3, loss=Double(ignore_index=1)), marks=lambda: learner(n=22, cbs=[Marks(), GradientAccumulation(9)]),
+    summed=lambda: learner(n=22, loss=Double(reduction='sum'), lr=.01),
+    divisor=lambda: learner(n=22, loss=weighted, cbs=GradientAccumulation(9)),
+    combined=lambda: learner(n=22, bn=True, loss=whole(Combined())), contrast=lambda: learner(n=21, loss=whole(contrast)),
+    combined_accumulate=lambda: learner(n=22, loss=whole(Combined()), cbs=[L1(), GradientAccumulation(9)]),
+    adds=lambda: learner(n=22, cbs=AddsToLoss()), adds_weights=lambda: learner(n=22, loss=Double(weight=W), cbs=AddsToLoss()),
+    l1=lambda: learner(n=22, cbs=L1()), replaces=lambda: learner(n=22, cbs=ReplacesLoss()), sam=lambda: learner(bn=True, cbs=Sam()),
+    cancels=lambda: learner(n=24, bn=True, cbs=Cancels()), fp16=lambda: learner(bn=True, cbs=Scales()))
+
+
+def fitted(make, within):
+    "Two epochs, with metrics of training too"
+    learn = quiet(make())
+    if not learn.metrics: learn.metrics, learn.recorder.train_metrics = L(AvgMetric(accuracy)) if learn.dls.train.dataset[0][1].dim() == 0 else L(), True
+    with within(learn): learn.fit(2)
+    return result(learn)
+
+
+for k, v in LEARNERS.items(): case(partial(fitted, v), name=k)
+
+
+@case
+def any_size(within):
+    "Of the set and of a batch; fewer samples than workers"
+    return [fitted(lambda: learner(n=n, bs=bs), within) for n, bs in ((1, 1), (1, 8), (2, 5), (3, 1), (7, 3), (13, 13), (16, 5))]
+
+
+@case
+def own_batches(within):
+    "split_batches=False: each worker has `bs`, so the numbers are those of one process with `bs` times the number of workers"
+    res = []
+    for i, (n, drop_last) in enumerate([(38, False), (24, True), (27, False)]):
+        learn = quiet(learner(n=n, bs=12//within.n if within.many else 12, val_bs=4, bn=True, drop_last=drop_last))
+        with within(learn, split_batches=False): learn.fit(2)
+        res.append(result(learn))
+    return res
+
+
+@case
+def accumulation_argument(within):
+    "Two batches to a step are one large batch"
+    learn = quiet(learner(n=20, bs=5 if within.many else 10))
+    with within(learn, gradient_accumulation_steps=2): learn.fit(2)
+    return dict(weights=weights(learn), opt=state_of(learn.opt))
+
+
+def two_groups(m): return [params(m[:2]), params(m[2:])]
+
+
+@case
+def schedules(within):
+    "One-cycle, frozen and unfrozen with discriminative rates, in one context, then in another, then without one; and `lr_find`, in a context and outside"
+    learn = quiet(learner(n=22, bn=True, opt=Adam, wd=.01, splitter=two_groups))
+    with within(learn):
+        learn.fit_one_cycle(2, .1)
+        learn.freeze()
+        learn.fit(1)
+        learn.unfreeze()
+        learn.fit(1, slice(.01, .1))
+        learn.fine_tune(1)
+        before, found = weights(learn), learn.lr_find(num_it=12, start_lr=1e-4, show_plot=False).valley
+        moved = diff(before, weights(learn))
+    with within(learn): learn.fit_flat_cos(1, .05)
+    learn.lr_find(num_it=5, show_plot=False)
+    learn.fit(1)
+    return result(learn, found=found, moved=moved, rates=[learn.opt.hypers[i]['lr'] for i in range(2)])
+
+
+@case
+def trackers(within):
+    "The best weights come back; it stops early; the learning rate goes down"
+    from fastai.callback.progress import CSVLogger
+    from fastai.callback.tracker import EarlyStoppingCallback, ReduceLROnPlateau, SaveModelCallback
+    import tempfile, torch.distributed as dist
+    folder = [tempfile.mkdtemp()]
+    if within.many:
+        from fastdist.all import setup_distrib
+        setup_distrib()
+        dist.broadcast_object_list(folder)
+    learn, lrs = quiet(learner(bn=True, opt=Adam, lr=.3, metrics=accuracy, path=folder[0])), []
+    class Look(Callback):
+        def after_batch(self): lrs.append(self.opt.hypers[0]['lr']) if self.training else None
+    with within(learn):
+        learn.fit(6, cbs=[SaveModelCallback(with_opt=True), EarlyStoppingCallback(patience=3), ReduceLROnPlateau(patience=1, factor=4., min_delta=.1), CSVLogger(), Look()])
+    values = numbers(learn.recorder.values)
+    table = [[float(o) for o in line.split(',')[:4]] for line in (Path(folder[0])/'history.csv').read_text().splitlines()[1:]]
+    assert len(set(lrs)) > 1 and values[-1][1] > min(v[1] for v in values) and len(values) < 6
+    return result(learn, table=table, lrs=lrs, valid=list(learn.validate()))
+
+
+@case
+def learners_in_turn(within):
+    "One after another, of which the last two share a model"
+    learns, res = [quiet(learner(n=n, bn=True, opt=o, metrics=accuracy)) for n, o in ((22, SGD), (13, Adam), (23, SGD), (24, SGD))], []
+    learns[3].model = learns[2].model
+    for learn in learns[:2]:
+        with within(learn): learn.fit(1)
+        res.append(result(learn))
+    with within(learns[2]), within(learns[3]):
+        learns[2].fit(1)
+        learns[3].fit(1)
+    return [*res, result(learns[2]), list(learns[0].validate())]
+
+
+@case
+def the_ways_in(within):
+    "`to_distributed`, and the callback given to a fit"
+    learn = quiet(learner(n=22))
+    if not within.many: learn.fit(1); learn.fit(1)
+    else:
+        from fastdist.all import DistributedTrainer
+        learn.to_distributed(split_batches=True)
+        learn.fit(1)
+        learn.detach_distributed()
+        learn.fit(1, cbs=DistributedTrainer(split_batches=True))
+    return result(learn)
+
+
+class Turns(Callback):
+    "Layers that learn in turn, frozen from batch to batch"
+    def before_batch(self):
+        if self.training:
+            for i, m in enumerate(self.learn.model): m.requires_grad_(i % 3 == self.iter % 3 or i == 3)
+
+
+@case
+def frozen_in_turn(within): return fitted(lambda: learner(n=22, bn=True, cbs=Turns()), within)
+
+
+class Attr(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.knob = mlp(bn=True), 7
+    def forward(self, x): return self.body(x)*(self.knob/7)
+
+
+class Knob(Callback):
+    "In a fit, whoever looks at learn.model finds the user's model, and what is set there has its effect"
+    def before_fit(self): self.found = self.learn.model
+    def before_batch(self): assert self.learn.model is self.found and type(self.learn.model).__name__ == 'Attr'; self.learn.model.knob = 7+self.iter
+
+
+@case
+def users_model(within):
+    learn = quiet(learner(n=22, model=Attr, cbs=Knob()))
+    model = learn.model
+    hook = model.body[0].register_forward_hook(lambda m, i, o: o*1.5)
+    with within(learn): learn.fit(1)
+    hook.remove()
+    assert learn.model is model is learn.knob.found
+    return result(learn)
+
+
+class Noise:
+    "Noise in, a small picture out"
+    def __init__(self, n):
+        g = torch.Generator().manual_seed(1)
+        self.z, self.x = torch.randn(n, 100, generator=g), torch.randn(n, 3, 16, 16, generator=g).clamp(-1, 1)
+    def __len__(self): return len(self.z)
+    def __getitem__(self, i): return self.z[i], self.x[i]
+
+
+@case(tol=2e-6)
+def gan(within):
+    "fastai's own, whose callbacks reach into learn.model and freeze one half of it at a time"
+    from fastai.vision.gan import FixedGANSwitcher, GANLearner, basic_critic, basic_generator
+    set_seed(0)
+    dls = DataLoaders(TfmdDL(Noise(18), bs=6, shuffle=True, num_workers=0), TfmdDL(Noise(6), bs=6, num_workers=0))
+    generator, critic = basic_generator(16, 3, in_sz=100, n_features=8, n_extra_layers=0), basic_critic(16, 3, n_features=8, n_extra_layers=0, act_cls=partial(nn.LeakyReLU))
+    learn = quiet(GANLearner.wgan(dls, generator, critic, opt_func=SGD, lr=1e-3, switch_eval=False, switcher=FixedGANSwitcher(n_crit=1, n_gen=1)))
+    before = weights(learn)
+    with within(learn): learn.fit(2)
+    assert diff(before, weights(learn)) > 1e-4
+    return dict(weights=weights(learn))
+
+
+@case(tol=2e-6)  # Adam divides small gradients by their size
+def text_classifier(within):
+    "Hidden states from batch to batch, which fastai resets, and its regularizer"
+    from fastai.text.models import AWD_LSTM, get_text_classifier
+    from fastai.text.models.awdlstm import awd_lstm_clas_split
+    config = dict(emb_sz=6, n_hid=7, n_layers=1, pad_token=1, bidir=False, output_p=0., hidden_p=0., input_p=0., embed_p=0., weight_p=1e-12)
+    set_seed(7)
+    dls = DataLoaders(*[TfmdDL([(torch.randint(2, 11, (7,)), torch.randint(0, 3, ())) for _ in range(n)], bs=5, shuffle=n > 9, num_workers=0) for n in (18, 7)])
+    model = get_text_classifier(AWD_LSTM, 11, 3, seq_len=4, config=config, max_len=8, ps=[0.]).double()
+    learn = quiet(Learner(dls, model, loss_func=Double(), opt_func=Adam, lr=.02, cbs=rnn_cbs(.1, .1), metrics=accuracy, splitter=awd_lstm_clas_split))
+    with within(learn):
+        learn.freeze_to(-2)
+        learn.fit(1)
+        learn.unfreeze()
+        learn.fit(1, slice(1e-3, 1e-2))
+    return result(learn)
+
+
+@pytest.mark.sizes
+@pytest.mark.parametrize('world', [2, 3])
+def test_as_one_process(worlds, world): case.check(worlds(world))
+
+
+# What is drawn at random, or rounded, is the same in all workers, and not that of one process
+
+def agreeing():
+    "By name, what all workers must have alike, and the samples that this one has read"
+    import fastdist.all
+    from fastai.callback.mixup import CutMix, MixUp
+    from fastdist.all import get_rank
+    res, seen = {}, []
+    class Sees(Callback):
+        def before_batch(self): seen.extend(map(tuple, self.x.tolist())) if self.training else None
+    class Images(Items):
+        def __getitem__(self, i): return self.x[i].float().view(1, 2, 2), self.y[i]
+    def fit(nm, learn, **ctx):
+        with learn.distrib_ctx(**{**dict(split_batches=True), **ctx}): learn.fit(2)
+        res[nm] = result(learn)
+    for i, cb in enumerate((MixUp(.4), CutMix(.4))):
+        set_seed(1)
+        dls = DataLoaders(*[TfmdDL(Images(n), bs=5, num_workers=0) for n in (12, 7)])
+        fit(('mixup', 'cutmix')[i], quiet(Learner(dls, nn.Sequential(nn.Flatten(), nn.Linear(4, 3)), loss_func=CrossEntropyLossFlat(), cbs=cb, metrics=accuracy)))
+    fit('dropout', quiet(learner(model=lambda: nn.Sequential(nn.Linear(4, 30), nn.Dropout(.5), nn.Linear(30, 3)).double())))
+    fit('bf16', quiet(learner(dtype=torch.float32, cbs=Bf16OnCpu('bf16'), loss=CrossEntropyLossFlat())))
+    fit('own batch norm', quiet(learner(n=24, bs=12, bn=True)), sync_bn=False)
+    res['random numbers of the script'] = random.random(), float(np.random.rand()), torch.rand(1).item()
+    set_seed(int.from_bytes(os.urandom(4), 'little'))  # nobody has seeded it, and each worker has made another model
+    odd = nn.Sequential(nn.Flatten(), nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False), nn.Linear(4, 3)).double().to(memory_format=torch.channels_last)
+    odd[2].weight = odd[1].weight
+    for i, t in enumerate([torch.bfloat16, torch.bool, torch.int16, torch.complex64]): odd.register_buffer(f'b{i}', (torch.randn(3, 2)*9).to(t).T)
+    odd.register_buffer('rank', torch.tensor(get_rank()))
+    learn = quiet(Learner(DataLoaders(TfmdDL(Items(20), bs=5, shuffle=True, num_workers=0), TfmdDL(Items(9, seed=1), bs=2, num_workers=0)), odd, loss_func=Double(), opt_func=Adam, metrics=accuracy, cbs=Sees()))
+    fit('unseeded', learn)
+    return {k: repr(v) if isinstance(v, tuple) else v for k, v in res.items()}, seen, odd[2].weight is odd[1].weight
+
+
+def test_all_workers_agree(world3):
+    (first, _, tied), *others = every = world3(agreeing)
+    for res, *_ in others: assert not (faults := differences(first, res, 0)), faults
+    assert tied and first['unseeded']['weights']['rank'] == 0 and all(np.isfinite(o['losses']).all() for o in first.values() if isinstance(o, dict))
+    assert sorted(o for _, seen, _ in every for o in seen) == sorted([*map(tuple, Items(20).x.tolist())]*2)  # each by one worker in each epoch
