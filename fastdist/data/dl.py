@@ -11,7 +11,7 @@ from contextlib import nullcontext
 
 from fastai.basics import *
 from fastai.data.load import DataLoader as FastaiDataLoader
-from .adapter import IfLoaderHas, LoaderMethod, LoaderProxy, copied_beside
+from .adapter import IfLoaderHas, LoaderMethod, LoaderProxy
 from .fastai_dl import FastaiAdapter
 from .loaders import SeveralAdapter, counts_of, n_batches, set_counts
 from .orders import EpochOrder
@@ -56,7 +56,6 @@ class DistributedDL(LoaderProxy, EpochOrder):
     A worker for whom nothing is left in a step gets a padding sample that counts for nothing (see `counts`), so all make the same
     number of steps. With `evaluate` rank `r` has batches `r`, `r+world_size`, ..., exactly as one process has them. Streams have no
     slices: `None` is `False` there. Raises a `TypeError` that says why, where a loader cannot be split."""
-    non_blocking = False # go on while a batch is copied to the device?
     def __init__(self,
         dl, # fastai's or PyTorch's `DataLoader`, or an object that holds some of them; it stays as it is
         rank:int=None, # This worker; by default that of the process. Others in one process share the order of each epoch
@@ -224,8 +223,7 @@ def _batches(self:DistributedDL):
 def _sent(self:DistributedDL, b):
     "Batch `b` where it goes, as the loader transforms it there"
     device = self._adapter.device if self._device is None else self._device
-    beside = self.non_blocking and device is not None and torch.device(device).type!='cpu'
-    return self._adapter.finish(b if device is None else copied_beside(b, torch.device(device)) if beside else to_device(b, device))
+    return self._adapter.finish(b if device is None else to_device(b, device))
 
 # %% ../../nbs/data/07_dl.ipynb #ba21f87e
 @patch

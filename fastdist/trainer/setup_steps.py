@@ -25,7 +25,7 @@ from .fit.alike import versions
 from .args.accelerate_args import same_args
 from .fit.evaluation import Evaluation
 from .fit.hooks import StrategyHooks
-from .loaders import SharedLoaders, back_on_device, move_learner, seeded_loaders
+from .loaders import SharedLoaders, back_on_device, move_learner
 from .undone import FollowsModel
 from ..world.ranks import get_rank
 
@@ -57,21 +57,20 @@ def _compile(self:SetupSteps):
 @patch
 def _accumulate(self:SetupSteps):
     "Step once for several batches"
-    plugin = self.settings.accumulation
-    if plugin is None: return
+    n = self.settings.accumulation_steps
+    if n==1: return
     shared = dict(batch_weight=lambda: self.step.batch_weight(), average=lambda: self.strategy.average())
-    self.add(AccumulateSteps(plugin, **({} if self.device is None else shared)))
+    self.add(AccumulateSteps(n, **({} if self.device is None else shared)))
 
 # %% ../../nbs/trainer/02_setup_steps.ipynb #8112234b
 @patch
 def _follow_settings(self:SetupSteps):
-    "Write to the folder of the arguments, draw orders by their seed, and train in the precision that the launcher was told"
+    "Write to the folder of the arguments, and train in the precision that the launcher was told"
     learn,settings = self.learn,self.settings
     self.undo.enter_context(console_bars()) # no progress bar, frame by frame, where nobody sees it move
     if settings.project_dir is not None:
         self.undo.callback(setattr, learn, 'path', learn.path)
         learn.path = settings.project_dir
-    if settings.data_seed is not None: self.undo.enter_context(seeded_loaders(learn.dls, settings.data_seed))
     for cb in precision_callbacks(settings, self.precision, self.device or getattr(learn.dls, 'device', None)): self.add(cb)
 
 # %% ../../nbs/trainer/02_setup_steps.ipynb #72b96972
@@ -104,7 +103,7 @@ def _prepare(self:SetupSteps):
     learn,device = self.learn,self.device
     self.random,self.totals = WorkerRandom(get_rank()),EpochTotals(learn)
     self.decisions = Decisions(learn, WorkerRandom(get_rank()).entered, is_logger)
-    self.loaders = SharedLoaders(learn, device, self.settings.split, self.settings.non_blocking)
+    self.loaders = SharedLoaders(learn, device, self.settings.split)
     self.evaluation = Evaluation(learn, self.decisions)
     self.dirty = False
     self.undo.callback(self.random.exit)

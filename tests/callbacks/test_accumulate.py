@@ -27,11 +27,9 @@ def losses(kind):
                 summed=SummedSquares)[kind]()
 
 
-def fitted(distrib, bs, n=23, loss='plain', fit='fit', steps=None, plugin=None, cbs=None, bn=False, opt=SGD, epochs=2, **ctx):
+def fitted(distrib, bs, n=23, loss='plain', fit='fit', steps=None, cbs=None, bn=False, opt=SGD, epochs=2, **ctx):
     "Weights after fits; `distrib` is None for plain fastai, False for a context in one process"
-    from accelerate.utils import GradientAccumulationPlugin
     if steps: ctx['gradient_accumulation_steps'] = steps
-    if plugin: ctx['gradient_accumulation_plugin'] = GradientAccumulationPlugin(**plugin)
     learn = quiet(learner(n=n, bs=bs, loss=losses(loss), shuffle=False, bn=bn, opt=opt, cbs=cbs and cbs(), lr=0.05 if loss != 'summed' else 1e-3,
                           model=mlp_one if loss == 'summed' else None,
                           splitter=lambda m: [params(m[:1]), params(m[1:])] if loss != 'summed' else trainable_params(m)))
@@ -59,8 +57,7 @@ def test_steps_are_a_large_batch(world, loss, n, bs, k):
     for w in world(fitted, True, bs, n=n, loss=loss, steps=k): assert diff(want, w) < 2e-7
 
 
-CASES = dict(adam=dict(opt=Adam), twice=dict(fit='twice'), frozen=dict(fit='frozen'), each=dict(plugin=dict(num_steps=3, sync_each_batch=True), steps=None),
-             clip=dict(cbs=lambda: GradientClip(0.1)))
+CASES = dict(adam=dict(opt=Adam), twice=dict(fit='twice'), frozen=dict(fit='frozen'), clip=dict(cbs=lambda: GradientClip(0.1)))
 
 
 class EndsEarly(Callback):
@@ -79,15 +76,7 @@ def test_what_is_dropped_is_in_no_later_step(world2, strategy):
 @pytest.mark.parametrize('case', list(CASES))
 def test_steps_with_all_else(world, case):
     kw = {'steps': 3, **CASES[case]}
-    want = fitted(None, 15, **{k: v for k, v in kw.items() if k not in ('steps', 'plugin')})
-    for w in world(fitted, True, 5, **kw): assert diff(want, w) < 2e-7
-
-
-def test_steps_that_go_on_over_epochs(world):
-    "With `sync_with_dataloader=False`: 5 batches an epoch, 3 to a step, so that the second step has batches of two epochs, and the last is dropped"
-    kw = dict(plugin=dict(num_steps=3, sync_with_dataloader=False), n=25, epochs=2)
-    want = fitted(False, 5, **kw)
-    assert diff(want, fitted(None, 5, n=25, epochs=2)) > 1e-4
+    want = fitted(None, 15, **{k: v for k, v in kw.items() if k != 'steps'})
     for w in world(fitted, True, 5, **kw): assert diff(want, w) < 2e-7
 
 
@@ -184,7 +173,7 @@ def from_launcher(steps):
 def test_from_the_launcher(world2):
     want = fitted(None, 10)
     for w in world2(from_launcher, '2'): assert diff(want, w) < 2e-7
-    assert all("gradient_accumulation_steps='two'" in o for o in world2(from_launcher, 'two'))
+    assert all("gradient_accumulation_steps (of the launcher)='two'" in o for o in world2(from_launcher, 'two'))
 
 
 class Skips(Callback):

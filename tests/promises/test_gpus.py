@@ -565,40 +565,6 @@ def test_gradients_that_are_views_of_messages(gpu_worlds, strategy):
         assert own-views > .9*size, (own/size, views/size)
 
 
-def pinned(non_blocking):
-    "Weights, what streams are told in each batch, and whether settings of torch, and the formats of a user's tensors, are as they were"
-    import fastdist.all
-    from accelerate.utils import DataLoaderConfiguration
-    from fakegpu import cuda
-    learn = quiet(learner(n=24, bs=6, n_val=6, lr=0.05, dtype=torch.float32))
-    for dl in learn.dls.loaders: dl.pin_memory = True
-    def flags(): return [getattr(o, k) for o, ks in settings for k in ks]
-    matmul, convs = (operator.attrgetter(o)(torch) for o in ('backends.cuda.matmul', 'backends.cudnn'))  # by name: cloudpickle would send the modules
-    settings = (matmul, ('allow_tf32', 'allow_bf16_reduced_precision_reduction')), (convs, ('allow_tf32', 'benchmark', 'deterministic', 'enabled'))
-    old = matmul.allow_tf32, convs.benchmark
-    matmul.allow_tf32, convs.benchmark = True, True
-    before, seen = (flags(), torch.get_float32_matmul_precision(), torch.get_default_dtype()), []
-    class Sees(Callback):
-        def before_fit(self): cuda.queued.clear()
-        def after_batch(self):
-            if self.training: seen.append(cuda.queued[:])
-            cuda.queued.clear()
-    with learn.distrib_ctx(dataloader_config=DataLoaderConfiguration(split_batches=True, non_blocking=non_blocking)):
-        learn.fit(1, cbs=Sees())
-        inside = flags(), torch.get_float32_matmul_precision(), torch.get_default_dtype()
-    after = flags(), torch.get_float32_matmul_precision(), torch.get_default_dtype()
-    matmul.allow_tf32, convs.benchmark = old
-    return weights(learn), seen, before == inside == after
-
-
-def test_pinned_batches_go_by_a_stream_of_their_own(fake_gpu_worlds):
-    "The copy is queued beside the step before; the step waits for it on the device, and its memory is kept until then. TF32 and the like stay as the user has them"
-    for (w, seen, kept), (v, plain, also) in zip(fake_gpu_worlds(2)(pinned, True), fake_gpu_worlds(2)(pinned, False), strict=True):
-        assert diff(w, v) == 0 and kept and also
-        assert all(o[:5] == ['begin', 'end', 'wait', 'keep', 'keep'] for o in seen) and len(seen) == 4, seen
-        assert not any('keep' in o for o in plain), plain
-
-
 def formats(ctx):
     "The strides of a convolution's weights, and of what it gets, in a fit: of a model and batches that a user has in channels-last"
     import fastdist.all

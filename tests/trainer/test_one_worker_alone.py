@@ -56,11 +56,10 @@ class Predicts(Callback):
 
 def predicted(kind, how):
     import fastdist.all
-    from accelerate.utils import GradientAccumulationPlugin
     from fastdist.all import DivergenceCheck
     from fastdist.world import get_rank
     cbs = dict(check=lambda: [DivergenceCheck(every=3)], fastais=lambda: [GradientAccumulation(14)]).get(kind, list)()
-    ctx = dict(gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=3, sync_with_dataloader=False)) if kind == 'steps' else {}
+    ctx = dict(gradient_accumulation_steps=3) if kind == 'steps' else {}
     if how in ('if', 'all') or how == 'alone' and get_rank() == 0: cbs.append(Predicts(how))
     learn = quiet(learner(n=22, bs=5, cbs=cbs, opt=partial(SGD, mom=.9)))
     with learn.distrib_ctx(split_batches=True, **ctx): learn.fit(3)

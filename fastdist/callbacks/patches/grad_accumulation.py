@@ -39,12 +39,12 @@ def scale_all(grads, # Gradients, shards or whole
 class AccumulateSteps(QuickCallback):
     "Step once for several batches, with the gradient of all their samples: what `gradient_accumulation_steps` does"
     order,run_valid = MixedPrecision.order-4,False # before the gradients are looked at: unscaled, clipped
-    def __init__(self, plugin, # Accelerate's `GradientAccumulationPlugin`
+    def __init__(self, n_batches, # To a step
                  batch_weight=None, # Function that says what the mean in the batch's loss divides by; by default in one process
                  average=noop, # Function that averages the gradients of all workers, where that has not been done
                 ):
         super().__init__()
-        self.plugin,self.average = plugin,average
+        self.n_batches,self.average = n_batches,average
         self.batch_weight = batch_weight or self._weight
         self.n,self.total,self.first,self.weight,self.ending = 0,0.,None,0.,False
         self.passed = self.weighed = False # of the batch: has its loss had a backward pass, and is it multiplied by its weight?
@@ -62,7 +62,7 @@ def before_fit(self:AccumulateSteps):
     "Begin with no batches"
     if in_evaluation(self.learn): return
     if self.learn._grab_cbs(GradientAccumulation): raise ValueError(
-        f"rank {get_rank()}: gradient_accumulation_steps={self.plugin.num_steps} and fastai's GradientAccumulation callback "
+        f"rank {get_rank()}: gradient_accumulation_steps={self.n_batches} and fastai's GradientAccumulation callback "
         "both accumulate gradients: use one of them")
     self.ending = False
     self.drop() # an error may have ended the last fit in the middle of a step
@@ -76,7 +76,7 @@ def drop(self:AccumulateSteps):
 @patch
 def is_last(self:AccumulateSteps):
     "Is the batch that goes on the last of its step?"
-    return self.n+1 >= self.plugin.num_steps or self.plugin.sync_with_dataloader and self.learn.iter==self.learn.n_iter-1
+    return self.n+1 >= self.n_batches or self.learn.iter==self.learn.n_iter-1
 
 @patch
 def after_cancel_backward(self:AccumulateSteps):
@@ -122,7 +122,7 @@ def before_step(self:AccumulateSteps):
 @patch
 def after_train(self:AccumulateSteps):
     "Step with what is left, where the loader has ended sooner than its length said"
-    if not self.n or not self.plugin.sync_with_dataloader: return
+    if not self.n: return
     self.average()
     self.ending = True
     self.learn._with_events(self.learn._step, 'step', CancelStepException)

@@ -8,12 +8,14 @@ __all__ = ['accelerator_args', 'explained', 'not_default', 'check_args', 'check_
 
 # %% ../../../nbs/trainer/args/01_accelerate_args.ipynb #121616bc
 import difflib,inspect
+from collections import namedtuple
 from pathlib import PurePath
 from types import SimpleNamespace
 
-from accelerate import Accelerator, PartialState
-from accelerate.utils import (AutocastKwargs, DataLoaderConfiguration, DistributedDataParallelKwargs, GradientAccumulationPlugin,
-                              GradScalerKwargs, InitProcessGroupKwargs, ProjectConfiguration, RNGType)
+from accelerate import PartialState
+from accelerate.parallelism_config import ParallelismConfig
+from accelerate.utils import (AutocastKwargs, DistributedDataParallelKwargs, FullyShardedDataParallelPlugin, GradScalerKwargs,
+                              InitProcessGroupKwargs, RNGType, TorchDynamoPlugin, parse_flag_from_env)
 from fastai.basics import *
 from fastai.callback.fp16 import MixedPrecision, NonNativeMixedPrecision
 from .strategy_args import check_dynamo, check_mesh, check_sharding
@@ -24,184 +26,124 @@ from ...strategy.select import check_ddp
 from ...world.ranks import accelerate_state, get_device, get_rank, get_world_size, use_cpu, whole_number
 
 # %% ../../../nbs/trainer/args/01_accelerate_args.ipynb #433c2953
-_fastai_owns = dict(
-    mixed_precision="fastai does mixed precision: call learn.to_fp16() or learn.to_bf16()",
-    log_with="fastai does logging: add a callback, such as CSVLogger or TensorBoardCallback",
-    step_scheduler_with_optimizer="fastai's schedules step by themselves: use fit_one_cycle or ParamScheduler")
+def _is(what, ok):
+    "A check that an argument is `what`"
+    def check(name, value):
+        if not ok(value): refuse(name, value, f"it is {what}")
+        return value
+    return check
 
-_accepted = {k:p.default for k,p in inspect.signature(Accelerator.__init__).parameters.items() if k not in ('self', *_fastai_owns)}
-_accepted['split_batches'] = False # where Accelerate has an object that stands for "not given"
-_refused = 'device_placement','deepspeed_plugin','deepspeed_plugins','torch_tp_plugin','megatron_lm_plugin' # but for their defaults
+def _of(cls): return _is(f"Accelerate's {cls.__name__}", lambda o: isinstance(o, cls))
+
+def _check_steps(name, value):
+    n = whole_number(value)
+    if n is None: refuse(name, value, "it is the number of batches to a step: an integer from 1")
+    return n
+
+def _check_rng_types(name, value):
+    if isinstance(value, str) or not is_iter(value): refuse(name, value, "it is a list of torch, cuda, generator")
+    types = [o.value if isinstance(o, RNGType) else o for o in value]
+    for o in types:
+        if o not in ('torch','cuda','generator'): refuse(name, o, "it is a list of torch, cuda, generator")
+        if o=='cuda' and not torch.cuda.is_available(): refuse(name, o, "there is no GPU here: leave it out")
+    return types
+
+# %% ../../../nbs/trainer/args/01_accelerate_args.ipynb #c4d76ca8
+_handler_names = {DistributedDataParallelKwargs:'ddp', InitProcessGroupKwargs:'init', AutocastKwargs:'autocast', GradScalerKwargs:'scaler'}
+
+def _check_handlers(name, value):
+    "The handlers as a `dict`, by the names `ddp`, `init`, `autocast` and `scaler`"
+    kinds,found = ', '.join(o.__name__ for o in _handler_names),{}
+    if not isinstance(value, (list,tuple)): refuse(name, value, f"it is a list of {kinds} (of accelerate.utils)")
+    for h in value:
+        nm = next((v for k,v in _handler_names.items() if isinstance(h, k)), None)
+        if nm is None: refuse(name, h, f"only {kinds} (of accelerate.utils) have an effect here")
+        if nm in found: refuse(name, h, f"there are two {type(h).__name__}")
+        found[nm] = h
+    if 'scaler' in found:
+        try: torch.amp.GradScaler('cpu', **found['scaler'].to_kwargs())
+        except (AssertionError,TypeError) as e: refuse(name, found['scaler'], f"torch's GradScaler does not take it: {e}")
+    return found
+
+# %% ../../../nbs/trainer/args/01_accelerate_args.ipynb #225c8524
+_Argument = namedtuple('_Argument', 'default meaning check')
+_bool = _is("True or False", lambda o: isinstance(o, bool))
+
+_accepted = {k:_Argument(*v) for k,v in dict(
+    split_batches=(False, "Is a loader's batch size that of all workers together? By default it is that of each", _bool),
+    gradient_accumulation_steps=(1, "Batches to a step, which goes by the gradient of all their samples", _check_steps),
+    cpu=(False, "Train on the CPU, where there are GPUs too?", _bool),
+    kwargs_handlers=(None, f"A list of Accelerate's settings: {', '.join(o.__name__ for o in _handler_names)}", _check_handlers),
+    fsdp_plugin=(None, "Accelerate's `FullyShardedDataParallelPlugin` (version 2): settings of 'fsdp' and 'hsdp'",
+                 _of(FullyShardedDataParallelPlugin)),
+    parallelism_config=(None, "Accelerate's `ParallelismConfig`: how many replicas 'hsdp' has, and of how many shards each",
+                        _of(ParallelismConfig)),
+    dynamo_backend=(None, "Compile the model with this backend of `torch.compile`", _is("the name of a backend", lambda o: isinstance(o, str))),
+    dynamo_plugin=(None, "Accelerate's `TorchDynamoPlugin`: the backend, its mode and options", _of(TorchDynamoPlugin)),
+    project_dir=(None, "Folder that is `learn.path` meanwhile", _is("the path of a folder", lambda o: isinstance(o, (str,PurePath)))),
+    rng_types=(None, "Random generators that get rank 0's state as an epoch begins: of 'torch', 'cuda', 'generator'", _check_rng_types)).items()}
 
 def accelerator_args(f):
-    "Show the arguments of `Accelerator` that have an effect in the signature of `f`, in place of its `**kwargs`"
+    "Show the arguments of `Accelerator` that are accepted in the signature of `f`, in place of its `**kwargs`"
     sig = inspect.signature(f)
     own = [p for p in sig.parameters.values() if p.kind!=p.VAR_KEYWORD]
-    more = [inspect.Parameter(k, inspect.Parameter.KEYWORD_ONLY, default=v) for k,v in _accepted.items() if k not in _refused]
+    more = [inspect.Parameter(k, inspect.Parameter.KEYWORD_ONLY, default=o.default) for k,o in _accepted.items()]
     f.__signature__ = sig.replace(parameters=own+more)
     return f
 
-# %% ../../../nbs/trainer/args/01_accelerate_args.ipynb #225c8524
-_meanings = dict(
-    split_batches="Is a loader's batch size that of all workers together? By default it is that of each",
-    gradient_accumulation_steps="Batches to a step",
-    cpu="Train on the CPU, where there are GPUs too?",
-    dataloader_config="Accelerate's `DataLoaderConfiguration`: `split_batches`, `data_seed`, `non_blocking`",
-    fsdp_plugin="Accelerate's `FullyShardedDataParallelPlugin`: settings of 'fsdp' and 'hsdp'",
-    rng_types="Random generators that get rank 0's state as an epoch begins, by the names that Accelerate has for them",
-    project_dir="Folder that is `learn.path` meanwhile",
-    project_config="Accelerate's `ProjectConfiguration`, for its `project_dir`",
-    gradient_accumulation_plugin="Accelerate's `GradientAccumulationPlugin`, in place of the number of batches",
-    kwargs_handlers="Accelerate's settings for DDP, the process group and autocast: a list",
-    dynamo_backend="Compile the model with this backend of `torch.compile`",
-    dynamo_plugin="Accelerate's `TorchDynamoPlugin`: the backend, its mode and options",
-    parallelism_config="Accelerate's `ParallelismConfig`: how many replicas 'hsdp' has, and of how many shards each")
-
 def explained(f):
     "`f`, with what each of its parameters means at the end of its docstring, which `help` and `?` show"
-    known = {**_meanings, **{k:v for k,v in docments(f).items() if v}}
+    known = {**{k:o.meaning for k,o in _accepted.items()}, **{k:v for k,v in docments(f).items() if v}}
     lines = [f'{k}: {known[k]}' for k in inspect.signature(f).parameters if k in known]
     f.__doc__ = '\n'.join([f.__doc__, '', 'Parameters:', *lines])
     return f
 
 # %% ../../../nbs/trainer/args/01_accelerate_args.ipynb #6f427b83
-def not_default(kwargs # Arguments of `Accelerator`
-               ):
-    "Those of `kwargs` that differ from Accelerate's default"
-    return {k:v for k,v in kwargs.items() if k not in _accepted or v is not _accepted[k] and v!=_accepted[k]}
+_way_out = dict(
+    mixed_precision="fastai does mixed precision: call learn.to_fp16() or learn.to_bf16()",
+    log_with="fastai does logging: add a callback, such as CSVLogger or TensorBoardCallback",
+    step_scheduler_with_optimizer="fastai's schedules step by themselves: use fit_one_cycle or ParamScheduler",
+    device_placement="fastai places the batches, and fastdist the model: leave it out",
+    dataloader_config="give split_batches=True for it, and what else a loader is to do to the loader itself",
+    gradient_accumulation_plugin="give gradient_accumulation_steps=, the number of batches to a step",
+    project_config="give project_dir=",
+    **dict.fromkeys(('deepspeed_plugin','deepspeed_plugins'), "use strategy='zero1', 'zero2' or 'fsdp' for ZeRO stage 1, 2 or 3"),
+    **dict.fromkeys(('megatron_lm_plugin','torch_tp_plugin'), "use strategy='fsdp', which shards the parameters as well"))
+_own_names = 'sync_bn','in_notebook','resume','watchdog','strategy','activation_checkpointing','offload_to_cpu'
 
-def _check_names(kwargs # The arguments given
-               ):
-    "Raise a `TypeError` for an argument that is fastai's, or that nobody knows; a `ValueError` for one that is neither True nor False"
+def _check_names(kwargs):
+    "Raise a `TypeError` for an argument that is not accepted, and a `ValueError` for a plugin of the launcher's"
     for k,v in kwargs.items():
-        if k in _fastai_owns: refuse(k, v, _fastai_owns[k], TypeError)
-        if k not in _accepted:
-            near = difflib.get_close_matches(k, ['sync_bn','in_notebook','strategy',*_accepted], 1)
-            hint = f'; did you mean {near[0]}?' if near else ''
-            refuse(k, v, f"neither fastdist nor Accelerate has an argument of this name{hint}", TypeError)
-    given = not_default(kwargs)
-    for k in ('split_batches','cpu'):
-        if k in given and not isinstance(given[k], bool): refuse(k, given[k], "it is True or False")
-    if 'device_placement' in given:
-        refuse('device_placement', given['device_placement'],
-               "fastai places the batches, and fastdist the model: leave device_placement=True")
+        if k in _accepted: continue
+        near = difflib.get_close_matches(k, [*_own_names,*_accepted], 1)
+        hint = f'; did you mean {near[0]}?' if near else ''
+        refuse(k, v, _way_out.get(k) or f"fastdist has no argument of this name{hint}", TypeError)
+    for k in ('deepspeed','megatron_lm'):
+        if parse_flag_from_env(f'ACCELERATE_USE_{k.upper()}'):
+            refuse(f'use_{k}', True, f"(of the launcher) {_way_out[f'{k}_plugin']}, and launch without it")
 
-# %% ../../../nbs/trainer/args/01_accelerate_args.ipynb #fe9a530b
-def _check_accumulation(given # The arguments given
-                      ):
-    "The `GradientAccumulationPlugin`, from the arguments or else from the launcher; `None` where each batch is a step"
-    steps,plugin = given.get('gradient_accumulation_steps'),given.get('gradient_accumulation_plugin')
-    env = os.environ.get('ACCELERATE_GRADIENT_ACCUMULATION_STEPS', '')
-    no = lambda nm,v,why: refuse(f'gradient_accumulation_{nm}', v, why)
-    if plugin is not None:
-        if not isinstance(plugin, GradientAccumulationPlugin): no('plugin', plugin, "it is an accelerate.utils.GradientAccumulationPlugin")
-        if steps is not None: no('steps', steps, "gradient_accumulation_plugin is given too: give one of them")
-        if not plugin.adjust_scheduler:
-            no('plugin.adjust_scheduler', False,
-               "fastai's schedules go by the part of the training that is done, and need no adjusting: leave it True")
-        steps = plugin.num_steps
-    elif steps is None:
-        if env in ('','1'): return
-        try: steps = int(env)
-        except ValueError: no('steps', env, "the launcher (ACCELERATE_GRADIENT_ACCUMULATION_STEPS) has to say a number")
-    if (n := whole_number(steps)) is None: no('steps', steps, "it is the number of batches to a step: an integer from 1")
-    return plugin or GradientAccumulationPlugin(num_steps=n)
-
-# %% ../../../nbs/trainer/args/01_accelerate_args.ipynb #decb076f
-def _check_loading(config, # `DataLoaderConfiguration` or `None`
-                  split=None, # The argument `split_batches`
-                 ):
-    "`split_batches`, `data_seed` and `non_blocking`"
-    if config is None: return bool(split),None,False
-    if not isinstance(config, DataLoaderConfiguration):
-        refuse('dataloader_config', config, "it is an accelerate.utils.DataLoaderConfiguration")
-    no = lambda k,why: refuse(f'dataloader_config.{k}', getattr(config, k), why)
-    for k in ('split_batches','even_batches','use_seedable_sampler','non_blocking'):
-        if not isinstance(getattr(config, k), bool): no(k, "it is True or False")
-    if config.dispatch_batches: no('dispatch_batches', "every worker loads its own part of each batch: leave it out")
-    if config.use_stateful_dataloader: no('use_stateful_dataloader', "fastai's loaders stay what they are: leave it out")
-    if config.data_seed is not None and (isinstance(config.data_seed, bool) or not isinstance(config.data_seed, int)):
-        no('data_seed', "it is an integer")
-    if split is False and config.split_batches: # its own False is what it has where nobody has said anything
-        refuse('split_batches', split, "dataloader_config says True: give one of them")
-    return bool(split) or config.split_batches,config.data_seed,config.non_blocking
-
-# %% ../../../nbs/trainer/args/01_accelerate_args.ipynb #c4d76ca8
-_handler_names = {DistributedDataParallelKwargs:'ddp', InitProcessGroupKwargs:'init', AutocastKwargs:'autocast', GradScalerKwargs:'scaler'}
-_other_handlers = {'ProfileKwargs':"put torch.profiler.profile around the fit",
-                   **dict.fromkeys(('AORecipeKwargs','TERecipeKwargs','MSAMPRecipeKwargs','FP8RecipeKwargs'),
-                                   "fastai trains in fp16 or bf16: learn.to_fp16() or learn.to_bf16()")}
-
-def _check_scaler(o):
-    for k,ok,what in (('enabled', lambda v: isinstance(v, bool), "True or False"),
-                      ('init_scale', lambda v: v > 0, "a number above 0"),
-                      ('growth_factor', lambda v: v > 1, "a number above 1"),
-                      ('backoff_factor', lambda v: 0 < v < 1, "a number between 0 and 1"),
-                      ('growth_interval', lambda v: isinstance(v, int) and v > 0, "a number of steps from 1")):
-        if not ok(getattr(o, k)): refuse(f'GradScalerKwargs.{k}', getattr(o, k), f"it is {what}")
-
-# %% ../../../nbs/trainer/args/01_accelerate_args.ipynb #187aa6c0
-def _check_handlers(handlers # The argument `kwargs_handlers`
-                  ):
-    "The handlers as a `dict`, by the names `ddp`, `init`, `autocast` and `scaler`, `None` where there is none"
-    found = dict.fromkeys(_handler_names.values())
-    if not isinstance(handlers, (list,tuple)): refuse('kwargs_handlers', handlers, "it is a list")
-    for h in handlers:
-        nm = next((v for k,v in _handler_names.items() if isinstance(h, k)), None)
-        if nm is None:
-            refuse('kwargs_handlers', h, _other_handlers.get(type(h).__name__,
-                   f"only {', '.join(o.__name__ for o in _handler_names)} (of accelerate.utils) have an effect here"))
-        if found[nm] is not None: refuse('kwargs_handlers', h, f"there are two {type(h).__name__}")
-        found[nm] = h
-    if found['scaler'] is not None: _check_scaler(found['scaler'])
-    for k in ('enabled','cache_enabled'):
-        v = getattr(found['autocast'], k, None)
-        if v is not None and not isinstance(v, bool): refuse(f'AutocastKwargs.{k}', v, "it is True or False")
-    return found
-
-# %% ../../../nbs/trainer/args/01_accelerate_args.ipynb #cbc3b499
-def _check_project(given # The arguments given
-                 ):
-    "`project_dir` as a `Path`, or `None`"
-    path,config = given.get('project_dir'),given.get('project_config')
-    if path is not None and not isinstance(path, (str,PurePath)): refuse('project_dir', path, "it is the path of a folder")
-    if config is not None:
-        if not isinstance(config, ProjectConfiguration): refuse('project_config', config, "it is an accelerate.utils.ProjectConfiguration")
-        no = lambda k,why: refuse(f'project_config.{k}', getattr(config, k), why)
-        if config.project_dir is not None and path is not None and Path(config.project_dir)!=Path(path):
-            refuse('project_dir', path, f"project_config says {config.project_dir!r}: give one of them")
-        path = config.project_dir if path is None else path
-        if config.logging_dir is not None and (path is None or Path(config.logging_dir)!=Path(path)):
-            no('logging_dir', "fastai's loggers have their own: CSVLogger(fname), TensorBoardCallback(log_dir)")
-        for k,plain in (('automatic_checkpoint_naming',False), ('total_limit',None), ('iteration',0), ('save_on_each_node',False)):
-            if getattr(config, k)!=plain: no(k, "it is for Accelerator.save_state: use fastai's SaveModelCallback")
-    return None if path is None else Path(path)
-
-# %% ../../../nbs/trainer/args/01_accelerate_args.ipynb #161aed13
-_rngs = 'torch','cuda','generator'
-
-def _check_rng_types(types # The argument `rng_types`
-                   ):
-    "The names of the random states, or `None`"
-    if types is None: return
-    if isinstance(types, str) or not is_iter(types): refuse('rng_types', types, f"it is a list of {', '.join(_rngs)}")
-    types = [o.value if isinstance(o, RNGType) else o for o in types]
-    for o in types:
-        hint = '; fastai does not train on such a device' if o in RNGType else ''
-        if o not in _rngs: refuse('rng_types', o, f"it is a list of {', '.join(_rngs)}{hint}")
-        if o=='cuda' and not torch.cuda.is_available(): refuse('rng_types', o, "there is no GPU here: leave it out")
-    return types
+def not_default(kwargs # Arguments of `Accelerator` that are accepted
+               ):
+    "Those of `kwargs` that differ from the default"
+    return {k:v for k,v in kwargs.items() if v is not _accepted[k].default and v!=_accepted[k].default}
 
 # %% ../../../nbs/trainer/args/01_accelerate_args.ipynb #c20d4acc
+def _launched_steps():
+    "The number of batches to a step that the launcher was told"
+    env = os.environ.get('ACCELERATE_GRADIENT_ACCUMULATION_STEPS') or '1'
+    return _check_steps('gradient_accumulation_steps (of the launcher)', int(env) if env.isdigit() else env)
+
 def check_args(kwargs, # The arguments given
                strategy=None, # The argument `strategy`
               ):
     "What the arguments and the launcher ask for, as a namespace; an error for an argument that would have no effect here"
     _check_names(kwargs)
-    given = not_default(kwargs)
-    res = SimpleNamespace(**_check_handlers(given.get('kwargs_handlers') or []), accumulation=_check_accumulation(given),
-                          project_dir=_check_project(given), rng_types=_check_rng_types(given.get('rng_types')), dynamo=check_dynamo(given))
-    res.split,res.data_seed,res.non_blocking = _check_loading(given.get('dataloader_config'), kwargs.get('split_batches'))
+    given = {k:_accepted[k].check(k, v) for k,v in not_default(kwargs).items()}
+    handlers = {**dict.fromkeys(_handler_names.values()), **given.get('kwargs_handlers', {})}
+    path = given.get('project_dir')
+    res = SimpleNamespace(**handlers, split=given.get('split_batches', False), rng_types=given.get('rng_types'), dynamo=check_dynamo(given),
+                          accumulation_steps=given.get('gradient_accumulation_steps') or _launched_steps(),
+                          project_dir=None if path is None else Path(path))
     res.strategy,res.fsdp,res.mesh = check_sharding(given, strategy)
     check_ddp(res.ddp, res.strategy)
     return res
@@ -238,7 +180,7 @@ def check_precision(learn # `Learner` in a fit on many workers
         "which is not supported on many workers: use learn.to_fp16()")
 
 # %% ../../../nbs/trainer/args/01_accelerate_args.ipynb #7d81f741
-_may_differ = 'watchdog','project_dir','project_config'
+_may_differ = 'watchdog','project_dir'
 
 def same_args(args, # `dict` of the arguments that were given to `DistributedTrainer`
               settings, # What `check_args` returned

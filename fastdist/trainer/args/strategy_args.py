@@ -7,12 +7,12 @@ __all__ = ['check_mesh', 'check_sharding', 'check_dynamo']
 
 # %% ../../../nbs/trainer/args/00_strategy_args.ipynb #b1400076
 import difflib,re
-from functools import partial
+from dataclasses import fields
 from types import SimpleNamespace
 
 import torch.distributed as dist
 from accelerate.parallelism_config import ParallelismConfig
-from accelerate.utils import DynamoBackend, FullyShardedDataParallelPlugin, TorchDynamoPlugin
+from accelerate.utils import FullyShardedDataParallelPlugin, TorchDynamoPlugin, parse_flag_from_env
 from fastai.basics import *
 from ...world.errors import refuse, short_repr
 from ...world.ranks import get_rank, get_world_size
@@ -58,56 +58,26 @@ def _check_strategy(strategy, # A word, an object with the hooks, or `None`
 # %% ../../../nbs/trainer/args/00_strategy_args.ipynb #8fc21189
 def _no(field, value, why): refuse(f'fsdp_plugin.{field}', value, why)
 
-_instead = dict(
-    sharding_strategy="version 2 goes by reshard_after_forward; strategy='hsdp' or 'ddp' stand for HYBRID_SHARD and NO_SHARD",
-    backward_prefetch="version 2 prefetches by itself",
-    forward_prefetch="version 2 has none",
-    limit_all_gathers="version 2 always limits them",
-    use_orig_params="version 2 always does",
-    sync_module_states="all workers get rank 0's weights in any case",
-    param_init_fn="build the model with its weights: all workers get rank 0's")
+_taken = ('fsdp_version','reshard_after_forward','mixed_precision_policy','cpu_offload','ignored_modules','activation_checkpointing',
+          'activation_checkpointing_offload','auto_wrap_policy','transformer_cls_names_to_wrap','min_num_params','state_dict_type',
+          'cpu_ram_efficient_loading')
 
 def _check_unused(plugin):
-    "Raise a `ValueError` for what version 2 does not look at, where it is not as it would be by default"
-    from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig, ShardedOptimStateDictConfig, ShardedStateDictConfig
-    for k,why in _instead.items():
-        if getattr(plugin, k)!=(k=='limit_all_gathers' or None): _no(k, getattr(plugin, k), f"{why}: leave it out")
-    # of the launcher it is the default
-    if plugin.cpu_ram_efficient_loading and not _env_true('USE_FSDP'):
-        _no('cpu_ram_efficient_loading', True, "it is for models that Transformers loads: leave it out")
-    full,shard = dict(offload_to_cpu=True, rank0_only=True),dict(offload_to_cpu=True)
-    for k,plain in dict(state_dict_config=(FullStateDictConfig(**full), ShardedStateDictConfig(**shard)),
-                        optim_state_dict_config=(FullOptimStateDictConfig(**full), ShardedOptimStateDictConfig(**shard))).items():
-        if getattr(plugin, k) not in plain: _no(k, getattr(plugin, k), "learn.save writes the whole weights, from rank 0: leave it out")
-
-# %% ../../../nbs/trainer/args/00_strategy_args.ipynb #8aac49cd
-def _wrap_policy(plugin):
-    "What Accelerate has made of `auto_wrap_policy`: the function, names of classes, and the least size"
-    from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy as by_size, transformer_auto_wrap_policy as by_class
-    policy,names,least = plugin.auto_wrap_policy,plugin.transformer_cls_names_to_wrap,plugin.min_num_params
-    kind,more = (policy.func,dict(policy.keywords)) if isinstance(policy, partial) else (policy,{})
-    if kind is by_class and 'transformer_layer_cls' in more: names = [o.__name__ for o in more.pop('transformer_layer_cls')]
-    if kind is by_size: least = more.pop('min_num_params', least)
-    if more or kind not in (None,by_size,by_class):
-        _no('auto_wrap_policy', policy,
-            "give auto_wrap_policy='transformer_based_wrap' with transformer_cls_names_to_wrap, or 'size_based_wrap' with min_num_params")
-    if kind is not by_class and names:
-        _no('transformer_cls_names_to_wrap', names, "it is for auto_wrap_policy='transformer_based_wrap'")
-    if kind is not by_size and least is not None: _no('min_num_params', least, "it is for auto_wrap_policy='size_based_wrap'")
-    return {by_class:'class', by_size:'size'}.get(kind),names,least
+    "Raise a `ValueError` for what has no effect, where it is not as it would be by default"
+    plain = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type=plugin.state_dict_type)
+    for k in (o.name for o in fields(plugin) if o.name not in _taken):
+        if getattr(plugin, k)!=getattr(plain, k): _no(k, getattr(plugin, k), "it has no effect in version 2, or here: leave it out")
 
 # %% ../../../nbs/trainer/args/00_strategy_args.ipynb #6d06ae62
 def _units(plugin):
     "Names of classes, and the least size, that say what is a unit of its own"
-    kind,names,least = _wrap_policy(plugin)
-    if kind=='class':
-        names = [o.strip() for o in (names.split(',') if isinstance(names, str) else names or []) if o.strip()]
-        if names: return names,None
-        _no('transformer_cls_names_to_wrap', None,
-            "auto_wrap_policy='transformer_based_wrap' needs the names of the classes: give a list of them")
-    if kind=='size' and (isinstance(least, bool) or not isinstance(least, int) or least < 1):
-        _no('min_num_params', least, "auto_wrap_policy='size_based_wrap' needs a number of parameters from 1")
-    return None,least
+    from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy as by_size, transformer_auto_wrap_policy as by_class
+    policy,names,least = plugin.auto_wrap_policy,plugin.transformer_cls_names_to_wrap,plugin.min_num_params
+    if policy is None and not names and least is None: return None,None
+    if policy is by_class and names and least is None: return [o.strip() for o in ([names] if isinstance(names, str) else names)],None
+    if policy is by_size and not names and type(least) is int and least > 0: return None,least
+    _no('auto_wrap_policy', policy, f"with transformer_cls_names_to_wrap={names!r} and min_num_params={least!r}; "
+        "give 'transformer_based_wrap' with names of classes, or 'size_based_wrap' with a number from 1")
 
 # %% ../../../nbs/trainer/args/00_strategy_args.ipynb #9b90bc91
 def _ignored(mods):
@@ -128,8 +98,6 @@ def _fsdp_settings(plugin=None, # Accelerate's `FullyShardedDataParallelPlugin`,
     res = SimpleNamespace(reshard=None, mp_policy=None, cpu_offload=False, modules=None, min_numel=None, activation_checkpointing=False,
                           activation_offload=False, ignored=None)
     if plugin is None: return res
-    if not isinstance(plugin, FullyShardedDataParallelPlugin):
-        refuse('fsdp_plugin', plugin, "it is an accelerate.utils.FullyShardedDataParallelPlugin")
     if plugin.fsdp_version!=2:
         _no('fsdp_version', plugin.fsdp_version, "torch replaces it by version 2: give FullyShardedDataParallelPlugin(fsdp_version=2)")
     _check_unused(plugin)
@@ -143,23 +111,19 @@ def _fsdp_settings(plugin=None, # Accelerate's `FullyShardedDataParallelPlugin`,
     return res
 
 # %% ../../../nbs/trainer/args/00_strategy_args.ipynb #9ec47a9c
-def _mesh_sizes(config, # `ParallelismConfig`, or a `dict` of its sizes
-               by='parallelism_config', # Who says it
-              ):
+_others = ("tensor, context and sequence parallelism (tp, cp, sp) are not supported: give dp_replicate_size and dp_shard_size alone, "
+           "or strategy='fsdp', which shards the parameters as well")
+
+def _mesh_of(config, # `ParallelismConfig`
+             by='parallelism_config', # Who says it
+            ):
     "The sizes (replicate, shard) and the word that they mean, or `None` for both where all sizes are 1"
-    kinds = dict(dp_replicate='', dp_shard='', tp='tensor', cp='context', sp='sequence')
-    sizes = {k:config.get(k, 1) if isinstance(config, dict) else getattr(config, f'{k}_size') for k in kinds}
-    for k,kind in kinds.items():
-        if not kind: continue
-        if sizes[k]!=1:
-            refuse(f'{by}.{k}_size', sizes[k],
-                   f"{kind} parallelism is not supported: give {k}_size=1 and strategy='fsdp', which shards the parameters as well")
-        if getattr(config, f'{k}_handler', None) is not None:
-            refuse(f'{by}.{k}_handler', getattr(config, f'{k}_handler'),
-                   f"{kind} parallelism is not supported: leave it out; strategy='fsdp' shards the parameters as well")
-    mesh = sizes['dp_replicate'],sizes['dp_shard']
+    if config is None: return None,None
+    replicate,shard = mesh = config.dp_replicate_size,config.dp_shard_size
+    if any(getattr(config, f'{k}_size')!=1 or getattr(config, f'{k}_handler') is not None for k in ('tp','cp','sp')):
+        refuse(by, config, _others)
     if mesh==(1,1): return None,None
-    return mesh,'ddp' if mesh[1]==1 else 'fsdp' if mesh[0]==1 else 'hsdp'
+    return mesh,'ddp' if shard==1 else 'fsdp' if replicate==1 else 'hsdp'
 
 def check_mesh(mesh, # Sizes (replicate, shard), or `None`
                world_size, # Number of workers
@@ -169,125 +133,64 @@ def check_mesh(mesh, # Sizes (replicate, shard), or `None`
     refuse('parallelism_config', f'{mesh[0]} x {mesh[1]}',
            f"there are {world_size} workers: dp_replicate_size times dp_shard_size has to be {world_size}")
 
-# %% ../../../nbs/trainer/args/00_strategy_args.ipynb #26553ab4
-def _env_true(nm # Name without `ACCELERATE_`
-            ):
-    "Does the launcher's environment say so?"
-    return os.environ.get(f'ACCELERATE_{nm}', '').lower() in ('true','1')
-
 # %% ../../../nbs/trainer/args/00_strategy_args.ipynb #4dff9972
 def _launched_fsdp():
     "The plugin of the launcher's options, or `None`"
-    if not _env_true('USE_FSDP'): return
-    env = lambda k, d='': os.environ.get(f'FSDP_{k}', '') or d
+    if not parse_flag_from_env('ACCELERATE_USE_FSDP'): return
+    env = lambda k, d: os.environ.get(f'FSDP_{k}') or d
     if env('VERSION', '1')!='2':
         refuse('fsdp_version', env('VERSION', '1'),
                "(of the launcher) torch replaces it by version 2: "
                "--fsdp_version 2, or `fsdp_version: 2` in the file of `accelerate config`")
-    # version 2 looks at none of these
     for k,plain in dict(SHARDING_STRATEGY=('FULL_SHARD','1'), BACKWARD_PREFETCH=('NO_PREFETCH',), FORWARD_PREFETCH=('FALSE',),
                         USE_ORIG_PARAMS=('TRUE',), SYNC_MODULE_STATES=('TRUE',)).items():
         if env(k, plain[0]).upper() not in plain:
-            refuse(f'fsdp_{k.lower()}', env(k), f"(of the launcher) {_instead[k.lower()]}: leave it out")
-    try: return FullyShardedDataParallelPlugin()
-    except Exception as e: raise ValueError(f"rank {get_rank()}: the launcher's settings for FSDP are not accepted: {e}") from e
+            refuse(f'fsdp_{k.lower()}', env(k, ''), "(of the launcher) it has no effect in version 2: leave it out")
+    return _launched(FullyShardedDataParallelPlugin)
 
-# %% ../../../nbs/trainer/args/00_strategy_args.ipynb #5bc8477c
-def _launched_sizes():
-    "The sizes of `ParallelismConfig` in the launcher's options, or `None`"
-    if not _env_true('USE_PARALLELISM_CONFIG'): return
-    res = {}
-    for k in ('dp_replicate','dp_shard','tp','cp','sp'):
-        nm = f'PARALLELISM_CONFIG_{k.upper()}_SIZE'
-        v = os.environ.get(nm, '1')
-        if not v.isdigit() or int(v) < 1: refuse(nm, v, "(of the launcher) it is a number from 1")
-        res[k] = int(v)
-    return res
-
-# %% ../../../nbs/trainer/args/00_strategy_args.ipynb #c148f45a
-_zero = {0:'ddp', 1:'zero1', 2:'zero2', 3:'fsdp'}
-_use_fsdp = "use strategy='fsdp', which shards the parameters as well"
-
-def _check_others(given # The arguments that were given
-                ):
-    "Raise a `ValueError` for a plugin that is not supported, here or of the launcher, and name the strategy to use instead"
-    for k in ('deepspeed_plugin','deepspeed_plugins'):
-        if k not in given: continue
-        plugins = given[k].values() if isinstance(given[k], dict) else [given[k]]
-        words = dict.fromkeys(_zero_word(getattr(o, 'zero_stage', None)) for o in plugins)
-        refuse(k, given[k], f"DeepSpeed is not supported: {' or '.join(words)}")
-    for k in ('torch_tp_plugin','megatron_lm_plugin'):
-        if k in given: refuse(k, given[k], f"tensor and pipeline parallelism are not supported: {_use_fsdp}")
-    if _env_true('USE_DEEPSPEED'):
-        stage = os.environ.get('ACCELERATE_DEEPSPEED_ZERO_STAGE', '2')
-        word = _zero_word(int(stage) if stage.isdigit() else None)
-        refuse('use_deepspeed', True, f"(of the launcher) DeepSpeed is not supported: {word}, and launch without it")
-    if _env_true('USE_MEGATRON_LM'):
-        refuse('use_megatron_lm', True, f"(of the launcher) Megatron-LM is not supported: {_use_fsdp}, and launch without it")
-
-def _zero_word(stage):
-    if stage not in _zero: return "use strategy='zero1', 'zero2' or 'fsdp' for ZeRO stage 1, 2 or 3"
-    return f"for ZeRO stage {stage} use strategy={_zero[stage]!r}"
+def _launched(cls):
+    "Accelerate's `cls` of the launcher's options"
+    try: return cls()
+    except Exception as e: raise ValueError(f"rank {get_rank()}: the launcher's settings for {cls.__name__} are not accepted: {e}") from e
 
 # %% ../../../nbs/trainer/args/00_strategy_args.ipynb #750e1721
 def check_sharding(given, # The arguments that were given
                    strategy=None, # What was given for `strategy`
                   ):
     "The strategy, the settings for FSDP, and the sizes (replicate, shard) or `None`; a `ValueError` if arguments and launcher do not agree"
-    _check_others(given)
-    means,plugin,launched,mesh = [],_launched_fsdp(),_launched_sizes(),None
-    if 'fsdp_plugin' in given: means.append(('fsdp_plugin', given['fsdp_plugin'], ('fsdp','hsdp')))
-    if plugin is not None: means.append(('use_fsdp (of the launcher)', True, ('fsdp','hsdp')))
-    config = given.get('parallelism_config')
-    if config is not None and not isinstance(config, ParallelismConfig):
-        refuse('parallelism_config', config, "it is an accelerate.parallelism_config.ParallelismConfig")
-    for o,by in ((config,'parallelism_config'),(launched,"use_parallelism_config (of the launcher)")):
-        if o is None: continue
-        m,word = _mesh_sizes(o, by)
+    plugin,launched,means,mesh = given.get('fsdp_plugin'),_launched_fsdp(),[],None
+    for by,o in (('fsdp_plugin',plugin),('use_fsdp (of the launcher)',launched and True)):
+        if o is not None: means.append((by, o, ('fsdp','hsdp')))
+    configs = {'parallelism_config':given.get('parallelism_config')}
+    if parse_flag_from_env('ACCELERATE_USE_PARALLELISM_CONFIG'):
+        for k in ('TP','CP','SP'): # for which Accelerate wants packages first
+            n = os.environ.get(f'PARALLELISM_CONFIG_{k}_SIZE', '1')
+            if n!='1': refuse(f'parallelism_config_{k.lower()}_size (of the launcher)', n, _others)
+        configs['use_parallelism_config (of the launcher)'] = _launched(ParallelismConfig)
+    for by,o in configs.items():
+        m,word = _mesh_of(o, by)
         if m is None: continue
         if mesh not in (None,m): refuse(by, m, f"parallelism_config means {mesh} (replicate, shard): {_one_of_them}")
         mesh = m
         means.append((by, o, (word,)))
-    settings = _fsdp_settings(given.get('fsdp_plugin', plugin))
+    settings = _fsdp_settings(plugin or launched)
     word = _check_strategy(strategy, means)
     if dist.is_initialized(): check_mesh(mesh, get_world_size())
     return word,settings,mesh
 
-# %% ../../../nbs/trainer/args/00_strategy_args.ipynb #f8a0756b
-def _dynamo_backend(given):
-    "The name of the backend, by the arguments or by the launcher; 'no' for none"
-    plugin,backend = given.get('dynamo_plugin'),given.get('dynamo_backend')
-    launched = os.environ.get('ACCELERATE_DYNAMO_BACKEND', 'no').lower() or 'no'
-    if plugin is not None and not isinstance(plugin, TorchDynamoPlugin):
-        refuse('dynamo_plugin', plugin, "it is an accelerate.utils.TorchDynamoPlugin")
-    if plugin is not None and backend is not None: refuse('dynamo_backend', backend, "dynamo_plugin is given too: give one of them")
-    res = plugin.backend if plugin is not None else launched if backend is None else backend
-    res = str(getattr(res, 'value', res)).lower()
-    known = [str(o).lower() for o in DynamoBackend]
-    if res not in known:
-        near = difflib.get_close_matches(res, known, 1)
-        hint = f'; did you mean {near[0]!r}?' if near else ''
-        refuse('dynamo_backend', res, f"it is one of no, inductor, cudagraphs, aot_eager, eager and others{hint}")
-    if launched not in ('no',res): refuse('dynamo_backend', res, f"the launcher was told {launched!r}: {_one_of_them}")
-    return res
-
 # %% ../../../nbs/trainer/args/00_strategy_args.ipynb #5b67d758
 def check_dynamo(given # The arguments that were given
                 ):
-    "The `TorchDynamoPlugin` of the arguments and the launcher, or `None`; a `ValueError` for what this torch does not have"
-    plugin,backend = given.get('dynamo_plugin'),_dynamo_backend(given)
-    if backend=='no':
-        for k,v in ({} if plugin is None else plugin.to_kwargs()).items():
-            refuse(f'dynamo_plugin.{k}', v, "dynamo_plugin has backend='no', which compiles nothing: give a backend, such as 'inductor'")
-        return
-    plugin,has = plugin or TorchDynamoPlugin(backend=backend),torch.compiler.list_backends(())
-    if backend not in has:
-        some = ', '.join(o for o in ('inductor','cudagraphs','aot_eager','eager') if o in has)
-        refuse('dynamo_backend', backend, f"this torch has no such backend, but {some} and others (torch.compiler.list_backends)")
-    if backend=='inductor':
-        from torch._inductor import list_mode_options
-        modes = list(list_mode_options())
-        if plugin.mode not in modes: refuse('dynamo_plugin.mode', plugin.mode, f"it is one of {', '.join(modes)}")
-    if plugin.options is not None and plugin.mode!='default':
-        refuse('dynamo_plugin.options', plugin.options, f"torch takes them or mode={plugin.mode!r}: give one of them")
-    return plugin
+    "The `TorchDynamoPlugin` of the arguments and the launcher, or `None`; a `ValueError` for what `torch.compile` does not take"
+    plugin,backend = given.get('dynamo_plugin'),given.get('dynamo_backend')
+    if plugin is not None and backend is not None: refuse('dynamo_backend', backend, "dynamo_plugin is given too: give one of them")
+    launched = os.environ.get('ACCELERATE_DYNAMO_BACKEND', 'no').lower() or 'no'
+    arg,value = ('dynamo_plugin',plugin) if plugin is not None else ('dynamo_backend',backend or launched)
+    try:
+        res = plugin or TorchDynamoPlugin(backend=value)
+        name,options = res.backend.value.lower(),res.to_kwargs()
+        if name!='no': torch.compile(noop, **options) # which looks at what it is given, and compiles nothing yet
+    except Exception as e: refuse(arg, value, f"torch.compile does not take it: {e}")
+    if launched not in ('no',name): refuse('dynamo_backend', name, f"the launcher was told {launched!r}: {_one_of_them}")
+    if name!='no': return res
+    if options and plugin is not None: refuse(arg, options, "without a backend nothing is compiled: give one, such as 'inductor'")

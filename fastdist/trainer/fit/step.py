@@ -373,7 +373,7 @@ def weigh_loss(self:TrainingStep):
 @patch
 def ends_step(self:TrainingStep):
     "Does the optimizer step after this batch? Before, gradients are accumulated without a message"
-    for cb in callbacks_of(self.learn, AccumulateSteps): return cb.plugin.sync_each_batch or cb.is_last()
+    for cb in callbacks_of(self.learn, AccumulateSteps): return cb.is_last()
     return self.rows is None or all(cb.count+self.rows >= cb.n_acc for cb in callbacks_of(self.learn, GradientAccumulation))
 
 # %% ../../../nbs/trainer/fit/01_step.ipynb #176cd280
