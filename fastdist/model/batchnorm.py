@@ -193,7 +193,7 @@ def _batch_norm(input, running_mean, running_var, weight=None, bias=None, traini
     weight,bias = (o if o is None or x is input else o.to(x.dtype) for o in (weight,bias))
     return _KernelNorm.apply(_dense(x), weight, bias, eps, norm_scope.counts, update).to(input.dtype)
 
-# %% ../../nbs/model/00_batchnorm.ipynb #449fcd63
+# %% ../../nbs/model/00_batchnorm.ipynb #2311f730
 def _has_own_group(m): return getattr(m, 'process_group', None) not in (None, dist.group.WORLD)
 
 _sync_forward = nn.SyncBatchNorm.forward
@@ -213,9 +213,9 @@ def _check_scripted(model):
         "their statistics from the global batch. Script or trace the model after training, or pass sync_bn=False")
 
 def trace_batch_norm():
-    "Let dynamo see torch's own function: what stands in its place when it first compiles, it takes as an operation, and never looks into"
+    "Let dynamo see torch's own function: what stands in its place when it looks first, it takes as an operation, and never looks into"
     now,F.batch_norm = F.batch_norm,_torch_batch_norm
-    try: torch.compile(lambda x: x.relu(), backend='eager')(torch.ones(1))
+    try: torch.compile(lambda: None, backend='eager')
     finally: F.batch_norm = now
 
 _batch_norm.contexts = 0 # that are on: they may end in any order
@@ -226,7 +226,8 @@ def global_batch_norm(model # The learner's
     """A context in which torch's function of batch norm, and its `SyncBatchNorm`, go by `norm_scope`. A `ValueError` names layers of `model`
     that TorchScript has compiled"""
     _check_scripted(model)
-    if 'torch._dynamo' in sys.modules: trace_batch_norm()
+    dynamo = sys.modules.get('torch._dynamo')
+    if dynamo is not None and any(isinstance(m, dynamo.OptimizedModule) for m in model.modules()): trace_batch_norm()
     _batch_norm.contexts += 1
     F.batch_norm,nn.SyncBatchNorm.forward = _batch_norm,_plain_forward
     try: yield

@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from fastai.basics import *
 from ..callbacks.patches.activation_stats import ActivationStats, gather_stats
 from ..callbacks.data_parallel import ParallelTrainer
-from ..callbacks.patches.late_loss import late_losses
+from ..callbacks.patches.device_loss import device_losses
 from ..callbacks.precision import autocast_kept, synchronize_rng
 from ..comm.call import same_call
 from ..comm.rank0 import check_outside
@@ -323,7 +323,7 @@ def _decide(self:DistributedTrainer):
         undo.callback(self.decisions.end)
         begin_alike(self.learn, plain_dls(self.learn.dls), self.decisions, self.strategy, self.seen)
         undo.push(self._fit_failed)
-        if self.device.type!='cpu': undo.enter_context(late_losses(self.learn))
+        if self.device.type!='cpu': undo.enter_context(device_losses(self.learn))
         with self.decisions.interruptible(): yield
 
 @patch
