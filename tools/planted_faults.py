@@ -51,7 +51,7 @@ FAULTS = [Fault(*o) for o in [
      'zip(plain_loaders(learn), rest[\'texts\'])', 'zip(plain_loaders(learn), ())',
      ['tests/checkpoint/test_resume.py::test_a_language_model']),
     ('resume-repeats-a-batch', 'P3', "a loader that goes on in the middle of an epoch begins one step too early",
-     'offset=a.plan.done(steps)', 'offset=a.plan.done(max(steps-1, 0))',
+     'offset=a.plan.done(self._steps)', 'offset=a.plan.done(max(self._steps-1, 0))',
      ['tests/data/test_data.py::test_goes_on_in_the_middle[fastai-True]']),
     ('order-not-shared', 'P1', "the loader's own generator is not set to rank 0's: workers that nobody seeded shuffle differently",
      '    set_generator_states(gens, vals)\n', '',
