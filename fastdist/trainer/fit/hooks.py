@@ -99,9 +99,6 @@ def before_batch(self:StrategyHooks):
     "Let the forward of this batch be the strategy's"
     learn,step = self.learn,self.trainer.step
     if not learn.training: return
-    if self.trainer.follow_in_epoch(): # it has other ones of these now
-        self.trainer.hooks.begin_batch()
-        return self.trainer.hooks.before_batch()
     if self.trainer.own is not None: # a callback has read from the loader by itself, and goes on with that in a later batch
         self.trainer.own = None
         self.strategy.begin_batch(self.sync)
