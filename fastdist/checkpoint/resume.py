@@ -10,19 +10,15 @@ import time
 
 from fastai.basics import *
 from ..callbacks.patches.fastai_patches import QuickCallback, device_of, trainer_of
-from .callbacks import not_made, not_put, not_saved, users_callbacks
+from .callbacks import not_made, not_put, not_saved
 from .found import FoundFit, metric_names, recorded
-from .plain import attributes_of
 from .files.saving import Saver, every_of
 from .files.shared_folder import SharedFolder, fits_of, real_folder
-from .state import has_gradients, loader_counts, plain_loaders, random_of, signature, take_rest, take_tensors, worker_of
+from .state import has_gradients, loader_counts, plain_loaders, signature, take_rest, take_tensors, worker_of
 from ..data.dl import DistributedDL
-from ..data.rng import set_stream_states, stream_states
-from ..fault.watch.connections import of_group
-from ..fault.same_call import gone_on
 from ..fault.stop import StopSignals, stop_together
 from ..strategy.base import check_values
-from ..world.errors import RemoteError, refuse
+from ..world.errors import refuse
 from ..world.ranks import get_rank, whole_number
 
 # %% ../../nbs/checkpoint/05_resume.ipynb #071cbecf
@@ -33,18 +29,16 @@ class Resume(QuickCallback):
         path, # Folder of the checkpoints
         every=None, # Save every so many steps (200), seconds ('30s', '10m', '2h') or epochs ('1 epoch'); by default each epoch
         keep=3, # How many checkpoints to keep; the one with the best validation loss, and the ends of the last 8 fits, stay too
-        on_error=True, # Save when an exception ends the fit between two steps, too? With several workers: when it ends all of them there
         status=143, # Exit status after SIGTERM or SIGUSR1, once that is saved
         default=False, # Does it give way to another `Resume` that the fit has?
     ):
         super().__init__()
         if not isinstance(path, (str,os.PathLike)) or not os.fspath(path): refuse('path', path, "it is the folder of the checkpoints")
         if (keep_n := whole_number(keep)) is None: refuse('keep', keep, "it is a number of checkpoints, 1 or more")
-        if not isinstance(on_error, bool): refuse('on_error', on_error, "it is True or False")
-        self.folder,self.keep,self.on_error,self.default = real_folder(path),keep_n,on_error,default
+        self.folder,self.keep,self.default = real_folder(path),keep_n,default
         self.signals = StopSignals(partial(self.request, stop=True), status)
         self.unit,self.every,self.shared,self.found,self.saver = *every_of(every),None,None,None
-        self.active,self.asked,self.step,self.rank,self.wrapped,self.warned,self.in_batch = False,0,0,0,{},set(),False
+        self.active,self.asked,self.step,self.rank,self.wrapped,self.warned = False,0,0,0,{},set()
 
     def request(self, stop=False # Ask all workers to end after it?
                ):
@@ -55,7 +49,7 @@ class Resume(QuickCallback):
 @patch
 def __getstate__(self:Resume):
     "A copy, as one that `learn.export` writes, is in no fit"
-    return {**vars(self), 'active':False, 'wrapped':{}, **dict.fromkeys(('between','loop','shared','fits','found','saver'))}
+    return {**vars(self), 'active':False, 'wrapped':{}, **dict.fromkeys(('loop','shared','fits','found','saver'))}
 
 # %% ../../nbs/checkpoint/05_resume.ipynb #03d93935
 @patch(as_prop=True)
@@ -99,7 +93,7 @@ def _begin(self:Resume):
     self.found = FoundFit(learn, self.shared, self.fit_no, self._warn_once)
     self.found.tell()
     self.step = self.found.steps(self.step)
-    self.due,self.stepped,self.between,self.stops,self.in_batch,self.depth,self.now,self.loop = False,False,None,False,False,0,0,None
+    self.due,self.stepped,self.stops,self.depth,self.now,self.loop = False,False,False,0,0,None
     self.saver = Saver(self.folder, self.shared.run_id, self.rank, workers, self.keep, self._agree)
     self.next_time = time.monotonic()+self.every
 
@@ -131,7 +125,7 @@ def _heed(self:Resume, wished):
 @patch
 def before_batch(self:Resume):
     "No step yet"
-    if self.training: self.stepped,self.between = False,None
+    if self.training: self.stepped = False
 
 @patch
 def after_step(self:Resume):
@@ -145,7 +139,6 @@ def after_batch(self:Resume):
     if not self.training or not self.active: return
     self._heed(trainer_of(self.learn).step.wished if self.many else self.wish())
     if self.stepped: self._after_step()
-    if self.many and self.ends_after_batch() and trainer_of(self.learn).step.stops: raise KeyboardInterrupt
 
 @patch
 def _after_step(self:Resume):
@@ -153,13 +146,6 @@ def _after_step(self:Resume):
     if self.unit=='steps' and self.step%self.every==0: self.due = self.due or True
     if not isinstance(getattr(self.loop, 'dl', None), DistributedDL) or self._keeps_batches(): return
     if self.due: self._save(self.now, self.loop.i+1)
-    if not self.on_error: return
-    self.between,self.in_batch = stream_states(self.loop.dl._random, *random_of(self.learn)),False
-
-@patch
-def ends_after_batch(self:Resume):
-    "Does Ctrl-C wait for the end of the batch, to be saved?"
-    return self.active and self.on_error
 
 # %% ../../nbs/checkpoint/05_resume.ipynb #f00611a0
 @patch
@@ -172,13 +158,6 @@ def _keeps_batches(self:Resume):
     return kept
 
 # %% ../../nbs/checkpoint/05_resume.ipynb #9ef06404
-@patch
-def _after_batches(self:Resume):
-    "What comes is no batch: from here on some callbacks have seen the end of the epoch's, and others not"
-    self.between = None
-
-Resume.after_cancel_train = Resume.after_cancel_epoch = Resume.after_cancel_fit = Resume._after_batches
-
 @patch
 def after_epoch(self:Resume):
     "Save, if it is time; the end of the last epoch is that of the fit"
@@ -226,14 +205,14 @@ def _tell_unmade(self:Resume):
 
 # %% ../../nbs/checkpoint/05_resume.ipynb #6f9b30b7
 @patch
-def _save(self:Resume, epoch, batch, validated=False, ended=False, **place):
-    "All workers: copy, and begin to write; wait for the end where that is wanted. `place` in the loader, if it is not that of now"
+def _save(self:Resume, epoch, batch, validated=False, ended=False):
+    "All workers: copy, and begin to write; wait for the end where that is wanted."
     learn,wait = self.learn,self.due=='now'
     self.saver.finish()
     dl = self.loop.dl if batch and batch < self.loop.n else None
     if dl is None and batch: batch = self.loop.n
     tensors = take_tensors(learn, validated and self._gradients_wait()) # within an epoch it saves after a step
-    rest = take_rest(learn, dl, ended=ended, **place)
+    rest = take_rest(learn, dl, ended=ended)
     self._tell_unmade()
     if self.rank==0: rest['fits'] = self.fits.left
     self.saver.start(self._summary(epoch, batch, validated, ended), tensors, rest)
@@ -243,37 +222,6 @@ def _save(self:Resume, epoch, batch, validated=False, ended=False, **place):
     if self.stops:
         self.stops = False
         self.stopped(saved)
-
-# %% ../../nbs/checkpoint/05_resume.ipynb #ad41ca28
-@patch
-def _counted(self:Resume):
-    "May a callback, or a loader of several, remember of the batch that has failed before its step?"
-    return self.loop.dl.state_dict(back=1) is None or any(
-        attributes_of(cb)[0] for cb in users_callbacks(self.learn) if hasattr(cb, 'before_batch'))
-
-@patch
-def _is_whole(self:Resume, e):
-    "Is what there is at exception `e` what a whole step has left, in all workers?"
-    if self.between is None or not isinstance(e, (Exception,KeyboardInterrupt)) or isinstance(e, RemoteError): return False
-    if self.in_batch and self._counted(): return False
-    if self.many and of_group(e): return False # it may follow from the end of another
-    return not self.many or gone_on(f'an exception after step {self.step} of fit {self.fit_no}') is None
-
-# %% ../../nbs/checkpoint/05_resume.ipynb #8ce08c0b
-@patch
-def _save_after(self:Resume, e):
-    "Save what a whole step has left before exception `e`"
-    if self.saver is None: return
-    if not self._is_whole(e):
-        if not self.many: self.saver.finish() # it may be the last one
-        return
-    randoms = random_of(self.learn)
-    now = stream_states(*randoms)
-    set_stream_states(dict(self.between, own=self.between['own'][1:]), *randoms)
-    try:
-        self.due = 'now'
-        self._save(self.now, self.loop.i+(not self.in_batch), back=int(self.in_batch), streams=self.between)
-    finally: set_stream_states(now, *randoms)
 
 # %% ../../nbs/checkpoint/05_resume.ipynb #b68659b9
 @patch
@@ -322,8 +270,8 @@ def around_fit(self:Resume, run, # Function that makes the fit
             final()
         self._tell_held()
         self.fits.left,self.fits.ended = [*self.fits.left,recorded(self.learn)],True
-    except BaseException as e:
-        self._save_after(e)
+    except BaseException:
+        if self.saver is not None and not self.many: self.saver.finish() # it may be the last one
         raise
     finally: self._close()
 
@@ -359,7 +307,7 @@ def first_epoch(self:Resume):
 def before_train(self:Resume):
     "In one process, let the loader be one that can begin in the middle of an epoch"
     if not self.active: return
-    self.between,dl = None,self.learn.dl
+    dl = self.learn.dl
     if not isinstance(dl, DistributedDL):
         try:
             if id(dl) not in self.wrapped: self.wrapped[id(dl)] = DistributedDL(dl, 0, 1, split_batches=True)
@@ -371,15 +319,6 @@ def before_train(self:Resume):
 
 # %% ../../nbs/checkpoint/05_resume.ipynb #ae95b17f
 @patch
-def _handed(self:Resume, batches):
-    "Note whether the training has the batch, or the loader is at work"
-    for i,b in batches:
-        self.loop.i,self.in_batch = i,True
-        yield i,b
-        self.in_batch = False
-    self._after_batches()
-
-@patch
 def batches(self:Resume, dl # The training loader
            ):
     "The numbered batches of an epoch, from the first that was not trained"
@@ -388,7 +327,8 @@ def batches(self:Resume, dl # The training loader
     if self.active and self.found.place is not None:
         first = self.found.put_loader(dl)
         self.found.place = None
-    if first is not None: yield from self._handed(enumerate(dl, first))
+    if first is None: return
+    for self.loop.i,b in enumerate(dl, first): yield self.loop.i,b
 
 # %% ../../nbs/checkpoint/05_resume.ipynb #fb7db857
 def resume_of(learn # Any `Learner`

@@ -355,9 +355,7 @@ _of_learner = 'train_iter n_iter pct_train loss smooth_loss final_record epoch'.
 
 def take_rest(learn, # `Learner` in a fit
               dl=None, # The `DistributedDL` that is trained on, in the middle of an epoch
-              back=0, # Batches that `dl` has handed over, and that are not trained
-              streams=None, # Of `dl`, where its random numbers were then
-             ended=False, # Has the fit ended?
+              ended=False, # Has the fit ended?
              ):
     "What this worker remembers beside tensors, as plain data"
     trainer,scaler = trainer_of(learn),getattr(learn, 'scaler', None)
@@ -369,7 +367,7 @@ def take_rest(learn, # `Learner` in a fit
         learner={k:to_plain(getattr(learn, k)) for k in _of_learner if hasattr(learn, k)},
         streams=plain_state(stream_states(*random_of(learn))), generators=[generator_states(generators_in(*o)) for o in _drawing(learn)],
         texts=[text_order(o) for o in plain_loaders(learn)], counts=loader_counts(learn),
-        loader=None if dl is None else dict(state=dl.state_dict(back), streams=plain_state(streams or dl.streams())),
+        loader=None if dl is None else dict(state=dl.state_dict(), streams=plain_state(dl.streams())),
         buffers={n:to_plain(b) for n,b in _own_buffers(learn).items()}, dirty=getattr(trainer, 'dirty', False),
         scaler=None if scaler is None else to_plain(scaler.state_dict()))
 

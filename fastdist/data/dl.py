@@ -326,18 +326,17 @@ for _nm in ('get_idxs','new','one_batch','show_batch'): setattr(DistributedDL, _
 
 # %% ../../nbs/data/07_dl.ipynb #789aedd7
 @patch
-def state_dict(self:DistributedDL, back=0 # Of the batches that it has handed over, how many are to come again
-              ):
+def state_dict(self:DistributedDL):
     "Epoch, offset in it (samples of all workers, or batches of a batch sampler), and the state from which its order was drawn"
-    a,steps = self._adapter,self._steps-back
-    if a.parts is not None: return None if back else a.state_dict() # which of them has handed it over is not known
+    a = self._adapter
+    if a.parts is not None: return a.state_dict()
     if self._pending: return self._pending
     state = dict(n=a.drawn_n, mode=a.mode, world_size=self.world_size, global_bs=self.global_bs)
-    if self._epoch >= 0 and not self._ended and (a.unsized or steps < len(a.plan)):
+    if self._epoch >= 0 and not self._ended and (a.unsized or self._steps < len(a.plan)):
         rng,shuffled,seeded,counts = self._at
         at = dict(shuffled=shuffled, seeded=seeded, counts=counts)
         at['now'] = generator_states(a.generators()) # a callback may have drawn since, as by `one_batch`
-        return dict(epoch=self._epoch, offset=a.plan.done(steps), rng=plain_state(rng), **at, **state)
+        return dict(epoch=self._epoch, offset=a.plan.done(self._steps), rng=plain_state(rng), **at, **state)
     with shared_order(a.generators(), sync=False) as now: pass
     at = dict(shuffled=a.shuffled(), seeded=a.seeds, counts=counts_of(*drawers(self.dl)))
     return dict(epoch=self._epoch+1, offset=0, rng=plain_state(now), **at, **state)

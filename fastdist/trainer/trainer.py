@@ -167,6 +167,7 @@ def before_fit(self:DistributedTrainer):
     check_precision(self.learn)
     if self.is_inner: return
     rejoin()
+    self.in_training = False
     self.follow_model()
     self.random.restart_if_seeded()
     self.strategy.end_fit()
@@ -209,7 +210,9 @@ def after_epoch(self:DistributedTrainer):
 @patch
 def before_train(self:DistributedTrainer):
     "Take this worker's part of the training loader"
-    self.follow_model()
+    if self.in_training: self.check_model('at the beginning')
+    else: self.follow_model() # other callbacks may have changed it before the fit
+    self.in_training = True
     if not self.decisions.inner: rejoin_streams()
     with self.random.entered(): synchronize_rng(self.settings.rng_types)
     if self.step is not None: self.step.late = None # what was pressed in an earlier fit is no stop of this one
@@ -228,6 +231,7 @@ def follow_loader(self:DistributedTrainer):
 @patch
 def after_train(self:DistributedTrainer):
     "Let all workers have the same buffers, and put the training metrics together"
+    self.check_model('at the end')
     self.hypers = hypers_of(self.learn.opt) # not later: in the validation each has batches of its own
     self.agree_buffers()
     self.totals.combine(rows=True)

@@ -12,6 +12,7 @@ from fastai.basics import *
 from ..callbacks.patches.fastai_patches import QuickCallback
 from ..checkpoint.weights import is_sharded
 from ..strategy.base import check_values, same_everywhere, sync_buffers, whole_model
+from ..world.ranks import get_rank
 
 # %% ../../nbs/trainer/01_undone.ipynb #0a43622b
 class UndoneCallback(QuickCallback):
@@ -59,6 +60,7 @@ class FollowsModel(UndoneCallback):
     "Shapes the learner's model by `model_steps`, and does so again where it has changed"
     shaped,strategy = None,None
     dirty = False # have buffers changed since the workers agreed on them?
+    in_training = False # has the fit begun to train? Then its model stays
 
     def unknown_params(self, whole):
         "What the optimizer trains beside the parameters of `whole`: of modules that a closure may have, or nobody"
@@ -73,7 +75,6 @@ class FollowsModel(UndoneCallback):
         parts = whole.modules() if whole is self.learn.model else (m for o in whole for m in o.modules())
         ps = [*whole.parameters(), *self.unknown_params(whole)]
         self.parts = [*[p.dtype for p in ps], self.learn.model, *parts, *ps] # no module first: these are not what `modules_of` looks for
-        self.params = self.strategy.model_params()
 
     def agree_buffers(self):
         "Buffers that a forward changes differ between workers: let all have the same, once an epoch"
@@ -103,20 +104,26 @@ def _undo_model(self:FollowsModel):
 
 # %% ../../nbs/trainer/01_undone.ipynb #3fb29151
 @patch
-def follow_model(self:FollowsModel):
-    "Shape the model anew, where it has other modules or parameters, or of another type; rank 0's weights are all's. `True` if it had"
+def has_changed(self:FollowsModel):
+    "Has the learner's model other modules or parameters, or of another type, than at the last look?"
     old,_ = self.parts,self.note_parts()
-    if len(old)==len(self.parts) and all(a is b for a,b in zip(old, self.parts)): return False
-    if not self.strategy.shards_params and is_sharded(self.learn.model): return False # by its user, after the context began
+    return len(old)!=len(self.parts) or any(a is not b for a,b in zip(old, self.parts))
+
+@patch
+def follow_model(self:FollowsModel):
+    "Shape the model anew, where it has changed; rank 0's weights are all's"
+    if not self.has_changed(): return
+    if not self.strategy.shards_params and is_sharded(self.learn.model): return # by its user, after the context began
     self.strategy.average() # what has been accumulated stays, in all workers
     self._undo_model()
     check_values(whole := whole_model(self.learn))
     same_everywhere(whole, self.learn.opt)
     self._shape()
-    return True
 
 @patch
-def follow_in_epoch(self:FollowsModel):
-    "The same between two batches of an epoch, where it takes no time to find that nothing has changed"
-    if self.strategy.model is self.learn.model and self.strategy.model_params() is self.params: return False
-    return self.follow_model()
+def check_model(self:FollowsModel, when # In words, for the error
+               ):
+    "Raise a `RuntimeError` where the model has changed since the fit began to train"
+    if self.has_changed(): raise RuntimeError(
+        f"rank {get_rank()}: {when} of epoch {self.learn.epoch} of this fit the learner has another model, or other layers or parameters, "
+        "than the fit began to train. Change them between two fits, or in a callback's before_fit")

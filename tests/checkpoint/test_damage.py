@@ -115,7 +115,7 @@ def test_other_metrics_are_told(tmp_path):
         from_the_start()
         learn = made(tmp_path/nm, more=False, cbs=[Fails(at)] if at else None)
         learn.metrics = [F1Score(average='macro') if o == 'f1' else o for o in metrics]
-        learn.fit(2, cbs=Resume(tmp_path/nm/'ckpt', every=2, on_error=False))
+        learn.fit(2, cbs=Resume(tmp_path/nm/'ckpt', every=2))
         return learn.recorder.metric_names, learn.recorder.values
     want = run('whole', 'f1', accuracy)
     with pytest.raises(ZeroDivisionError): run('a', 'f1', accuracy, at=9)

@@ -34,7 +34,7 @@ def started(script, folder, at=None, how='exception', **kwargs):
 def one_each(learn, folder, keep=3):
     "Fits of 3, 2 and 1 epochs of 3 steps, each with a `Resume` of its own; what is there in the end, and the newest checkpoint"
     from fastdist.checkpoint.resume import Resume
-    for n in (3, 2, 1): learn.fit(n, cbs=Resume(folder, keep=keep, on_error=False))
+    for n in (3, 2, 1): learn.fit(n, cbs=Resume(folder, keep=keep))
     c = checkpoints(folder)[0].summary
     return found(learn), [c[k] for k in ('step', 'fit', 'ended')]
 
@@ -44,7 +44,7 @@ def contexts(learn, folder, strategy='ddp', **kwargs):
     from fastdist.checkpoint.resume import Resume
     seen = []
     for n in (3, 2, 1):
-        with learn.distrib_ctx(**ctx_of(strategy), resume=Resume(folder, on_error=False)): learn.fit(n)
+        with learn.distrib_ctx(**ctx_of(strategy), resume=Resume(folder)): learn.fit(n)
         seen.append({k: v.tolist() for k, v in weights(learn).items()})
     c = checkpoints(folder)[0].summary
     return found(learn) | dict(seen=seen), [c[k] for k in ('step', 'fit', 'ended')]
@@ -99,7 +99,7 @@ def looks(learn, exact=True):
 def stages(learn, folder, strategy=None, exact=True, keep=1):
     "As `fine_tune`, with a fit more, and looks at the learner between them: what is there in the end, and what was seen"
     from fastdist.checkpoint.resume import Resume
-    seen, kw = [], dict(cbs=Resume(folder, keep=keep, on_error=False))
+    seen, kw = [], dict(cbs=Resume(folder, keep=keep))
     with contextlib.nullcontext() if strategy is None else learn.distrib_ctx(**ctx_of(strategy)):
         learn.freeze()
         learn.fit(2, .1, **kw)
@@ -117,7 +117,7 @@ def finds(learn, folder):
     "The learning rate of the second fit is found after the first"
     from fastai.callback.schedule import minimum
     from fastdist.checkpoint.resume import Resume
-    kw = dict(cbs=Resume(folder, on_error=False))
+    kw = dict(cbs=Resume(folder))
     learn.fit(2, **kw)
     lr = learn.lr_find(num_it=30, show_plot=False, suggest_funcs=(minimum,)).minimum
     learn.fit_one_cycle(3, lr, **kw)
@@ -195,7 +195,7 @@ def a_loop(learn, folder):
     from fastdist.checkpoint.resume import Resume
     seen = []
     for i in range(11):
-        learn.fit(1, cbs=Resume(folder, keep=1, on_error=False))
+        learn.fit(1, cbs=Resume(folder, keep=1))
         seen.append(float(learn.validate()[0]))
     return seen
 
@@ -215,7 +215,7 @@ def test_a_fit_that_is_passed_over_has_as_many_epochs(tmp_path):
     "As one that goes on: another number is an error, and the script as it was goes on"
     from fastdist.checkpoint.resume import Resume
     def script(n, learn, folder):
-        for o in (n, 3): learn.fit(o, cbs=Resume(folder, on_error=False))
+        for o in (n, 3): learn.fit(o, cbs=Resume(folder))
         return found(learn)
     want, _, _ = started(partial(script, 2), tmp_path/'whole')
     assert started(partial(script, 2), tmp_path/'a', 11)[0] is None

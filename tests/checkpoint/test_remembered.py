@@ -14,7 +14,7 @@ def fitted(folder, make, what, at=None, every=None, strategy=None, n=4):
     learn.add_cb(Ends(at))
     with warnings.catch_warnings(record=True) as said, learn.distrib_ctx(**ctx_of(strategy)) if strategy else contextlib.nullcontext():
         warnings.simplefilter('always')
-        try: learn.fit(n, cbs=Resume(folder/'ckpt', every=every, on_error=False))
+        try: learn.fit(n, cbs=Resume(folder/'ckpt', every=every))
         except ZeroDivisionError: return
     return [str(o.message) for o in said if 'Resume' in str(o.message)], {k: v.tolist() for k, v in weights(learn).items()}, what(learn)
 
@@ -147,7 +147,7 @@ def several(folder, at=None):
     learn = simple(folder, OwnAtFit())
     learn.fit(2, cbs=Resume(folder/'ckpt'))
     learn.add_cb(Ends(at))
-    try: learn.fit(2, cbs=Resume(folder/'ckpt', every=1, on_error=False))
+    try: learn.fit(2, cbs=Resume(folder/'ckpt', every=1))
     except ZeroDivisionError: return
     return {k: v.tolist() for k, v in weights(learn).items()}, means(learn)
 

@@ -47,31 +47,23 @@ def other(learn):
     learn.fit(1, reset_opt=True)
 
 
-class InFit(Callback):
-    def before_epoch(self):
-        if self.epoch==1:
-            self.learn.model[-1] = new_head(self.learn, bn=True)
-            self.learn.create_opt()
-
-
-def in_fit(learn): learn.fit(2, cbs=InFit())
-
-
-class InEpoch(Callback):
-    "Between two steps another parameter takes the place of one, as many are trained as before, and later one more"
-    def before_batch(self):
-        if not self.training or self.iter not in (1, 2): return
-        if self.iter==1: self.learn.model[0].weight = nn.Parameter(torch.ones(7, 4).double()/3)
-        else: self.learn.model.extend([nn.BatchNorm1d(3).double(), nn.Linear(3, 3).double()])
+class NewHead(Callback):
+    "Another head, and its optimizer, as the fit begins"
+    def before_fit(self):
+        self.learn.model[-1] = new_head(self.learn, bn=True)
         self.learn.create_opt()
 
 
-def in_epoch(learn): learn.fit(2, cbs=InEpoch())
+def before_fit(learn): learn.fit(2, cbs=NewHead())
 
 
 def accumulated(learn):
-    "Gradients of a batch wait for the step when the model changes, in an epoch and between two"
-    learn.fit(2, cbs=[InEpoch(), GradientAccumulation(12)])
+    "Gradients of a batch wait for the step when the model changes"
+    for i in range(2):
+        learn.fit(1, cbs=GradientAccumulation(12))
+        if i: break
+        learn.model.extend([nn.BatchNorm1d(3).double(), nn.Linear(3, 3).double()])
+        learn.create_opt()
 
 
 class Warm(nn.Module):
@@ -110,7 +102,7 @@ def in_closure():
     return InClosure()
 
 
-CHANGES = dict(head_and_opt=head_and_opt, head_none=head_none, inserted=inserted, other=other, in_fit=in_fit, in_epoch=in_epoch, accumulated=accumulated)
+CHANGES = dict(head_and_opt=head_and_opt, head_none=head_none, inserted=inserted, other=other, before_fit=before_fit, accumulated=accumulated)
 BESIDE = dict(loss=lambda: dict(loss=Warm()), loss_accumulated=lambda: dict(loss=Warm(), cbs=GradientAccumulation(12)),
               module=lambda: dict(model=lambda: model(out=7), cbs=Second()), in_a_list=lambda: dict(model=lambda: model(out=7), cbs=SecondInList()),
               in_closure=lambda: dict(model=lambda: model(out=7), cbs=in_closure()))
@@ -143,20 +135,43 @@ def test_changed_and_beside(worlds, world, strategy):
 ONE = {}
 
 
-def changed_in_one():
+class Changes(Callback):
+    "In a fit that trains, at epoch `at`: another model, layer or parameter, or another type"
+    def __init__(self, event, what, at): self.event, self.what, self.at = event, what, at
+    def before_batch(self): self.change('before_batch')
+    def before_epoch(self): self.change('before_epoch')
+    def after_epoch(self): self.change('after_epoch')
+    def change(self, event):
+        learn = self.learn
+        if event != self.event or learn.epoch != self.at or event == 'before_batch' and not (self.training and self.iter == 1): return
+        if self.what == 'model': learn.model = mlp()
+        elif self.what == 'layer': learn.model[-1] = nn.Linear(8, 3, dtype=torch.float64)
+        elif self.what == 'parameter': learn.model[-1].bias = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+        else: learn.model.float().double(), learn.model.half()
+
+
+def changed_in_fit(strategy, event, what, at):
     import fastdist.all
-    from fastdist.world import get_rank
-    class Changes(Callback):
-        def before_batch(self):
-            if self.training and self.learn.train_iter == 1: self.learn.model[-1] = nn.Linear(8, 3+get_rank(), dtype=torch.float64)
+    learn = quiet(learner(n=40, bs=5))
     try:
-        with learner(n=40, bs=5).distrib_ctx() as learn: quiet(learn).fit(1, cbs=Changes())
-    except Exception as e: return type(e).__name__, str(e)
+        with learn.distrib_ctx(**ctx_of(strategy)): learn.fit(3, cbs=Changes(event, what, at))
+    except RuntimeError as e: return str(e)
 
 
-def test_another_layer_in_each_worker(world2):
-    "Is named, and not hidden by an error of what clears up after it"
-    for kind, text in world2(changed_in_one): assert kind == 'ValueError' and "rank 1 has other tensors than rank 0's" in text, (kind, text)
+@pytest.mark.parametrize('strategy', STRATEGIES)
+@pytest.mark.parametrize('event,what,at,when', [
+    ('after_epoch', 'model', 0, 'at the beginning of epoch 1'), ('before_epoch', 'layer', 1, 'at the beginning of epoch 1'), ('after_epoch', 'type', 1, 'at the beginning of epoch 2')])
+def test_changed_in_a_fit(world2, strategy, event, what, at, when):
+    "It is told when, and what to do, in all workers"
+    for r, text in enumerate(world2(changed_in_fit, strategy, event, what, at)):
+        assert f'rank {r}: {when} of this fit the learner has another model, or other layers' in text and 'between two fits' in text, text
+
+
+@pytest.mark.parametrize('what', ['layer', 'parameter'])
+def test_changed_in_an_epoch(world2, what):
+    "In the last one, too"
+    for at in 0, 2:
+        for r, text in enumerate(world2(changed_in_fit, 'ddp', 'before_batch', what, at)): assert f'rank {r}: at the end of epoch {at} of this fit' in text, text
 
 
 class Tempered(nn.CrossEntropyLoss):

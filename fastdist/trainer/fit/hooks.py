@@ -67,9 +67,6 @@ def before_batch(self:StrategyHooks):
     "Let the forward of this batch be the strategy's"
     learn,step = self.learn,self.trainer.step
     if not learn.training: return
-    if self.trainer.follow_in_epoch(): # it has other ones of these now
-        self.trainer.hooks.begin_batch()
-        return self.trainer.hooks.before_batch()
     self.weigh_stats = weighed_stats(learn.model, step.samples*get_world_size()/step.total if step.total else 1)
     self.strategy.forward(self.sync)
 

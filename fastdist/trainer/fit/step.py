@@ -297,7 +297,7 @@ def receive_loss(self:TrainingStep, ends=True # May Ctrl-C end the fit here?
     if self.all_loss is None: self.all_loss = self._of_all()
     self.learn.loss = self.all_loss
     if self.parts: self._set_parts()
-    if ends and self.stops and not any(callback_results(self.learn, 'ends_after_batch')): raise KeyboardInterrupt
+    if ends and self.stops: raise KeyboardInterrupt
 
 @patch(as_prop=True)
 def interrupted(self:TrainingStep):
