@@ -360,25 +360,29 @@ def test_dynamo(monkeypatch):
     for o in 'eager', 'EAGER', DynamoBackend.EAGER: assert asked(dynamo_backend=o).dynamo.backend == DynamoBackend.EAGER
     for o in 'no', DynamoBackend.NO: assert asked(dynamo_backend=o).dynamo is None
     assert asked(dynamo_plugin=TorchDynamoPlugin()).dynamo is None
-    plugin = TorchDynamoPlugin(backend='inductor', mode='reduce-overhead', fullgraph=True, dynamic=True, use_regional_compilation=True)
+    plugin = TorchDynamoPlugin(backend='inductor', mode='max-autotune-no-cudagraphs', fullgraph=True, dynamic=True)
     assert asked(dynamo_plugin=plugin).dynamo is plugin
     set_env(monkeypatch, ACCELERATE_DYNAMO_BACKEND='NO', ACCELERATE_DYNAMO_MODE='default', ACCELERATE_DYNAMO_USE_FULLGRAPH='False', ACCELERATE_DYNAMO_USE_DYNAMIC='False',
             ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION='False')  # what `accelerate launch` sets by default
     assert asked().dynamo is None and asked(dynamo_backend='eager').dynamo.backend == DynamoBackend.EAGER
-    set_env(monkeypatch, ACCELERATE_DYNAMO_BACKEND='AOT_EAGER', ACCELERATE_DYNAMO_USE_FULLGRAPH='True', ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION='True')
+    set_env(monkeypatch, ACCELERATE_DYNAMO_BACKEND='AOT_EAGER', ACCELERATE_DYNAMO_USE_FULLGRAPH='True')
     o = asked().dynamo
-    assert (o.backend, o.fullgraph, o.use_regional_compilation, o.dynamic) == (DynamoBackend.AOT_EAGER, True, True, False) == (asked(dynamo_backend='aot_eager').dynamo.backend, True, True, False)
+    assert (o.backend, o.fullgraph, o.dynamic) == (DynamoBackend.AOT_EAGER, True, False) == (asked(dynamo_backend='aot_eager').dynamo.backend, True, False)
     for o in 'eager', 'no': assert f"dynamo_backend={o!r} is not accepted: the launcher was told 'aot_eager'" in error(dynamo_backend=o)
     set_env(monkeypatch, ACCELERATE_DYNAMO_BACKEND='NONSENSE')
     assert "dynamo_backend='nonsense'" in error()
 
 
 @pytest.mark.parametrize('kwargs,msg', [
-    (dict(dynamo_backend='inducter'), "dynamo_backend='inducter' is not accepted: it is one of no, inductor, cudagraphs, aot_eager, eager and others; did you mean 'inductor'?"),
-    (dict(dynamo_backend='fx2trt'), "dynamo_backend='fx2trt' is not accepted: this torch has no such backend, but inductor, cudagraphs"),
+    (dict(dynamo_backend='inducter'), "dynamo_backend='inducter' is not accepted: it is one of no, inductor, aot_eager, eager and others; did you mean 'inductor'?"),
+    (dict(dynamo_backend='fx2trt'), "dynamo_backend='fx2trt' is not accepted: this torch has no such backend, but inductor, aot_eager"),
     (dict(dynamo_plugin=TorchDynamoPlugin(mode='max-autotune')), "dynamo_plugin.mode='max-autotune' is not accepted: dynamo_plugin has backend='no'"),
     (dict(dynamo_plugin=TorchDynamoPlugin(backend='inductor', mode='fast')), "dynamo_plugin.mode='fast'"),
     (dict(dynamo_plugin=TorchDynamoPlugin(backend='inductor', mode='max-autotune', options=dict(a=1))), "dynamo_plugin.options={'a': 1}"),
+    (dict(dynamo_plugin=TorchDynamoPlugin(backend='inductor', use_regional_compilation=True)), 'dynamo_plugin.use_regional_compilation=True is not accepted: the model is compiled as one'),
+    (dict(dynamo_plugin=TorchDynamoPlugin(backend='inductor', mode='reduce-overhead')), "dynamo_plugin.mode='reduce-overhead' is not accepted: CUDA graphs write over"),
+    (dict(dynamo_plugin=TorchDynamoPlugin(backend='inductor', options={'triton.cudagraphs': True})), "dynamo_plugin.options={'triton.cudagraphs': True} is not accepted: CUDA graphs"),
+    (dict(dynamo_backend='cudagraphs'), "dynamo_backend='cudagraphs' is not accepted: CUDA graphs"),
     (dict(dynamo_plugin=3), 'dynamo_plugin=3'), (dict(dynamo_backend='eager', dynamo_plugin=TorchDynamoPlugin(backend='eager')), "dynamo_backend='eager' is not accepted: dynamo_plugin is given too")])
 def test_dynamo_refused(kwargs, msg): assert msg in error(**kwargs)
 

@@ -267,7 +267,7 @@ def _dynamo_backend(given):
     if res not in known:
         near = difflib.get_close_matches(res, known, 1)
         hint = f'; did you mean {near[0]!r}?' if near else ''
-        refuse('dynamo_backend', res, f"it is one of no, inductor, cudagraphs, aot_eager, eager and others{hint}")
+        refuse('dynamo_backend', res, f"it is one of no, inductor, aot_eager, eager and others{hint}")
     if launched not in ('no',res): refuse('dynamo_backend', res, f"the launcher was told {launched!r}: {_one_of_them}")
     return res
 
@@ -282,7 +282,7 @@ def check_dynamo(given # The arguments that were given
         return
     plugin,has = plugin or TorchDynamoPlugin(backend=backend),torch.compiler.list_backends(())
     if backend not in has:
-        some = ', '.join(o for o in ('inductor','cudagraphs','aot_eager','eager') if o in has)
+        some = ', '.join(o for o in ('inductor','aot_eager','eager') if o in has)
         refuse('dynamo_backend', backend, f"this torch has no such backend, but {some} and others (torch.compiler.list_backends)")
     if backend=='inductor':
         from torch._inductor import list_mode_options
@@ -290,4 +290,10 @@ def check_dynamo(given # The arguments that were given
         if plugin.mode not in modes: refuse('dynamo_plugin.mode', plugin.mode, f"it is one of {', '.join(modes)}")
     if plugin.options is not None and plugin.mode!='default':
         refuse('dynamo_plugin.options', plugin.options, f"torch takes them or mode={plugin.mode!r}: give one of them")
+    if plugin.use_regional_compilation: refuse('dynamo_plugin.use_regional_compilation', True,
+        "the model is compiled as one: leave it out, or compile its parts yourself before the context (block.compile())")
+    graphs = "CUDA graphs write over predictions and gradients that fastai keeps: use backend='inductor' with mode='default' or "
+    if backend=='cudagraphs': refuse('dynamo_backend', backend, f"{graphs}'max-autotune-no-cudagraphs'")
+    if plugin.mode in ('reduce-overhead','max-autotune'): refuse('dynamo_plugin.mode', plugin.mode, f"{graphs}'max-autotune-no-cudagraphs'")
+    if (plugin.options or {}).get('triton.cudagraphs'): refuse('dynamo_plugin.options', plugin.options, f"{graphs}leave that option out")
     return plugin
