@@ -16,7 +16,7 @@ from ..fault.cancel import Decisions
 from ..metrics.metrics import EpochTotals
 from ..model.activation_checkpoint import checkpoint_activations
 from ..model.batchnorm import global_batch_norm
-from ..model.compile import GraphSteps, compile_model
+from ..model.compile import compile_model
 from ..model.foreach import Foreach
 from ..strategy.base import check_values, same_everywhere, whole_model
 from ..strategy.select import close_strategy, drop_strategy, make_strategy, open_strategy
@@ -49,9 +49,7 @@ def _checkpoint(self:SetupSteps):
 @patch
 def _compile(self:SetupSteps):
     "Compile the model, as Accelerate's arguments say"
-    if self.settings.dynamo is None: return
-    self.undo.callback(compile_model(self.learn.model, self.settings.dynamo))
-    self.add(GraphSteps(self.settings.dynamo))
+    if self.settings.dynamo is not None: self.undo.callback(compile_model(self.learn.model, self.settings.dynamo))
 
 # %% ../../nbs/trainer/02_setup_steps.ipynb #2afe6e6a
 @patch

@@ -66,7 +66,6 @@ def trained_raw(kind, wrap=None, backend=None, recompute=False, steps=3):
     return {k: full(v) for k, v in model.state_dict().items()}, n
 
 
-# what is compiled knows the blocks alone: each kind of them once here, and again where it is recomputed ('own', under both) or goes through inductor ('equal', under FSDP)
 @pytest.mark.parametrize('wrap,kind', [('ddp', 'equal'), ('fsdp', 'mixed'), ('fsdp_root', 'own')])
 def test_wrapped(world2, wrap, kind):
     "Under DDP and FSDP"
@@ -137,7 +136,7 @@ def trained_bn(wrap=None, backend=None, **bn):
 
 @pytest.mark.parametrize('bn', [{}, dict(affine=False), dict(track_running_stats=False), dict(momentum=None)], ids=['bn', 'plain', 'no_stats', 'average'])
 def test_bn(world2, bn):
-    "With batch norm over the global batch: whole blocks are compiled, once for all of them"
+    "With batch norm over the global batch: the model is one graph"
     want, _ = trained_bn(**bn)
     for got, n in world2(trained_bn, 'ddp', backend='aot_eager', **bn):
         assert n == 1
@@ -248,75 +247,3 @@ def test_messages_of_a_model_that_is_compiled_as_one(world2):
     "They go between the parts of the backward, for torch cuts the graph where DDP's buckets end: the first is sent before the last part runs"
     for noted in world2(order_of_messages):
         for o in noted[1:4]: assert o.count('B') > 1 and o.count('M') > 1 and o.index('M') < o.rindex('B'), noted
-
-
-class Keeps(Callback):
-    "Keeps predictions of all batches"
-    def before_fit(self): self.preds = []
-    def after_pred(self): self.preds.append(self.pred.detach())
-
-
-def kept(mode):
-    "Predictions that were kept, where compiled code writes each time into the same memory, as CUDA graphs do; and how many steps these were told of"
-    import fastdist.all
-    from accelerate.utils import TorchDynamoPlugin
-    learn, real, mark, marks, memory = quiet(learner(n=24, bs=6, n_val=6, shuffle=False, cbs=Keeps())), torch.compile, torch.compiler.cudagraph_mark_step_begin, [], {}
-    class Same(torch.autograd.Function):
-        "Into the same memory as the last one of this shape"
-        @staticmethod
-        def forward(ctx, y): return memory.setdefault(y.shape, torch.empty_like(y)).copy_(y)
-        @staticmethod
-        def backward(ctx, g): return g
-    def compiled(f, **kwargs):
-        g = real(f, backend='eager')
-        return lambda *args: Same.apply(g(*args))
-    torch.compile, torch.compiler.cudagraph_mark_step_begin = compiled, lambda: marks.append(1)
-    try:
-        with learn.distrib_ctx(split_batches=True, dynamo_plugin=TorchDynamoPlugin(backend='inductor', mode=mode)): learn.fit(1)
-    finally: torch.compile, torch.compiler.cudagraph_mark_step_begin = real, mark
-    return learn.keeps.preds, len(marks)
-
-
-def test_graphs_write_over_nothing_that_is_kept(world2):
-    "`mode='reduce-overhead'`: what a callback keeps of the model's outputs stays, and each batch says that it begins"
-    for preds, marks in world2(kept, 'reduce-overhead'):
-        assert len({tuple(o.flatten().tolist()) for o in preds}) == len(preds) == marks > 4
-
-
-def added_up(mode):
-    "Weights after a fit whose gradients are written each time into memory that a new batch takes away, as those of CUDA graphs are; how often another function was compiled"
-    import fastdist.all
-    from accelerate.utils import TorchDynamoPlugin
-    memory, mark = [], torch.compiler.cudagraph_mark_step_begin
-    class Graph(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, w): return w.view_as(w)
-        @staticmethod
-        def backward(ctx, g):
-            memory.append(g.clone())
-            return torch.empty(0, dtype=g.dtype).set_(memory[-1])  # autograd keeps a tensor that nobody else has, and copies others
-    class Layer(nn.Linear):
-        def forward(self, x): return nn.functional.linear(x, Graph.apply(self.weight), Graph.apply(self.bias))
-    def begin():
-        for o in memory: o.fill_(float('nan'))
-        memory.clear()
-    compiles = []
-    own = torch.compile(lambda x: x+1, backend=lambda g, _: compiles.append(1) or g.forward)
-    own(torch.ones(2))
-    learn = quiet(learner(n=24, bs=6, n_val=6, shuffle=False, model=lambda: nn.Sequential(Layer(4, 5), nn.Tanh(), Layer(5, 3)).double()))
-    torch.compiler.cudagraph_mark_step_begin = begin
-    try:
-        if mode is None: learn.fit(2)
-        else:
-            with learn.distrib_ctx(split_batches=True, dynamo_plugin=TorchDynamoPlugin(backend='inductor', mode=mode)): learn.fit(2)
-    finally: torch.compiler.cudagraph_mark_step_begin = mark
-    begin()
-    own(torch.ones(2))
-    return weights(learn), [p.grad for p in learn.model.parameters()], len(compiles)
-
-
-def test_gradients_are_not_in_memory_of_graphs(world2):
-    "fastai's `zero_grad` keeps them for the next batch to be added to. No graph outlives the context: nccl would wait for those that have its collectives"
-    alone, *_ = added_up(None)
-    for found, grads, compiles in world2(added_up, 'reduce-overhead'):
-        assert diff(found, alone) < 1e-9 and all(o.isfinite().all() for o in grads) and compiles == 2

@@ -84,6 +84,10 @@ FAR, DEEPSPEED = "use strategy='fsdp', which shards the parameters as well", "us
     (dict(parallelism_config=3), ValueError, 'parallelism_config=3'), (dict(dynamo_plugin=3), ValueError, 'dynamo_plugin=3'),
     (dict(dynamo_backend='inducter'), ValueError, "dynamo_backend='inducter' is not accepted: torch.compile does not take it"),
     (dict(dynamo_backend='fx2trt'), ValueError, "dynamo_backend='fx2trt' is not accepted: torch.compile does not take it: Invalid backend"),
+    (dict(dynamo_plugin=TorchDynamoPlugin(backend='inductor', use_regional_compilation=True)), ValueError, 'dynamo_plugin.use_regional_compilation=True is not accepted: the model is compiled as one'),
+    *((dict(dynamo_plugin=TorchDynamoPlugin(backend='inductor', **o)), ValueError, "is not accepted: CUDA graphs write over")
+      for o in (dict(mode='reduce-overhead'), dict(options={'triton.cudagraphs': True}))),
+    (dict(dynamo_backend='cudagraphs'), ValueError, "dynamo_backend='cudagraphs' is not accepted: CUDA graphs write over"),
     (dict(dynamo_plugin=TorchDynamoPlugin(backend='inductor', mode='fast')), ValueError, 'Unrecognized mode=fast'),
     (dict(dynamo_plugin=TorchDynamoPlugin(mode='max-autotune')), ValueError, 'without a backend nothing is compiled'),
     (dict(dynamo_backend='eager', dynamo_plugin=TorchDynamoPlugin(backend='eager')), ValueError, "dynamo_backend='eager' is not accepted: dynamo_plugin is given too"),
@@ -274,7 +278,7 @@ def test_ddp_kwargs(kwargs, words):
 
 def test_dynamo(monkeypatch):
     for o in 'eager', 'EAGER', DynamoBackend.EAGER: assert asked(dynamo_backend=o).dynamo.backend == DynamoBackend.EAGER
-    plugin = TorchDynamoPlugin(backend='inductor', mode='reduce-overhead', fullgraph=True, dynamic=True)
+    plugin = TorchDynamoPlugin(backend='inductor', mode='max-autotune-no-cudagraphs', fullgraph=True, dynamic=True)
     assert asked(dynamo_plugin=plugin).dynamo is plugin
     set_env(monkeypatch, ACCELERATE_DYNAMO_BACKEND='NO', ACCELERATE_DYNAMO_MODE='default', ACCELERATE_DYNAMO_USE_FULLGRAPH='False', ACCELERATE_DYNAMO_USE_DYNAMIC='False',
             ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION='False')  # what `accelerate launch` sets by default

@@ -192,5 +192,11 @@ def check_dynamo(given # The arguments that were given
         if name!='no': torch.compile(noop, **options) # which looks at what it is given, and compiles nothing yet
     except Exception as e: refuse(arg, value, f"torch.compile does not take it: {e}")
     if launched not in ('no',name): refuse('dynamo_backend', name, f"the launcher was told {launched!r}: {_one_of_them}")
-    if name!='no': return res
-    if options and plugin is not None: refuse(arg, options, "without a backend nothing is compiled: give one, such as 'inductor'")
+    if name=='no':
+        if options and plugin is not None: refuse(arg, options, "without a backend nothing is compiled: give one, such as 'inductor'")
+        return
+    if res.use_regional_compilation: refuse('dynamo_plugin.use_regional_compilation', True,
+        "the model is compiled as one: leave it out, or compile its parts yourself before the context (block.compile())")
+    if name=='cudagraphs' or res.mode in ('reduce-overhead','max-autotune') or (res.options or {}).get('triton.cudagraphs'): refuse(
+        arg, value, "CUDA graphs write over predictions and gradients that fastai keeps: use mode='max-autotune-no-cudagraphs' or 'default'")
+    return res
