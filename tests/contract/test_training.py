@@ -39,7 +39,10 @@ class Recomputed(nn.Module):
     def forward(self, x): return x+torch.utils.checkpoint.checkpoint(self.block, x, use_reentrant=False)
 
 
-def stack(*layers): return lambda: (torch.manual_seed(3), nn.Sequential(*[o() if isinstance(o, (partial, type)) else o for o in layers]).double())[1]
+def stack(*layers):
+    "A model of `(class, arguments)`, or of a linear layer `(in, out)`"
+    def make(c, *args): return c(*args) if callable(c) else nn.Linear(c, *args)
+    return lambda: (torch.manual_seed(3), nn.Sequential(*[make(*o) for o in layers]).double())[1]
 
 
 class NormedLoss(nn.Module):
@@ -148,29 +151,36 @@ class OfTags(Double):
 
 
 def tags():
-    learn = learner(n=7, loss=OfTags(), model=stack(nn.Linear(4, 3)))
+    learn = learner(n=7, loss=OfTags(), model=stack((4, 3)))
     for i, dl in enumerate(learn.dls.loaders): dl.dataset = Tags(7, seed=i)
     return learn
 
 
 def regression():
-    learn = learner(loss=lambda p, y: F.mse_loss(p, y).float(), model=stack(nn.Linear(4, 1)), metrics=[mae, rmse])
+    learn = learner(loss=lambda p, y: F.mse_loss(p, y).float(), model=stack((4, 1)), metrics=[mae, rmse])
     learn.dls = dls_of(22, classes=False)
     return learn
 
 
+def scaled(bn): return lambda: (torch.manual_seed(3), Scaled(bn).double())[1]
+
+
+def with_opt(name):
+    "Tied weights, a parameter that is a number, and batch norm for every other optimizer"
+    opts = {**OPTS, **MORE_OPTS}
+    return learner(n=22, opt=opts[name], wd=.1, lr=.02, splitter=splitter, model=scaled(list(opts).index(name) % 2 == 0))
+
+
 LEARNERS = dict(
-    sgd=lambda: learner(n=22, opt=partial(SGD, mom=.9), wd=.1), adam=lambda: learner(n=22, bn=True, opt=Adam, wd=.1),
-    lamb=lambda: learner(bn=True, opt=Lamb), ranger=lambda: learner(n=22, opt=MORE_OPTS['ranger']),
-    adamw=lambda: learner(n=22, bn=True, opt=MORE_OPTS['adamw']), larc=lambda: learner(opt=Larc),
-    rmsprop=lambda: learner(opt=MORE_OPTS['rmsprop'], lr=.02), drop_last=lambda: learner(n=22, bs=7, drop_last=True),
+    **{o: partial(with_opt, o) for o in (*OPTS, *MORE_OPTS) if o not in ('adafactor', 'rmsprop')},  # of which one needs whole parameters, and one enlarges rounding
+    drop_last=lambda: learner(n=22, bs=7, drop_last=True),
     processes=lambda: learner(n=13, num_workers=1), regression=regression, tags=tags, clip=lambda: learner(n=22, cbs=GradientClip(.1)),
     accumulate=lambda: learner(n=22, bn=True, cbs=GradientAccumulation(11)),
-    clip_accumulate=lambda: learner(cbs=[GradientClip(.1), GradientAccumulation(8)]), norms=lambda: learner(n=21, model=stack(Kinds)),
-    own_forward=lambda: learner(n=22, model=stack(nn.Linear(4, 8), partial(WithAct, 8), nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))),
-    own_forward_mean=lambda: learner(n=22, model=stack(nn.Linear(4, 8), partial(WithAct, 8, momentum=None), nn.Linear(8, 3))),
-    subclass=lambda: learner(n=22, model=stack(nn.Linear(4, 5), partial(Doubled, 5), nn.Linear(5, 3))),
-    recomputed=lambda: learner(n=22, model=stack(nn.Linear(4, 8), Recomputed, nn.Linear(8, 3)), lr=.01),
+    clip_accumulate=lambda: learner(cbs=[GradientClip(.1), GradientAccumulation(8)]), norms=lambda: learner(n=21, model=stack((Kinds,))),
+    own_forward=lambda: learner(n=22, model=stack((4, 8), (WithAct, 8), (8, 8), (nn.BatchNorm1d, 8), (8, 3))),
+    own_forward_mean=lambda: learner(n=22, model=stack((4, 8), (partial(WithAct, momentum=None), 8), (8, 3))),
+    subclass=lambda: learner(n=22, model=stack((4, 5), (Doubled, 5), (5, 3))),
+    recomputed=lambda: learner(n=22, model=stack((4, 8), (Recomputed,), (8, 3)), lr=.01),
     loss_norm=lambda: learner(n=22, loss=NormedLoss(False)), loss_norm_stats=lambda: learner(n=22, bn=True, loss=NormedLoss(True)),
     loss_norm_whole=lambda: learner(n=22, loss=whole(NormedLoss(False))), teacher=lambda: learner(bn=True, cbs=Teaches()),
     frozen_norm=lambda: learner(bn=True, cbs=BnFreeze()), class_weights=lambda: learner(n=22, loss=Double(weight=W)),
@@ -220,13 +230,10 @@ def accumulation_argument(within):
     return dict(weights=weights(learn), opt=state_of(learn.opt))
 
 
-def two_groups(m): return [params(m[:2]), params(m[2:])]
-
-
 @case
 def schedules(within):
     "One-cycle, frozen and unfrozen with discriminative rates, in one context, then in another, then without one; and `lr_find`, in a context and outside"
-    learn = quiet(learner(n=22, bn=True, opt=Adam, wd=.01, splitter=two_groups))
+    learn = quiet(learner(n=22, opt=Adam, wd=.01, model=scaled(True), splitter=splitter))
     with within(learn):
         learn.fit_one_cycle(2, .1)
         learn.freeze()
@@ -247,21 +254,16 @@ def trackers(within):
     "The best weights come back; it stops early; the learning rate goes down"
     from fastai.callback.progress import CSVLogger
     from fastai.callback.tracker import EarlyStoppingCallback, ReduceLROnPlateau, SaveModelCallback
-    import tempfile, torch.distributed as dist
-    folder = [tempfile.mkdtemp()]
-    if within.many:
-        from fastdist.all import setup_distrib
-        setup_distrib()
-        dist.broadcast_object_list(folder)
-    learn, lrs = quiet(learner(bn=True, opt=Adam, lr=.3, metrics=accuracy, path=folder[0])), []
-    class Look(Callback):
-        def after_batch(self): lrs.append(self.opt.hypers[0]['lr']) if self.training else None
-    with within(learn):
-        learn.fit(6, cbs=[SaveModelCallback(with_opt=True), EarlyStoppingCallback(patience=3), ReduceLROnPlateau(patience=1, factor=4., min_delta=.1), CSVLogger(), Look()])
-    values = numbers(learn.recorder.values)
-    table = [[float(o) for o in line.split(',')[:4]] for line in (Path(folder[0])/'history.csv').read_text().splitlines()[1:]]
-    assert len(set(lrs)) > 1 and values[-1][1] > min(v[1] for v in values) and len(values) < 6
-    return result(learn, table=table, lrs=lrs, valid=list(learn.validate()))
+    with shared_folder(within) as path:
+        learn, lrs = quiet(learner(bn=True, opt=Adam, lr=.3, metrics=accuracy, path=path)), []
+        class Look(Callback):
+            def after_batch(self): lrs.append(self.opt.hypers[0]['lr']) if self.training else None
+        with within(learn):
+            learn.fit(6, cbs=[SaveModelCallback(with_opt=True), EarlyStoppingCallback(patience=3), ReduceLROnPlateau(patience=1, factor=4., min_delta=.1), CSVLogger(), Look()])
+        values = numbers(learn.recorder.values)
+        table = [[float(o) for o in line.split(',')[:4]] for line in (path/'history.csv').read_text().splitlines()[1:]]
+        assert len(set(lrs)) > 1 and values[-1][1] > min(v[1] for v in values) and len(values) < 6
+        return result(learn, table=table, lrs=lrs, valid=list(learn.validate()))
 
 
 @case

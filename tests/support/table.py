@@ -16,11 +16,16 @@ class Within:
         import fastdist.all
         return learn.distrib_ctx(**{**dict(split_batches=True), **self.ctx, **kwargs})
 
+    def wait(self):
+        "Until all are here"
+        import torch.distributed as dist
+        if dist.is_initialized(): dist.barrier()
+
 
 class Cases:
     def __init__(self): self.fs, self.tols, self.one = {}, {}, {}
 
-    def __call__(self, f=None, tol=1e-7, name=None):
+    def __call__(self, f=None, tol=2e-7, name=None):
         "A decorator; `tol` is the largest difference of a weight. All other numbers may differ by ten times that, and at least by float32's rounding"
         if f is None: return partial(self, tol=tol, name=name)
         self.fs[name or f.__name__], self.tols[name or f.__name__] = f, tol
@@ -38,16 +43,16 @@ class Cases:
         return res
 
     def check(self, world, names=None, one=None, **ctx):
-        "Each worker's results are those of one process, or `one`"
+        "Each worker's results are those of one process, or `one`; without a `world`, the context is in this process"
         names = list(names or self)
         one = self.one if one is None else one
         one.update(self.run([o for o in names if o not in one]))
         faults = []
-        for rank, got in enumerate(world(self.run, names, ctx, timeout=300)):
+        for rank, got in enumerate(world(self.run, names, ctx, timeout=300) if world else [self.run(names, ctx)]):
             for nm in names:
                 if isinstance(o := one[nm], str): faults.append(f'{nm}, in one process: {o}')
-                elif isinstance(o := got[nm], str): faults.append(f'{nm}, rank {rank} of {world.n}: {o}')
-                else: faults += [f'{nm}, rank {rank} of {world.n}: {o}' for o in differences(one[nm], o, self.tols[nm])]
+                elif isinstance(o := got[nm], str): faults.append(f'{nm}, rank {rank}: {o}')
+                else: faults += [f'{nm}, rank {rank}: {o}' for o in differences(one[nm], o, self.tols[nm])]
         assert not faults, '\n'.join(faults)
 
 
@@ -65,6 +70,22 @@ def differences(a, b, tol, at=()):
     if a.shape != b.shape: return [f'{where}: shapes {a.shape} and {b.shape}']
     least = tol if 'weights' in at else max(10*tol, 1e-6)*max(1., a.nan_to_num().abs().max().item() if a.numel() else 1.)
     return [] if (off := diff(a, b)) <= least else [f'{where}: {off:.2e}, allowed {least:.0e}']
+
+
+@contextlib.contextmanager
+def shared_folder(within):
+    "A new folder of all workers"
+    import shutil, tempfile
+    path = [tempfile.mkdtemp()]
+    if within.many and within.n > 1:
+        import torch.distributed as dist
+        from fastdist.all import setup_distrib
+        setup_distrib()
+        dist.broadcast_object_list(path)
+    try: yield Path(path[0])
+    finally:
+        within.wait()
+        shutil.rmtree(path[0], ignore_errors=True)
 
 
 def numbers(values): return [[float(o) for o in v if not isinstance(o, str)] for v in values]
