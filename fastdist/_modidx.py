@@ -3423,8 +3423,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                               'fastdist/trainer/undone.py'),
                                          'fastdist.trainer.undone.FollowsModel.shape_model': ( 'trainer/undone.html#followsmodel.shape_model',
                                                                                                'fastdist/trainer/undone.py'),
-                                         'fastdist.trainer.undone.FollowsModel.unknown_params': ( 'trainer/undone.html#followsmodel.unknown_params',
-                                                                                                  'fastdist/trainer/undone.py'),
                                          'fastdist.trainer.undone.UndoneCallback': ( 'trainer/undone.html#undonecallback',
                                                                                      'fastdist/trainer/undone.py'),
                                          'fastdist.trainer.undone.UndoneCallback.add': ( 'trainer/undone.html#undonecallback.add',

@@ -143,7 +143,7 @@ def _kernel_grads(g, needs, eps, counts, x, weight, bias, mean, invstd, n):
     if not counts: return torch.zeros_like(x),gw,gb
     return _input_grad(g, x, weight, mean, invstd, *(both/n).to(mean.dtype).chunk(2)),gw,gb
 
-# %% ../../nbs/model/00_batchnorm.ipynb #87b1b985
+# %% ../../nbs/model/00_batchnorm.ipynb #5eeccf9f
 norm_scope = SimpleNamespace(values='local', counts=True, some_empty=False) # of the batch that goes forward in this process
 
 def set_norm_scope(values='local', # Batch norm in training is by this worker's 'local' values, by 'global' ones, or is an error in an 'evaluation'
@@ -159,7 +159,7 @@ def norm_scope_of(*args, **kwargs):
     before = dict(vars(norm_scope))
     set_norm_scope(*args, **kwargs)
     try: yield
-    finally: set_norm_scope(**before)
+    finally: vars(norm_scope).update(before)
 
 # %% ../../nbs/model/00_batchnorm.ipynb #3143e18b
 def _update_running(x, running_mean, running_var, momentum, mean, var, n):
@@ -193,8 +193,8 @@ def _batch_norm(input, running_mean, running_var, weight=None, bias=None, traini
     weight,bias = (o if o is None or x is input else o.to(x.dtype) for o in (weight,bias))
     return _KernelNorm.apply(_dense(x), weight, bias, eps, norm_scope.counts, update).to(input.dtype)
 
-# %% ../../nbs/model/00_batchnorm.ipynb #2311f730
-def _has_own_group(m): return getattr(m, 'process_group', None) not in (None, dist.group.WORLD)
+# %% ../../nbs/model/00_batchnorm.ipynb #99d65bda
+def _has_own_group(m): return isinstance(m, nn.SyncBatchNorm) and m.process_group not in (None, dist.group.WORLD)
 
 _sync_forward = nn.SyncBatchNorm.forward
 

@@ -12,6 +12,7 @@ import inspect
 
 import torch.distributed as dist
 from fastai.basics import *
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 from ..comm.call import route, same_and_most, same_text, who_has
 from ..comm.objects import all_gather_list, from_rank0
@@ -179,7 +180,7 @@ def _check_buffers(named):
 def sync_buffers(model):
     """Give all workers the same buffers of `model`: the mean over them, or rank 0's; those of global batch norm are the same already.
     A `ValueError` names one of another shape"""
-    same = {id(b) for m in model.modules() if has_global_stats(m) for b in m.buffers()}
+    same = {id(b) for m in model.modules() if isinstance(m, _BatchNorm) and has_global_stats(m) for b in m.buffers()}
     named = [(n,b) for n,b in model.named_buffers() if id(b) not in same]
     if not named: return # all workers have built the same layers
     _check_buffers(named)

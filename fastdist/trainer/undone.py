@@ -62,19 +62,13 @@ class FollowsModel(UndoneCallback):
     dirty = False # have buffers changed since the workers agreed on them?
     in_training = False # has the fit begun to train? Then its model stays
 
-    def unknown_params(self, whole):
-        "What the optimizer trains beside the parameters of `whole`: of modules that a closure may have, or nobody"
-        loose = self.strategy.loose
-        known = {id(p) for p in whole.parameters()} if loose else ()
-        return [p for p in loose if id(p) not in known]
-
     def note_parts(self):
         "Remember what the model is made of"
         self.strategy.sync_params()
-        whole = whole_model(self.learn)
-        parts = whole.modules() if whole is self.learn.model else (m for o in whole for m in o.modules())
-        ps = [*whole.parameters(), *self.unknown_params(whole)]
-        self.parts = [*[p.dtype for p in ps], self.learn.model, *parts, *ps] # no module first: these are not what `modules_of` looks for
+        learn = self.learn
+        whole = whole_model(learn)
+        ps,modules = [*whole.parameters()],[*whole.modules()][1:] # the first one may be a list, made anew each time
+        self.parts = [*[p.dtype for p in ps], learn.model, *modules, *ps] # no module first: these are not what `modules_of` looks for
 
     def agree_buffers(self):
         "Buffers that a forward changes differ between workers: let all have the same, once an epoch"
@@ -107,7 +101,7 @@ def _undo_model(self:FollowsModel):
 def has_changed(self:FollowsModel):
     "Has the learner's model other modules or parameters, or of another type, than at the last look?"
     old,_ = self.parts,self.note_parts()
-    return len(old)!=len(self.parts) or any(a is not b for a,b in zip(old, self.parts))
+    return [*map(id, old)]!=[*map(id, self.parts)]
 
 @patch
 def follow_model(self:FollowsModel):
