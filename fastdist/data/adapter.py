@@ -19,7 +19,6 @@ from fastcore.all import patch, store_attr
 class Adapter:
     "One kind of loader, for `DistributedDL`. Raises a `TypeError` that says why, where `dl` cannot be split"
     overridable = () # methods of the loader that a subclass of `DistributedDL` may override
-    parts = None     # the split loaders of an object that holds some; the epoch is theirs
     device = None    # where the loader itself puts its batches
     stream = False   # is the data set iterable?
     num_workers = 0  # processes that read it
@@ -55,11 +54,6 @@ def _check_stream(self:Adapter):
         "that workers could share for evaluation: use num_workers=0")
 
 # %% ../../nbs/data/02_adapter.ipynb #2ed28c08
-@patch(as_prop=True)
-def target(self:Adapter):
-    "The object whose attributes those of `DistributedDL` are"
-    return self.dl
-
 @patch
 def set(self:Adapter, nm, v):
     "Set attribute `nm` of the loader to `v`"
@@ -164,14 +158,14 @@ class LoaderProxy:
 
     def __getattr__(self, nm):
         if nm.startswith('__') or '_adapter' not in vars(self): raise AttributeError(nm)
-        return getattr(self._adapter.target, nm)
+        return getattr(self.dl, nm)
 
     def __setattr__(self, nm, v):
         own = '_adapter' not in vars(self) or nm in vars(self) or nm in self._overridden()
-        if own or not hasattr(self._adapter.target, nm): object.__setattr__(self, nm, v)
+        if own or not hasattr(self.dl, nm): object.__setattr__(self, nm, v)
         else: self._adapter.set(nm, v)
 
-    def __dir__(self): return sorted({*object.__dir__(self), *dir(self._adapter.target)})
+    def __dir__(self): return sorted({*object.__dir__(self), *dir(self.dl)})
 
     @classmethod
     def _overridden(cls):
@@ -189,5 +183,5 @@ class IfLoaderHas:
     def __init__(self, f): self.f = f
     def __get__(self, o, cls):
         if o is None: return self.f
-        getattr(o._adapter.target, self.f.__name__) # an `AttributeError` where it has none
+        getattr(o.dl, self.f.__name__) # an `AttributeError` where it has none
         return MethodType(self.f, o)

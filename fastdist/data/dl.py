@@ -13,7 +13,7 @@ from fastai.basics import *
 from fastai.data.load import DataLoader as FastaiDataLoader
 from .adapter import IfLoaderHas, LoaderMethod, LoaderProxy
 from .fastai_dl import FastaiAdapter
-from .loaders import SeveralAdapter, counts_of, n_batches, set_counts
+from .loaders import counts_of, loaders_in, n_batches, set_counts
 from .orders import EpochOrder
 from .partition import join_shares
 from .rng import (OtherLoader, WorkerRandom, drawers, generator_states, plain_state, set_generator_states, set_stream_states,
@@ -37,12 +37,16 @@ def _world_of(rank, world_size, split_batches, evaluate):
     if evaluate not in (False,True): raise ValueError(f"rank {rank}: evaluate={evaluate!r} must be True or False")
     return grouped,rank,world_size
 
-def _adapter_for(dl, grouped, rank, world_size, split_batches, evaluate):
-    args = dl,f"rank {get_rank()}: {type(dl).__module__}.{type(dl).__name__}",rank,world_size,split_batches,evaluate
+def _adapter_for(dl, rank, world_size, split_batches, evaluate):
+    nm = f"rank {get_rank()}: {type(dl).__module__}.{type(dl).__name__}"
+    args = dl,nm,rank,world_size,split_batches,evaluate
     if isinstance(dl, FastaiDataLoader): return FastaiAdapter(*args)
     if isinstance(dl, TorchDataLoader): return TorchAdapter(*args)
-    world = {} if grouped else dict(rank=rank, world_size=world_size)
-    return SeveralAdapter(*args, split=partial(DistributedDL, **world, split_batches=split_batches, evaluate=evaluate))
+    if isinstance(dl, DataLoaders):
+        raise TypeError(f"{nm} has a loader to train and one to validate: split each of them, such as dls.train")
+    held = f"; of those that it holds ({', '.join(loaders_in(dl))}) each can be, by DistributedDL, for a loop of your own" if loaders_in(dl) else ''
+    raise TypeError(f"{nm} is no DataLoader of fastai's or PyTorch's, so it cannot be split between workers: give a single one, such as "
+                    f"fastai's `TfmdDL`, of a data set that has all of a sample{held}")
 
 # %% ../../nbs/data/07_dl.ipynb #44cd8dbc
 class DistributedDL(LoaderProxy, EpochOrder):
@@ -57,7 +61,7 @@ class DistributedDL(LoaderProxy, EpochOrder):
     number of steps. With `evaluate` rank `r` has batches `r`, `r+world_size`, ..., exactly as one process has them. Streams have no
     slices: `None` is `False` there. Raises a `TypeError` that says why, where a loader cannot be split."""
     def __init__(self,
-        dl, # fastai's or PyTorch's `DataLoader`, or an object that holds some of them; it stays as it is
+        dl, # fastai's or PyTorch's `DataLoader`; it stays as it is
         rank:int=None, # This worker; by default that of the process. Others in one process share the order of each epoch
         world_size:int=None, # Number of workers; by default that of the process group
         device=None, # Where batches go; by default where `dl` puts them
@@ -82,7 +86,7 @@ _NEW_EPOCH = dict(
 @patch
 def _wrap(self:DistributedDL, dl, device=None, **state):
     "Stand in for `dl`, before its first epoch"
-    adapter = _adapter_for(dl, self.grouped, self.rank, self.world_size, self.split_batches, self.evaluate)
+    adapter = _adapter_for(dl, self.rank, self.world_size, self.split_batches, self.evaluate)
     overridden = self._overridden()
     for nm in ('sample','create_batches','chunkify','shuffle_fn'):
         if nm in overridden and hasattr(dl, nm): raise TypeError(
@@ -107,14 +111,14 @@ DistributedDL.fake_l = _of_adapter('fake_l', "Between fastai's loader and torch'
 @patch(as_prop=True)
 def device(self:DistributedDL):
     "Where batches go"
-    return self._adapter.target.device if self._device is None else self._device
+    return self.dl.device if self._device is None else self._device
 
 # %% ../../nbs/data/07_dl.ipynb #c1d2e3a1
 @patch(as_prop=True)
 def n_inp(self:DistributedDL):
     "Number of inputs in a batch of fastai's loader; an `AttributeError` where the loader has none"
     if '_n_inp' in vars(self): return self._n_inp
-    dl = self._adapter.target
+    dl = self.dl
     before = set(vars(dl))
     n = dl.n_inp
     for nm in {'_n_inp','_types'} & (set(vars(dl))-before): object.__setattr__(self, nm, vars(dl).pop(nm))
@@ -127,13 +131,13 @@ def to(self:DistributedDL,
       ):
     "Send batches to `device`, those of the loader itself too"
     a = self._adapter
-    if hasattr(a.target, 'device'): a.set('device', device)
+    if hasattr(self.dl, 'device'): a.set('device', device)
     self._device = None if device is None else torch.device(device)
 
 @patch
 def close(self:DistributedDL):
     "End the processes of a loader of PyTorch's that persist; another iteration starts them again"
-    for o in (self._adapter,*(self._adapter.parts or ())): o.close()
+    self._adapter.close()
 
 # %% ../../nbs/data/07_dl.ipynb #f94c3771
 @patch
@@ -197,24 +201,17 @@ def new(self:DistributedDL,
 @patch
 def _batches(self:DistributedDL):
     "Batches with their `Counts`, after an epoch has begun"
-    if self._adapter.parts is None:
-        found = drawers(self.dl)
-        if self._pending: set_counts(found, self._pending['counts'])
-        counts = counts_of(*found)
-        # of one loader of several the others have drawn before, and read
-        streams = stream_states(self._random) if self._streams is True else self._streams
-        pending,at = self._draw()
-        self._random.restart(self._adapter.seed)
-        if not self._alone:
-            if streams is not None: # of an epoch that goes on
-                set_stream_states(streams, self._random)
-                if 'now' in pending: set_generator_states(self._adapter.generators(), pending['now']) # within the epoch
-            self._epoch,self._at = pending['epoch'] if pending else self._epoch+1,(*at,counts)
-            self._steps,self._ended,self._streams = 0,False,None
-    else: # of an epoch of several loaders this one draws for all of them
-        for o in self._adapter.parts: vars(o)['_random'] = self._random
-        if self._streams is not None: set_stream_states(self._streams, self._random)
-        self._streams = None
+    found = drawers(self.dl)
+    if self._pending: set_counts(found, self._pending['counts'])
+    counts = counts_of(*found)
+    pending,at = self._draw()
+    self._random.restart(self._adapter.seed)
+    if not self._alone:
+        if self._streams is not None: # of an epoch that goes on
+            set_stream_states(self._streams, self._random)
+            if 'now' in pending: set_generator_states(self._adapter.generators(), pending['now']) # within the epoch
+        self._epoch,self._at = pending['epoch'] if pending else self._epoch+1,(*at,counts)
+        self._steps,self._ended,self._streams = 0,False,None
     self._live = True
     yield from self._adapter.batches()
 
@@ -258,7 +255,6 @@ def __iter__(self:DistributedDL):
 def plan(self:DistributedDL):
     "How the epoch is cut, as a `Partition`: the one that is on, or else the next"
     a = self._adapter
-    if a.parts is not None: return a.parts[0].plan
     return a.plan if self._live else a.partition(a.expected(), self._pending['offset'] if self._pending else 0)
 
 @patch(as_prop=True)
@@ -276,7 +272,6 @@ def rounds(self:DistributedDL):
 def __len__(self:DistributedDL):
     "Number of batches of this worker; of an iterable data set as many as its length says. A `TypeError` says where that is not known"
     a = self._adapter
-    if a.parts is not None: return len(a.target)
     if a.unsized: raise TypeError(f"{a.nm} {a.unsized}")
     return len(self.plan)
 
@@ -302,7 +297,6 @@ def to_detach(self:DistributedDL, b, # What all workers have of the batch that w
 def one_batch(self:DistributedDL):
     "The first batch of this worker, or of the data set where that has fewer batches than workers; without a message to the others"
     a = self._adapter
-    if a.parts is not None: return a.target.one_batch()
     if not a.unsized and len(self)==0:
         if self.evaluate and self.rank > 0: return self._like(self.dl, (0,self.world_size)).one_batch()
         raise ValueError(f"{a.nm} has no batches for rank {self.rank} of {self.world_size}")
@@ -328,8 +322,12 @@ for _nm in ('get_idxs','new','one_batch','show_batch'): setattr(DistributedDL, _
 @patch
 def state_dict(self:DistributedDL):
     "Epoch, offset in it (samples of all workers, or batches of a batch sampler), and the state from which its order was drawn"
+<<<<<<< HEAD
     a = self._adapter
     if a.parts is not None: return a.state_dict()
+=======
+    a,steps = self._adapter,self._steps-back
+>>>>>>> drops
     if self._pending: return self._pending
     state = dict(n=a.drawn_n, mode=a.mode, world_size=self.world_size, global_bs=self.global_bs)
     if self._epoch >= 0 and not self._ended and (a.unsized or self._steps < len(a.plan)):
@@ -367,9 +365,6 @@ def load_state_dict(self:DistributedDL,
                     streams=None, # What `streams` returned in this worker: go on with its random numbers too
                    ):
     "Go on there at the next iteration, with the same global batches if a step is as large; a `ValueError` says what does not fit"
-    if self._adapter.parts is not None:
-        self._streams = streams
-        return self._adapter.load_state_dict(state, None if streams is None else True)
     for why in self._misfits(state): raise OtherLoader(f"{self._adapter.nm} cannot go on where the loader of this state was: {why}")
     self._pending,self._streams = dict(state),streams
 
@@ -382,7 +377,6 @@ def streams(self:DistributedDL):
 @patch
 def exact_streams(self:DistributedDL):
     "From here on, what is drawn for a batch does not depend on those before: why that cannot be, or `None`"
-    parts = self._adapter.parts
-    for a in [self._adapter] if parts is None else [o._adapter for o in parts]:
-        if a.num_workers and not isinstance(a, FastaiAdapter): return f"{a.nm} draws in processes of PyTorch's DataLoader, which begin anew"
-        a.by_batch = True
+    a = self._adapter
+    if a.num_workers and not isinstance(a, FastaiAdapter): return f"{a.nm} draws in processes of PyTorch's DataLoader, which begin anew"
+    a.by_batch = True

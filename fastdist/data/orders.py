@@ -138,7 +138,6 @@ def get_idxs(self:EpochOrder):
     "Indices of the whole epoch, the same in all workers. The order of a subclass that overrides it is what it returns"
     if self._drawing is not None: return self._drawing
     a = self._adapter
-    if a.parts is not None: return a.target.get_idxs()
     kept = a.plan,a.drawn_n
     self._draw(new=False)
     indices = a.indices()

@@ -204,22 +204,13 @@ class Stream(torch.utils.data.IterableDataset):
             yield x, TensorCategory((x.sum() > 0).long())
 
 
-class Side:
-    "Two loaders, side by side"
-    def __init__(self, *dls): self.dls, self.device = dls, None
-    def __len__(self): return len(self.dls[0])
-    def __iter__(self): return ((torch.cat([a, c]), torch.cat([b, d])) for (a, b), (c, d) in zip(*self.dls))
-    def to(self, device): return self
-
-
 T = torch.utils.data
 DRAW = dict(
     own=lambda ds: T.DataLoader(ds, 4, sampler=Own(22)),
     batches=lambda ds: T.DataLoader(ds, batch_sampler=T.BatchSampler(Own(22), 4, False)),
     weighted=lambda ds: T.DataLoader(ds, 4, sampler=T.WeightedRandomSampler(torch.arange(1., 23), 22, generator=torch.Generator().manual_seed(5))),
     stream=lambda ds: T.DataLoader(Stream(), 4),
-    fastai_stream=lambda ds: DataLoader(Stream(), bs=4),
-    several=lambda ds: Side(*(DataLoader(ds, bs=4, shuffle=True) for _ in range(2))))
+    fastai_stream=lambda ds: DataLoader(Stream(), bs=4))
 
 
 def drawing(kind, folder):
@@ -530,7 +521,7 @@ class Varies(T.Sampler):
 
 def in_the_middle(kind, folder):
     learn = simple(folder, First() if kind == 'first' else None)
-    if kind == 'noisy': learn.dls.loaders[0] = Side(*(DataLoader(Noisy(22), bs=4, shuffle=True) for _ in range(2)))
+    if kind == 'noisy': learn.dls.loaders[0] = DataLoader(Noisy(22), bs=4, shuffle=True)
     if kind == 'varies': learn.dls.loaders[0] = T.DataLoader(learn.dls.train_ds, batch_sampler=Varies())
     return learn
 

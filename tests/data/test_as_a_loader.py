@@ -14,11 +14,6 @@ class Numbers(IterableDataset):
 class Sized(Numbers):
     def __len__(self): return self.n
 
-class SideBySide:
-    def __init__(self, *dls): self.dls = list(dls)
-    def __len__(self): return len(self.dls[0])
-    def __iter__(self): return zip(*self.dls)
-
 
 def table():
     df = pd.DataFrame(dict(a=list('xyzzyxx'), b=np.linspace(0, 1, 7), y=np.arange(7.)))
@@ -33,8 +28,7 @@ MAKE = dict(tfmd=lambda: TfmdDL(list(range(10)), bs=4, num_workers=0), fastai=la
             language_model=lambda: LMDataLoader(Corpus(9), bs=4, seq_len=4), table=lambda: TabDataLoader(table(), bs=4),
             torch=lambda: TorchDL(list(range(10)), batch_size=4), torch_sampler=lambda: TorchDL(list(range(10)), batch_size=4, sampler=Hops(10)),
             torch_batch_sampler=lambda: TorchDL(list(range(22)), batch_sampler=Bunches(1)), torch_stream=lambda: TorchDL(Sized(10), batch_size=4),
-            torch_persistent=lambda: TorchDL(list(range(10)), batch_size=4, num_workers=2, persistent_workers=True),
-            several=lambda: SideBySide(TfmdDL(list(range(10)), bs=4, num_workers=0), TorchDL(list(range(10, 20)), batch_size=4)))
+            torch_persistent=lambda: TorchDL(list(range(10)), batch_size=4, num_workers=2, persistent_workers=True))
 HOW = dict(slices={}, own=dict(split_batches=False), split=dict(split_batches=True), evaluate=dict(evaluate=True))
 kinds, ways = pytest.mark.parametrize('kind', MAKE), pytest.mark.parametrize('how', HOW)
 
@@ -194,9 +188,6 @@ def test_what_is_set_reaches_the_loader():
     assert listed(ddl) == [[0, -2], [-4, -6], [-8]] and t.collate_fn is ddl.collate_fn
     with pytest.raises((AttributeError, ValueError)): ddl.bs = 3
     with pytest.raises(ValueError): ddl.batch_size = 3
-    several = made('several')
-    ddl = DistributedDL(several, 0, 2, split_batches=True)
-    assert all(type(o) is DistributedDL for o in ddl.dls) and not any(type(o) is DistributedDL for o in several.dls)
 
 
 def test_two_iterations_side_by_side():

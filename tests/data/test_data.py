@@ -302,8 +302,8 @@ class RefusedTorch(TorchDL):
     (lambda: TorchDL([1], sampler=torch.utils.data.DistributedSampler([1], 2, 0)), 'split already, by its DistributedSampler'),
     (lambda: TorchDL([1], in_order=False, num_workers=2), 'in_order=False'),
     (lambda: TorchDL(torch.utils.data.datapipes.iter.IterableWrapper([1])), 'datapipe'),
-    (lambda: [1, 2], 'has none, so it cannot be split'),
-    (lambda: 3, 'has none, so it cannot be split')])
+    (lambda: [1, 2], 'so it cannot be split'),
+    (lambda: 3, 'so it cannot be split')])
 def test_says_what_it_cannot_split(make, why):
     with pytest.raises(TypeError, match=why) as e: DistributedDL(make(), 0, 2)
     assert str(e.value).startswith('rank 0: ')
@@ -370,47 +370,8 @@ def test_streams_of_text_go_on_from_batch_to_batch(how, size):
 
 def test_short_texts_and_places():
     with pytest.raises(ValueError, match='too short for 500 streams'): DistributedDL(LMDataLoader(Corpus(3), bs=5, seq_len=4), 0, 100, split_batches=False)
-    for o in TorchDL([1, 2]), dl(ds=[1, 2]), MixedDL(*[dl(ds=[(1, 2)]*2) for _ in range(2)]):
-        for b in DistributedDL(o, 0, 2, device='meta', split_batches=True): assert all(t.device.type == 'meta' for t in (b if isinstance(b, tuple) else [b]))
-
-
-@pytest.mark.parametrize('num_workers', [0, 2])
-def test_side_by_side(num_workers):
-    "Also where loaders are attributes, are read in processes, and one is PyTorch's"
-    class Both:
-        def __init__(self): self.a, self.b = TfmdDL(list(range(11)), bs=4, num_workers=num_workers), TorchDL(list(range(20, 31)), batch_size=4, num_workers=num_workers)
-        def __len__(self): return len(self.a)
-        def __iter__(self): return zip(self.a, self.b)
-    parts = []
-    for r in range(3):
-        two = DistributedDL(Both(), r, 3, split_batches=True)
-        parts.append([(a.tolist(), b.tolist(), two.counts) for a, b in two])
-        assert len(two) == 3
-    assert joined([[(a, c) for a, _, c in p] for p in parts]) == batches(Both().a)
-    assert all([x+20 for x in a] == b for p in parts for a, b, _ in p)
-
-
-@pytest.mark.parametrize('num_workers', [0, 1])
-def test_side_by_side_shuffled(num_workers):
-    "In the orders of one process, epoch after epoch; a state goes on in the middle of one"
-    class Both:
-        def __init__(self): self.dls = [TfmdDL(list(range(i, i+11)), bs=4, shuffle=True, num_workers=num_workers) for i in (0, 100)]
-        def __len__(self): return len(self.dls[0])
-        def __iter__(self): return zip(*self.dls)
-    def both(rank=None):
-        set_seed(3)
-        return Both() if rank is None else DistributedDL(Both(), rank, 2, split_batches=True)
-    def epochs(dl): return [[(a.tolist(), b.tolist(), getattr(dl, 'counts', None)) for a, b in dl] for _ in range(2)]
-    one, parts = epochs(both()), [epochs(both(r)) for r in range(2)]
-    for e in range(2):
-        for j in range(2): assert joined([[(b[j], b[2]) for b in p[e]] for p in parts]) == [b[j] for b in one[e]]
-    dl, later = both(1), both(1)
-    it = iter(dl)
-    next(it)
-    later.load_state_dict(dl.state_dict())
-    rest = [listed(b) for b in it]
-    set_seed(9)
-    assert [listed(b) for b in later] == rest and len(rest) == 2
+    for o in TorchDL([1, 2]), dl(ds=[1, 2]):
+        for b in DistributedDL(o, 0, 2, device='meta', split_batches=True): assert b.device.type == 'meta'
 
 
 def test_a_look_before_an_epoch_goes_on():

@@ -4,7 +4,7 @@ import contextlib
 import pytest
 from loaders import *
 
-NOT_REORDERED = {'mixed', 'fastai_stream', 'fastai_stream_processes'}  # fastai cannot, in one process either
+NOT_REORDERED = {'fastai_stream', 'fastai_stream_processes'}  # fastai cannot, in one process either
 
 
 def fitted(name, distrib, split=True, k=1, epochs=2):
@@ -418,7 +418,7 @@ def found(name, distrib):
     return lr, [float(o) for o in learn.recorder.losses], weights(learn)
 
 
-@pytest.mark.parametrize('name', ['torch_random', 'fastai_stream', 'language_model', 'mixed'])
+@pytest.mark.parametrize('name', ['torch_random', 'fastai_stream', 'language_model'])
 def test_lr_find(world2, name):
     one = found(name, False)
     for m in world2(found, name, True): assert abs(one[0]-m[0]) < 1e-6 and diff(one[1], m[1]) < 1e-5*max(one[1]) and diff(one[2], m[2]) < 1e-12
@@ -439,22 +439,6 @@ def peeked():
 def test_documents_agree_after_a_look_in_one_rank(world2):
     a, b = world2(peeked)
     assert a == b
-
-
-def in_vain():
-    import fastdist.all
-    class Chain(MixedDL):
-        def __iter__(self):
-            for o in self.dls: yield from o
-        def __len__(self): return sum(map(len, self.dls))
-    learn = learn_of(Chain(dl(), dl(seed=2)), dl(n=5))
-    try:
-        with learn.distrib_ctx(split_batches=True): learn.fit(1)
-    except RuntimeError as e: return str(e)
-
-
-def test_loaders_that_are_not_side_by_side(world2):
-    for msg in world2(in_vain): assert 'do not have batches of one size side by side' in msg
 
 
 def set_in_a_fit(distrib):
@@ -516,6 +500,27 @@ def test_a_copy_is_whole_after_the_context(world2):
     assert sum(inside[0] for inside, _ in found) == 22
 
 
+class Two:
+    "An object of two loaders"
+    def __init__(self, dl): self.dls = [dl, dl.new()]
+    def __len__(self): return len(self.dls[0])
+    def __iter__(self): return (x for x, _ in zip(*self.dls))
+
+
+def held(i):
+    "The error for an object of two loaders that trains, or validates"
+    import fastdist.all
+    learn = quiet(learner(n=22))
+    learn.dls.loaders[i] = Two(learn.dls.loaders[i])
+    with pytest.raises(TypeError) as e, learn.distrib_ctx(): pass
+    return str(e.value)
+
+
+def test_an_object_of_two_loaders(world2):
+    for i in range(2):
+        for r, o in enumerate(world2(held, i)): assert f'rank {r}: ' in o and "Two is no DataLoader of fastai's or PyTorch's" in o and 'give a single one' in o and '(dls)' in o, o
+
+
 def read_alone(make):
     "What rank 0 alone reads of a loader that `make` makes of the learner's"
     from fastdist.all import get_rank
@@ -538,17 +543,8 @@ def sevens(dl):
     return Sevens(dl, split_batches=True)
 
 
-class Two:
-    "An object of two loaders"
-    n_inp = 1
-    def __init__(self, dl): self.dls = [dl, dl.new()]
-    def __len__(self): return len(self.dls[0])
-    def __iter__(self): return ((x*0+7, y) for (x, y), _ in zip(*self.dls))
-
-
-@pytest.mark.parametrize('make', [sevens, Two])
-def test_what_a_worker_reads_alone(world2, make):
-    assert world2(read_alone, make) == [[[(6, [7.]), (6, [7.]), (6, [7.]), (4, [7.])]], []]
+def test_what_a_worker_reads_alone(world2):
+    assert world2(read_alone, sevens) == [[[(6, [7.]), (6, [7.]), (6, [7.]), (4, [7.])]], []]
 
 
 def looked(distrib):

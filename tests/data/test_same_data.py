@@ -89,16 +89,6 @@ def halves(n=40):
     return random_split(TensorDataset(*torchs(n)), [32, 8])
 
 
-class Twice:
-    "An object that has two loaders"
-    def __init__(self, ds): self.a, self.b = [TfmdDL(ds, bs=8, num_workers=0) for _ in range(2)]
-    def __len__(self): return len(self.a)
-    def __iter__(self): return (a for a, _ in zip(self.a, self.b))
-
-
-def side_by_side(): return learner(DataLoaders(*map(Twice, halves())))
-
-
 class Windows:
     "Items in windows of `seq_len`; it is no language model's"
     def __init__(self, items): self.items, self.seq_len = items, 1
@@ -135,7 +125,7 @@ def series():
     return learner(DataLoaders.from_dsets(*(Series(torch.rand(n, 1)) for n in (32, 8)), bs=8))
 
 
-KINDS = dict(tabular=tabular, collab=collab, block=block, random_split=random_split, numbered=numbered, side_by_side=side_by_side, windows=windows, wrapped=wrapped,
+KINDS = dict(tabular=tabular, collab=collab, block=block, random_split=random_split, numbered=numbered, windows=windows, wrapped=wrapped,
              numbers_of_names=numbers_of_names, series=series,
              **{f'permuted_{o}': partial(permuted, o) for o in ('tensors', 'own', 'arrays', 'lists')})
 

@@ -3,7 +3,7 @@ import random
 
 import pandas as pd
 from fastai.callback.data import PartialDL, WeightedDL
-from fastai.data.load import DataLoader as FastaiDL, _FakeLoader, _loaders
+from fastai.data.load import DataLoader as FastaiDL, _FakeLoader
 from fastai.tabular.core import Categorify, FillMissing, Normalize, TabularPandas
 from fastai.tabular.model import TabularModel
 from fastai.text.data import LMDataLoader, LMTensorText, SortedDL, TensorText
@@ -246,27 +246,6 @@ def torch_stream_processes(k):
 
 @kind
 def torch_stream(k): return learn_of(TorchDL(Stream(22), batch_size=5*k), TorchDL(Stream(13, shuffle=False, seed=1), batch_size=5))
-
-
-class MixedDL:
-    "Two loaders that go side by side in one order, as it goes round among fastai's users"
-    def __init__(self, *dls, device=None):
-        self.dls, self.device, self.count, self.n_inp = list(dls), device, 0, 2
-        for o in dls: o.shuffle_fn = self.shuffle_fn
-    def __len__(self): return len(self.dls[0])
-    def to(self, device): self.device = device
-    def shuffle_fn(self, idxs):
-        if self.count == 0: self.order = self.dls[0].rng.sample(list(idxs), len(idxs))
-        self.count = (self.count+1) % len(self.dls)
-        return self.order
-    def __iter__(self):
-        for o in self.dls: o._DataLoader__idxs = o.get_idxs()
-        for (a, y), (b, _) in zip(*[_loaders[o.fake_l.num_workers == 0](o.fake_l) for o in self.dls]): yield a, b, y
-
-@kind
-def mixed(k):
-    def both(n, seed, bs, **kwargs): return MixedDL(*[dl(n=n, seed=seed, bs=bs, **kwargs) for _ in range(2)])
-    return learn_of(both(22, 0, 5*k, shuffle=True), both(13, 1, 5), TwoIn(3))
 
 
 # PyTorch's
