@@ -322,12 +322,7 @@ for _nm in ('get_idxs','new','one_batch','show_batch'): setattr(DistributedDL, _
 @patch
 def state_dict(self:DistributedDL):
     "Epoch, offset in it (samples of all workers, or batches of a batch sampler), and the state from which its order was drawn"
-<<<<<<< HEAD
     a = self._adapter
-    if a.parts is not None: return a.state_dict()
-=======
-    a,steps = self._adapter,self._steps-back
->>>>>>> drops
     if self._pending: return self._pending
     state = dict(n=a.drawn_n, mode=a.mode, world_size=self.world_size, global_bs=self.global_bs)
     if self._epoch >= 0 and not self._ended and (a.unsized or self._steps < len(a.plan)):
