@@ -4,7 +4,7 @@ import argparse, ast, json
 from collections import Counter
 from operator import itemgetter
 from pathlib import Path
-from check import imports, ROOT
+from check import imports, statements, ROOT
 
 MUTABLE = (ast.Dict, ast.List, ast.Set, ast.DictComp, ast.ListComp, ast.SetComp)
 MAKERS = 'dict list set deque defaultdict Counter OrderedDict WeakKeyDictionary WeakSet WeakValueDictionary SimpleNamespace local Lock RLock Event count'.split()
@@ -66,11 +66,11 @@ def look(root):
     fullest = max(Counter(map(room, fs)).items(), key=itemgetter(1))[0]
     return dict(
         modules=[rel(f) for f in fs], fullest=[rel(f) for f in fs if room(f)==fullest], floors=range(floors(below)), arrows=sorted({(room(f), room(o)) for f in fs for o in below[f] if room(f)!=room(o)}),
-        lines=[o for f in lines for o in lines[f]], wide=[f'{rel(f)}:{i}' for f in lines for i,o in enumerate(lines[f], 1) if len(o) > 140],
+        statements=range(statements(root)), lines=[o for f in lines for o in lines[f]], wide=[f'{rel(f)}:{i}' for f in lines for i,o in enumerate(lines[f], 1) if len(o) > 140],
         exported=[o for e in every for o in e[0]], long=[o for e in every for o in e[1]], bare=[o for e in every for o in e[2]],
         state=[f'{rel(f)}: {o}' for f in fs for o in state(f)], undocumented=[f'{rel(f)}: {o}' for f in fs for o in undocumented(f)])
 
-TEXT = dict(modules="modules", fullest="modules in the fullest room", floors="modules on the longest way of imports", arrows="arrows between rooms", lines="lines", wide="lines over 140 columns",
+TEXT = dict(modules="modules", fullest="modules in the fullest room", floors="modules on the longest way of imports", arrows="arrows between rooms", statements="statements", lines="lines", wide="lines over 140 columns",
             exported="exported cells with functions or classes", long="of these, over 25 lines", bare="of these, without an example right after",
             state="names of modules that change as they run", undocumented="public functions and classes without a docstring")
 
