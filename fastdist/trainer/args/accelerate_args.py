@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['accelerator_args', 'explained', 'not_default', 'check_args', 'check_own', 'check_launch', 'check_precision',
-           'same_args', 'worker_device']
+           'check_args_consistent', 'worker_device']
 
 # %% ../../../nbs/trainer/args/01_accelerate_args.ipynb #121616bc
 import difflib,inspect
@@ -186,15 +186,15 @@ def check_precision(learn # `Learner` in a fit on many workers
 # %% ../../../nbs/trainer/args/01_accelerate_args.ipynb #7d81f741
 _may_differ = 'watchdog','project_dir'
 
-def same_args(args, # `dict` of the arguments that were given to `DistributedTrainer`
-              settings, # What `check_args` returned
-              precision, # What `check_launch` returned
-             ):
+def check_args_consistent(args, # `dict` of the arguments that were given to `DistributedTrainer`
+                          settings, # What `check_args` returned
+                          precision, # What `check_launch` returned
+                         ):
     "Raise a `ValueError` in all workers where these are not the same in all; of objects only their classes are compared"
     given = {**args, 'strategy':settings.strategy, 'mixed_precision':precision}
-    mine = {k:v if isinstance(v, (str,int,float,type(None))) else type(v).__name__ for k,v in given.items() if k not in _may_differ}
-    if same_text(repr(sorted(mine.items()))): return
-    name,who = first_other(all_gather_list(mine), 'its default')
+    local = {k:v if isinstance(v, (str,int,float,type(None))) else type(v).__name__ for k,v in given.items() if k not in _may_differ}
+    if same_text(repr(sorted(local.items()))): return
+    name,who = first_other(all_gather_list(local), 'its default')
     raise ValueError(f"rank {get_rank()}: {name} is not the same in all workers: {who}. "
                      "Give all the same arguments, and start all with the same settings of the launcher")
 
