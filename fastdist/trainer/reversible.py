@@ -74,7 +74,8 @@ class RewrapsModel(ReversibleCallback):
         whole = whole_model(self.learn)
         submodules = whole.modules() if whole is self.learn.model else (m for o in whole for m in o.modules())
         ps = [*whole.parameters(), *self.unknown_params(whole)]
-        self.noted = [*[p.dtype for p in ps], self.learn.model, *submodules, *ps] # no module first: these are not what `modules_of` looks for
+        # no module first: these are not what `modules_of` looks for
+        self.noted = [*[p.dtype for p in ps], self.learn.model, *submodules, *ps]
 
     def agree_buffers(self):
         "Buffers that a forward changes differ between workers: let all have the same, once an epoch"

@@ -68,20 +68,22 @@ def _check_handlers(name, value):
 # %% ../../../nbs/trainer/args/01_accelerate_args.ipynb #225c8524
 _Argument = namedtuple('_Argument', 'default meaning check')
 _bool = _is("True or False", lambda o: isinstance(o, bool))
+_name = _is("the name of a backend", lambda o: isinstance(o, str))
+_path = _is("the path of a folder", lambda o: isinstance(o, (str,PurePath)))
 
 _accepted = {k:_Argument(*v) for k,v in dict(
     split_batches=(False, "Is a loader's batch size that of all workers together? By default it is that of each", _bool),
     gradient_accumulation_steps=(1, "Batches to a step, which goes by the gradient of all their samples", _check_steps),
     cpu=(False, "Train on the CPU, where there are GPUs too?", _bool),
-    kwargs_handlers=(None, f"A list of Accelerate's settings: {', '.join(o.__name__ for o in _handler_names)}", _check_handlers),
+    kwargs_handlers=(None, f"A list of Accelerate's {', '.join(o.__name__ for o in _handler_names)}", _check_handlers),
     fsdp_plugin=(None, "Accelerate's `FullyShardedDataParallelPlugin` (version 2): settings of 'fsdp' and 'hsdp'",
                  _of(FullyShardedDataParallelPlugin)),
     parallelism_config=(None, "Accelerate's `ParallelismConfig`: how many replicas 'hsdp' has, and of how many shards each",
                         _of(ParallelismConfig)),
-    dynamo_backend=(None, "Compile the model with this backend of `torch.compile`", _is("the name of a backend", lambda o: isinstance(o, str))),
+    dynamo_backend=(None, "Compile the model with this backend of `torch.compile`", _name),
     dynamo_plugin=(None, "Accelerate's `TorchDynamoPlugin`: the backend, its mode and options", _of(TorchDynamoPlugin)),
-    project_dir=(None, "Folder that is `learn.path` meanwhile", _is("the path of a folder", lambda o: isinstance(o, (str,PurePath)))),
-    rng_types=(None, "Random generators that get rank 0's state as an epoch begins: of 'torch', 'cuda', 'generator'", _check_rng_types)).items()}
+    project_dir=(None, "Folder that is `learn.path` meanwhile", _path),
+    rng_types=(None, "Generators that get rank 0's state as an epoch begins: of 'torch', 'cuda', 'generator'", _check_rng_types)).items()}
 
 def accelerator_args(f):
     "Show the arguments of `Accelerator` that are accepted in the signature of `f`, in place of its `**kwargs`"
