@@ -341,7 +341,7 @@ def random_of(learn # Any `Learner`
 
 def _own_buffers(learn):
     "Buffers that are not the same in all workers, as the statistics of batch norm over local batches"
-    if device_of(learn) is None or not trainer_of(learn).dirty: return {}
+    if device_of(learn) is None or not trainer_of(learn).buffers_stale: return {}
     shared = {id(b) for m in learn.model.modules() if has_global_stats(m) for b in m.buffers()}
     return {n:b for n,b in learn.model.named_buffers() if id(b) not in shared and not is_dtensor(b)}
 
@@ -368,7 +368,7 @@ def take_rest(learn, # `Learner` in a fit
         streams=plain_state(stream_states(*random_of(learn))), generators=[generator_states(generators_in(*o)) for o in _drawing(learn)],
         texts=[text_order(o) for o in plain_loaders(learn)], counts=loader_counts(learn),
         loader=None if dl is None else dict(state=dl.state_dict(), streams=plain_state(dl.streams())),
-        buffers={n:to_plain(b) for n,b in _own_buffers(learn).items()}, dirty=getattr(trainer, 'dirty', False),
+        buffers={n:to_plain(b) for n,b in _own_buffers(learn).items()}, dirty=getattr(trainer, 'buffers_stale', False),
         scaler=None if scaler is None else to_plain(scaler.state_dict()))
 
 # %% ../../nbs/checkpoint/03_state.ipynb #9b59d80a
@@ -404,7 +404,7 @@ def put_rest(learn, # `Learner` in a fit
         for n,b in learn.model.named_buffers():
             if n in rest['buffers']: b.data.copy_(from_plain(rest['buffers'][n]))
     _put_module_data(_loss_modules(learn), rest['loss'], device)
-    if trainer is not None: trainer.dirty = rest['dirty']
+    if trainer is not None: trainer.buffers_stale = rest['dirty']
     if rest['scaler'] is not None and getattr(learn, 'scaler', None) is not None: learn.scaler.load_state_dict(from_plain(rest['scaler']))
     _put_trained(learn.opt, rest['opt'])
     _put_loaders(learn, rest)

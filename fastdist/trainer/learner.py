@@ -53,7 +53,7 @@ def _unsharded(learn, what):
         trainer.strategy = strategy
         strategy.setup(learn, trainer.device)
         strategy.set_opt(learn.opt)
-        trainer.note_parts()
+        trainer.note_model()
 
 # %% ../../nbs/trainer/04_learner.ipynb #d123e317
 def _gather_encoder(learn):

@@ -22,15 +22,15 @@ from ..strategy.base import check_values, same_everywhere, whole_model
 from ..strategy.select import close_strategy, drop_strategy, make_strategy, open_strategy
 from ..strategy.shards.whole import norms_of_shards, whole_numbers
 from .fit.alike import versions
-from .args.accelerate_args import same_args
+from .args.accelerate_args import check_args_consistent
 from .fit.evaluation import Evaluation
 from .fit.hooks import StrategyHooks
 from .loaders import SharedLoaders, back_on_device, move_learner
-from .undone import FollowsModel
+from .reversible import RewrapsModel
 from ..world.ranks import get_rank
 
 # %% ../../nbs/trainer/02_setup_steps.ipynb #1cedc7b6
-class SetupSteps(FollowsModel):
+class SetupSteps(RewrapsModel):
     "Steps of setting up a learner, as the arguments say, with one worker or many"
     args,settings = None,None # as given, and what `check_args` made of them
     precision = step = None
@@ -75,7 +75,7 @@ def _follow_settings(self:SetupSteps):
 @patch
 def _same_model(self:SetupSteps):
     "All workers were given the same arguments, have the same data, and begin with rank 0's weights"
-    same_args(self.args, self.settings, self.precision)
+    check_args_consistent(self.args, self.settings, self.precision)
     same_data(self.learn.dls) # first: vocabularies, and so models, may differ by it
     check_values(whole := whole_model(self.learn))
     self.undo.enter_context(back_on_device(self.learn, self.device)) # undone last, when the strategy has given back what it has
@@ -103,7 +103,7 @@ def _prepare(self:SetupSteps):
     self.decisions = Decisions(learn, WorkerRandom(get_rank()).entered, is_logger)
     self.loaders = SharedLoaders(learn, device, self.settings.split)
     self.evaluation = Evaluation(learn, self.decisions)
-    self.dirty = False
+    self.buffers_stale = False
     self.undo.callback(self.random.exit)
     self.foreach = Foreach()
     self.undo.callback(self.foreach.close)

@@ -28,7 +28,7 @@ from .fit.evaluation import Evaluation, same_log
 from .loaders import plain_dls
 from .setup_steps import SetupSteps
 from .fit.step import TrainingStep
-from .undone import UndoneCallback
+from .reversible import ReversibleCallback
 from ..world.start.process_group import init_group, teardown_distrib
 from ..world.ranks import get_device, get_rank, get_world_size, use_cpu
 
@@ -82,7 +82,7 @@ def detach(self:DistributedTrainer):
     "Give the learner back as it was"
     if self.undo is None: return
     self.by_fit,self.device,self.decisions,self.random = False,None,None,None
-    UndoneCallback.detach(self)
+    ReversibleCallback.detach(self)
 
 @patch
 def join_group(self:DistributedTrainer):
@@ -168,7 +168,7 @@ def before_fit(self:DistributedTrainer):
     if self.is_inner: return
     rejoin()
     self.in_training = False
-    self.follow_model()
+    self.rewrap_if_changed()
     self.random.restart_if_seeded()
     self.strategy.end_fit()
     self.strategy.set_opt(self.learn.opt)
@@ -210,8 +210,8 @@ def after_epoch(self:DistributedTrainer):
 @patch
 def before_train(self:DistributedTrainer):
     "Take this worker's part of the training loader"
-    if self.in_training: self.check_model('at the beginning')
-    else: self.follow_model() # other callbacks may have changed it before the fit
+    if self.in_training: self.check_unchanged('at the beginning')
+    else: self.rewrap_if_changed() # other callbacks may have changed it before the fit
     self.in_training = True
     if not self.decisions.inner: rejoin_streams()
     with self.random.entered(): synchronize_rng(self.settings.rng_types)
@@ -231,7 +231,7 @@ def follow_loader(self:DistributedTrainer):
 @patch
 def after_train(self:DistributedTrainer):
     "Let all workers have the same buffers, and put the training metrics together"
-    self.check_model('at the end')
+    self.check_unchanged('at the end')
     self.hypers = hypers_of(self.learn.opt) # not later: in the validation each has batches of its own
     self.agree_buffers()
     self.totals.combine(rows=True)
@@ -244,7 +244,7 @@ def before_batch(self:DistributedTrainer):
     if not self.training: return self.evaluation.number_batch()
     s = self.step = TrainingStep(self.learn, self.learn.dl.counts, self.device, self.step)
     set_norm_scope('global', s.counts, s.empty)
-    self.dirty = True
+    self.buffers_stale = True
     self.hooks.begin_batch()
 
 @patch
@@ -347,7 +347,7 @@ def _fit_failed(self:DistributedTrainer, cls, error, *_):
 def validate_together(self:DistributedTrainer):
     "Around a validation, which may be inside of another (`FetchPredsCallback`): share it, and agree on what callbacks decide"
     learn,random,outer = self.learn,self.random,self.evaluation
-    if not (self.in_fit or self.is_inner): self.follow_model()
+    if not (self.in_fit or self.is_inner): self.rewrap_if_changed()
     learn.dl = self.loaders.evaluate(learn.dl, self.decisions.alone)
     asked,self.asked = self.asked,{}
     self.evaluation = Evaluation(learn, self.decisions, self.strategy.shards_params, **asked)

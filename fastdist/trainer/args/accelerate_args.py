@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['accelerator_args', 'explained', 'not_default', 'check_args', 'check_own', 'check_launch', 'check_precision',
-           'same_args', 'worker_device']
+           'check_args_consistent', 'worker_device']
 
 # %% ../../../nbs/trainer/args/01_accelerate_args.ipynb #121616bc
 import difflib,inspect
@@ -68,20 +68,22 @@ def _check_handlers(name, value):
 # %% ../../../nbs/trainer/args/01_accelerate_args.ipynb #225c8524
 _Argument = namedtuple('_Argument', 'default meaning check')
 _bool = _is("True or False", lambda o: isinstance(o, bool))
+_name = _is("the name of a backend", lambda o: isinstance(o, str))
+_path = _is("the path of a folder", lambda o: isinstance(o, (str,PurePath)))
 
 _accepted = {k:_Argument(*v) for k,v in dict(
     split_batches=(False, "Is a loader's batch size that of all workers together? By default it is that of each", _bool),
     gradient_accumulation_steps=(1, "Batches to a step, which goes by the gradient of all their samples", _check_steps),
     cpu=(False, "Train on the CPU, where there are GPUs too?", _bool),
-    kwargs_handlers=(None, f"A list of Accelerate's settings: {', '.join(o.__name__ for o in _handler_names)}", _check_handlers),
+    kwargs_handlers=(None, f"A list of Accelerate's {', '.join(o.__name__ for o in _handler_names)}", _check_handlers),
     fsdp_plugin=(None, "Accelerate's `FullyShardedDataParallelPlugin` (version 2): settings of 'fsdp' and 'hsdp'",
                  _of(FullyShardedDataParallelPlugin)),
     parallelism_config=(None, "Accelerate's `ParallelismConfig`: how many replicas 'hsdp' has, and of how many shards each",
                         _of(ParallelismConfig)),
-    dynamo_backend=(None, "Compile the model with this backend of `torch.compile`", _is("the name of a backend", lambda o: isinstance(o, str))),
+    dynamo_backend=(None, "Compile the model with this backend of `torch.compile`", _name),
     dynamo_plugin=(None, "Accelerate's `TorchDynamoPlugin`: the backend, its mode and options", _of(TorchDynamoPlugin)),
-    project_dir=(None, "Folder that is `learn.path` meanwhile", _is("the path of a folder", lambda o: isinstance(o, (str,PurePath)))),
-    rng_types=(None, "Random generators that get rank 0's state as an epoch begins: of 'torch', 'cuda', 'generator'", _check_rng_types)).items()}
+    project_dir=(None, "Folder that is `learn.path` meanwhile", _path),
+    rng_types=(None, "Generators that get rank 0's state as an epoch begins: of 'torch', 'cuda', 'generator'", _check_rng_types)).items()}
 
 def accelerator_args(f):
     "Show the arguments of `Accelerator` that are accepted in the signature of `f`, in place of its `**kwargs`"
@@ -182,15 +184,15 @@ def check_precision(learn # `Learner` in a fit on many workers
 # %% ../../../nbs/trainer/args/01_accelerate_args.ipynb #7d81f741
 _may_differ = 'watchdog','project_dir'
 
-def same_args(args, # `dict` of the arguments that were given to `DistributedTrainer`
-              settings, # What `check_args` returned
-              precision, # What `check_launch` returned
-             ):
+def check_args_consistent(args, # `dict` of the arguments that were given to `DistributedTrainer`
+                          settings, # What `check_args` returned
+                          precision, # What `check_launch` returned
+                         ):
     "Raise a `ValueError` in all workers where these are not the same in all; of objects only their classes are compared"
     given = {**args, 'strategy':settings.strategy, 'mixed_precision':precision}
-    mine = {k:v if isinstance(v, (str,int,float,type(None))) else type(v).__name__ for k,v in given.items() if k not in _may_differ}
-    if same_text(repr(sorted(mine.items()))): return
-    name,who = first_other(all_gather_list(mine), 'its default')
+    local = {k:v if isinstance(v, (str,int,float,type(None))) else type(v).__name__ for k,v in given.items() if k not in _may_differ}
+    if same_text(repr(sorted(local.items()))): return
+    name,who = first_other(all_gather_list(local), 'its default')
     raise ValueError(f"rank {get_rank()}: {name} is not the same in all workers: {who}. "
                      "Give all the same arguments, and start all with the same settings of the launcher")
 

@@ -42,14 +42,6 @@ class Nothing:
     def __exit__(self, *args): pass
 
 
-queued = []  # what streams have been told: the work itself is done at once
-
-
-class OnStream(Nothing):
-    def __enter__(self): queued.append('begin')
-    def __exit__(self, *args): queued.append('end')
-
-
 class OnDevice(Nothing):
     def __init__(self, d): self.new = index_of(d)
     def __enter__(self): self.old = lib.fakegpu_current(); set_device(self.new)
@@ -72,7 +64,7 @@ class Stream(Nothing):
     stream_id = cuda_stream = 0
     device_type = int(torch._C._autograd.DeviceType.PrivateUse1)
     def __init__(self, *args, **kwargs): self.device, self.device_index = torch.device('fakegpu', lib.fakegpu_current()), lib.fakegpu_current()
-    def wait_stream(self, other): queued.append('wait')
+    def wait_stream(self, other): pass
     def wait_event(self, event): pass
     def record_event(self, event=None): return event or Event()
     def query(self): return True
@@ -95,7 +87,7 @@ def _answers():
         is_available=lambda: lib.fakegpu_count() > 0, is_initialized=lambda: True, init=lambda: None, _lazy_init=lambda: None, _is_in_bad_fork=lambda: False,
         device_count=lambda: lib.fakegpu_count(), current_device=lambda: lib.fakegpu_current(), set_device=set_device, device=OnDevice,
         _exchange_device=lambda d: lib.fakegpu_current(), _maybe_exchange_device=lambda d: lib.fakegpu_current(),
-        synchronize=lambda d=None: note('synchronize'), Stream=Stream, Event=Event, stream=OnStream, set_stream=lambda s: None,
+        synchronize=lambda d=None: note('synchronize'), Stream=Stream, Event=Event, stream=Nothing, set_stream=lambda s: None,
         current_stream=lambda d=None: Stream(), default_stream=lambda d=None: Stream(), is_current_stream_capturing=lambda: False,
         get_rng_state=lambda d=None: _generator().get_state(), set_rng_state=lambda s, d=None: _generator().set_state(s),
         manual_seed=lambda s: _generator().manual_seed(s), manual_seed_all=lambda s: [_generator(i).manual_seed(s) for i in range(lib.fakegpu_count())],
@@ -143,7 +135,7 @@ def install(library):
     torch.accelerator.current_stream = module.current_stream  # torch's own takes any event for its own, and reads beyond the end of ours
     torch.utils.generate_methods_for_privateuse1_backend(for_module=True, for_storage=True)
     torch.Tensor.cuda = lambda self, device=None, *args, **kwargs: self.to(torch.device('fakegpu', index_of(device)))
-    torch.Tensor.record_stream = lambda self, stream: queued.append('keep')
+    torch.Tensor.record_stream = lambda self, stream: None
     torch.Tensor.is_pinned = lambda self, *args: self.device.type == 'cpu'  # all of its memory is alike
     torch.Tensor.is_cuda = property(lambda self: self.device.type == 'fakegpu')
     compatible = torch._has_compatible_shallow_copy_type
