@@ -1,7 +1,5 @@
 # Where each name of this package is: for type checkers, and for `lazy_names`
 from .data_parallel import ParallelTrainer as ParallelTrainer
-from .compression import GradientCompression as GradientCompression
-from .compression import LocalSGD as LocalSGD
 from .divergence import DivergenceCheck as DivergenceCheck
 from .divergence import DivergenceError as DivergenceError
 from .divergence import check_same as check_same
