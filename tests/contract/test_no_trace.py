@@ -20,7 +20,7 @@ def snapshot(learn):
         params=[(id(p), type(p), p.shape, p.requires_grad, sorted(vars(p)), bool(p._backward_hooks)) for p in ps], forwards=[m.forward.__func__ for m in mods],
         dls=(id(learn.dls), [(id(o), type(o), sorted(vars(o))) for o in learn.dls.loaders]), cbs=[id(o) for o in learn.cbs], logger=learn.logger,
         metrics=[(id(o), type(o)) for o in learn.metrics], loss=(id(learn.loss_func), type(learn.loss_func), sorted(vars(learn.loss_func))),
-        opt=(id(learn.opt), type(learn.opt), sorted(vars(learn.opt)), learn.opt_func), attrs=sorted(o for o in vars(learn) if o not in FIT_LEAVES), functions=functions())
+        opt=(id(learn.opt), type(learn.opt), sorted(getattr(learn.opt, '__dict__', ())), learn.opt_func), attrs=sorted(o for o in vars(learn) if o not in FIT_LEAVES), functions=functions())
 
 
 def functions():

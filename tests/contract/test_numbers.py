@@ -151,7 +151,7 @@ class TwoOut(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.a, self.b = nn.Linear(4, 3).double(), nn.Linear(4, 2).double()
-    def forward(self, x): return self.a(x), dict(b=self.b(x), positive=self.b(x) > 0), self.b(x).bfloat16()
+    def forward(self, x): return self.a(x), (self.b(x), self.b(x) > 0), self.b(x).bfloat16()
 
 
 @case
@@ -167,7 +167,7 @@ def activations(within):
     learn = quiet(learner(n=11, bs=4, model=TwoOut, loss=lambda p, y, **kw: F.cross_entropy(p[0], y, **kw).float()))
     with within(learn):
         preds, y = learn.get_preds(act=noop)
-        res += [preds[0], preds[1]['b'], preds[1]['positive'].float(), preds[2].float(), y]
+        res += [preds[0], preds[1][0], preds[1][1].float(), preds[2].float(), y]
     return res
 
 
@@ -260,19 +260,18 @@ def of_one_rank():
     class Shows(Callback):
         def after_epoch(self):
             if get_rank() == 0: self.learn.get_preds(dl=self.learn.dls.valid.new(dataset=[self.learn.dls.valid_ds[0]], n=1), inner=True)
-    learn = quiet(learner(n=22, n_val=13, bs=4, metrics=accuracy, cbs=Shows()))
+    learn = quiet(learner(n=22, n_val=13, bs=4, cbs=Shows()))
     with learn.distrib_ctx(split_batches=True):
         if get_rank() == 0:
             assert len(learn.dls.train.one_batch()[0]) and learn.dls.train.n == 22 and len(learn.dls.train.new(bs=2)) == 11
             learn.predict(learn.dls.valid_ds[0][:1])
-            learn.validate(dl=[learn.dls.valid.one_batch()])
             learn.summary()
         learn.fit(2)
         n = len(learn.get_preds()[0])
-    return n, numbers(learn.recorder.values) or None, weights(learn)
+    return n, weights(learn)
 
 
 def test_one_rank_looks(world2):
-    learn = quiet(learner(n=22, n_val=13, bs=4, metrics=accuracy))
+    learn = quiet(learner(n=22, n_val=13, bs=4))
     learn.fit(2)
-    for n, _, w in world2(of_one_rank): assert n == 13 and diff(w, weights(learn)) < 2e-7
+    for n, w in world2(of_one_rank, timeout=60): assert n == 13 and diff(w, weights(learn)) < 2e-7
