@@ -14,7 +14,7 @@ from . import __version__
 # %% ../nbs/launch/07_main.ipynb #eec74fa9
 commands = dict(
     launch=('launch.cli', "start a script, or a module, on many workers"),
-    check=('launch.check.cli', "show what a run would look like here, and what is wrong"),
+    check=('launch.check', "show what a run would look like here, and what is wrong"),
     slurm=('launch.slurm', "write, or submit, a Slurm job that does so on many machines"),
     train=('launch.config', "train by a config in TOML"),
     inspect=('launch.checkpoint.inspect', "show what is in a checkpoint, and whether it is whole"),

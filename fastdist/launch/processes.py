@@ -49,10 +49,9 @@ def send_signal(procs, # `psutil.Process` of each
 def end_processes(procs, # `psutil.Process` of each
                   sig=signal.SIGTERM, # The first signal
                   seconds=5, # How long processes may take to end by it
-                  to=None, # Those that get the first signal; by default all. A launcher passes it on to its workers
                  ):
     "End processes by a signal, and by SIGKILL what has not ended by it"
-    send_signal(procs if to is None else to, sig)
+    send_signal(procs, sig)
     left = psutil.wait_procs(procs, seconds)[1]
     send_signal(left, signal.SIGKILL)
     psutil.wait_procs(left, seconds)
