@@ -44,7 +44,8 @@ def _adapter_for(dl, rank, world_size, split_batches, evaluate):
     if isinstance(dl, TorchDataLoader): return TorchAdapter(*args)
     if isinstance(dl, DataLoaders):
         raise TypeError(f"{nm} has a loader to train and one to validate: split each of them, such as dls.train")
-    held = f"; of those that it holds ({', '.join(loaders_in(dl))}) each can be, by DistributedDL, for a loop of your own" if loaders_in(dl) else ''
+    names = ', '.join(loaders_in(dl))
+    held = f"; of those that it holds ({names}) each can be, by DistributedDL, for a loop of your own" if names else ''
     raise TypeError(f"{nm} is no DataLoader of fastai's or PyTorch's, so it cannot be split between workers: give a single one, such as "
                     f"fastai's `TfmdDL`, of a data set that has all of a sample{held}")
 

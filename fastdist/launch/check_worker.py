@@ -103,7 +103,8 @@ def look():
     problems += [*_network_problems(), *_machine_problems(drivers, from_env().local_world_size or 1)]
     nics = {nm:a.address for nm,found in psutil.net_if_addrs().items() for a in found[:1] if psutil.net_if_stats()[nm].isup}
     why = why_cpu(torch.cuda.device_count()) # what is the same in all workers of a host
-    machine = f"{plural(n_cores(), 'core')}, {_gib(psutil.virtual_memory().total)} of memory, {', '.join(f'{k} {v}' for k,v in nics.items())}"
+    memory,addresses = _gib(psutil.virtual_memory().total),', '.join(f'{k} {v}' for k,v in nics.items())
+    machine = f"{plural(n_cores(), 'core')}, {memory} of memory, {addresses}"
     return dict(host=host_name(), versions=_versions(), device=name, machine=machine, threads=torch.get_num_threads(),
                 backend=get_backend() + (f': {why}' if why else ''), problems=problems)
 
@@ -111,7 +112,10 @@ def look():
 def _by(found, key):
     "The value in words, and the ranks that have it, of what each rank has found"
     groups = groupby(range(len(found)), lambda r: str(found[r][key]))
-    return {k:('ranks ' if len(v) > 1 else 'rank ')+(f'{v[0]}-{v[-1]}' if v[-1]-v[0]==len(v)-1 > 0 else ', '.join(map(str, v))) for k,v in groups.items()}
+    def words(ranks):
+        is_range = ranks[-1]-ranks[0]==len(ranks)-1 > 0
+        return ('ranks ' if len(ranks) > 1 else 'rank ') + (f'{ranks[0]}-{ranks[-1]}' if is_range else ', '.join(map(str, ranks)))
+    return {k:words(v) for k,v in groups.items()}
 
 def compare(report, found # What `look` returns, for each rank
            ):
@@ -121,11 +125,13 @@ def compare(report, found # What `look` returns, for each rank
     report.row('workers', f"{len(found)} on {plural(len(hosts), 'host')}, started by {get_launcher()}, by {found[0]['backend']}")
     for h,ranks in list(hosts.items())[:16]: # more would be no table
         of = [o for o in found if o['host']==h]
-        devices = ', '.join(f'{len([o for o in of if o["device"]==d])} x {d}' if d!='CPU' else d for d in dict.fromkeys(o['device'] for o in of))
+        counts = Counter(o['device'] for o in of)
+        devices = ', '.join(d if d=='CPU' else f'{n} x {d}' for d,n in counts.items())
         report.row(h, f"{ranks} on {devices}; {plural(of[0]['threads'], 'thread')} each; {of[0]['machine']}")
     for name in found[0]['versions']:
         which = '; '.join(f'{v} on {h}' for v,h in dict.fromkeys((o['versions'].get(name), o['host']) for o in found))
-        if len({o['versions'].get(name) for o in found}) > 1: report.find('FAULT', f'{name} differs: {which}', 'install the same on all hosts')
+        if len({o['versions'].get(name) for o in found}) > 1:
+            report.find('FAULT', f'{name} differs: {which}', 'install the same on all hosts')
     for r,o in enumerate(found):
         for kind,what,todo in o['problems']: report.find(kind, f"{o['host']}: {what}", todo)
     backends = {o['backend'].partition(':')[0] for o in found}
@@ -162,7 +168,8 @@ def check_speed(report):
     for text,nbytes in (('8 bytes',8), ('1 MB',10**6), ('25 MB',25*10**6)):
         secs = _all_reduce_seconds(nbytes)
         speed = nbytes/1e9/secs
-        more = f': {digits(speed)} GB/s, on the bus {digits(speed*2*(n-1)/n)} GB/s' if nbytes > 8 else '' # the bus: what crosses the busiest link
+        bus = speed*2*(n-1)/n # what crosses the busiest link
+        more = f': {digits(speed)} GB/s, on the bus {digits(bus)} GB/s' if nbytes > 8 else ''
         report.row('all-reduce', f'{text} in {digits(secs*1e3)} ms{more}')
     report.row('gradients', f"{digits(4e3*secs)} ms a step for a model of 25 million parameters, less what the backward pass hides")
 

@@ -16,7 +16,7 @@ from ..comm.pack import named, Reduced
 from ..world.ranks import get_rank
 from ..world.state import current_world
 
-# %% ../../nbs/model/00_batchnorm.ipynb #b9706cb7
+# %% ../../nbs/model/00_batchnorm.ipynb #3b75e780
 def _functional(new, old):
     "One of torch's functional collectives, which `torch.compile` traces; with the default group"
     from torch.distributed import _functional_collectives # here: it takes 50 ms
@@ -25,7 +25,7 @@ def _functional(new, old):
 class _Gather(torch.autograd.Function):
     "One row of each worker, in all of them; its gradients are sums over workers, and have gradients too, which torch's own have not"
     @staticmethod
-    def forward(ctx, x): return _functional('all_gather_single', 'all_gather_tensor')(x, 0, dist.group.WORLD)+0 # waits, where it runs by itself
+    def forward(ctx, x): return _functional('all_gather_single', 'all_gather_tensor')(x, 0, dist.group.WORLD)+0 # which waits
     @staticmethod
     def backward(ctx, g): return _RowOfSum.apply(g)
 
@@ -40,9 +40,9 @@ def _gathered(x):
     if torch.compiler.is_compiling(): return _functional('all_gather_single_autograd', 'all_gather_tensor_autograd')(x, 0, dist.group.WORLD)
     return _Gather.apply(x)
 
-# %% ../../nbs/model/00_batchnorm.ipynb #29452519
+# %% ../../nbs/model/00_batchnorm.ipynb #1ce01908
 def _norm_formula(x, weight, bias, eps, counts):
-    "`x`, `(batch, channels, ...)`, normalized by the values of all workers; mean, biased variance, `(channels,)`, and number of these values"
+    "`x`, `(batch, channels, ...)`, normalized by the values of all workers; their mean and biased variance, `(channels,)`, and number"
     dims,shape,c = [d for d in range(x.dim()) if d!=1],[1,-1]+[1]*(x.dim()-2),x.shape[1]
     xa = x.to(torch.promote_types(x.dtype, torch.float32))
     if not counts: xa = xa.masked_fill(torch.ones_like(xa, dtype=torch.bool), 0) # padding: no inf or nan of it gets to other workers
@@ -143,10 +143,10 @@ def _kernel_grads(g, needs, eps, counts, x, weight, bias, mean, invstd, n):
     if not counts: return torch.zeros_like(x),gw,gb
     return _input_grad(g, x, weight, mean, invstd, *(both/n).to(mean.dtype).chunk(2)),gw,gb
 
-# %% ../../nbs/model/00_batchnorm.ipynb #5eeccf9f
+# %% ../../nbs/model/00_batchnorm.ipynb #659b6edb
 norm_scope = SimpleNamespace(values='local', counts=True, some_empty=False) # of the batch that goes forward in this process
 
-def set_norm_scope(values='local', # Batch norm in training is by this worker's 'local' values, by 'global' ones, or is an error in an 'evaluation'
+def set_norm_scope(values='local', # Whose: 'local', 'global', or 'evaluation', where layers with running statistics are not to train
                    counts=True, # Does this worker's local batch count? Else it is padding, which lets the forward run
                    some_empty=False, # Has some worker a local batch that does not count?
                   ):
@@ -161,7 +161,7 @@ def norm_scope_of(*args, **kwargs):
     try: yield
     finally: vars(norm_scope).update(before)
 
-# %% ../../nbs/model/00_batchnorm.ipynb #3143e18b
+# %% ../../nbs/model/00_batchnorm.ipynb #8054a628
 def _update_running(x, running_mean, running_var, momentum, mean, var, n):
     "Add the statistics of a batch to the running ones, as torch does; a `ValueError` as torch's, if there is one value of each channel"
     compiling = torch.compiler.is_compiling()
@@ -181,8 +181,8 @@ def _batch_norm(input, running_mean, running_var, weight=None, bias=None, traini
     # what one worker does alone leaves the running statistics as all have them
     if not compiling and current_world().alone: return _torch_batch_norm(input, None, None, weight, bias, True, momentum, eps)
     if values=='evaluation': raise RuntimeError(
-        f"rank {get_rank()}: a batch norm layer is in training mode in an evaluation, where workers have batches of their own and its running "
-        "statistics would not be those of one process. Let it evaluate (m.eval()), as fastai's MCDropoutCallback does")
+        f"rank {get_rank()}: a batch norm layer is in training mode in an evaluation, where workers have batches of their own and its "
+        "running statistics would not be those of one process. Let it evaluate (m.eval()), as fastai's MCDropoutCallback does")
     update = partial(_update_running, input, running_mean, running_var, momentum)
     if compiling:
         y,*stats = _norm_formula(input, weight, bias, eps, norm_scope.counts)
@@ -193,7 +193,7 @@ def _batch_norm(input, running_mean, running_var, weight=None, bias=None, traini
     weight,bias = (o if o is None or x is input else o.to(x.dtype) for o in (weight,bias))
     return _KernelNorm.apply(_dense(x), weight, bias, eps, norm_scope.counts, update).to(input.dtype)
 
-# %% ../../nbs/model/00_batchnorm.ipynb #99d65bda
+# %% ../../nbs/model/00_batchnorm.ipynb #08d4bc50
 def _has_own_group(m): return isinstance(m, nn.SyncBatchNorm) and m.process_group not in (None, dist.group.WORLD)
 
 _sync_forward = nn.SyncBatchNorm.forward
@@ -223,8 +223,8 @@ _batch_norm.contexts = 0 # that are on: they may end in any order
 @contextmanager
 def global_batch_norm(model # The learner's
                      ):
-    """A context in which torch's function of batch norm, and its `SyncBatchNorm`, go by `norm_scope`. A `ValueError` names layers of `model`
-    that TorchScript has compiled"""
+    """A context in which torch's function of batch norm, and its `SyncBatchNorm`, go by `norm_scope`. A `ValueError` names layers of
+    `model` that TorchScript has compiled"""
     _check_scripted(model)
     dynamo = sys.modules.get('torch._dynamo')
     if dynamo is not None and any(isinstance(m, dynamo.OptimizedModule) for m in model.modules()): trace_batch_norm()

@@ -42,7 +42,8 @@ def _check_strategy(strategy, # A word, an object with the hooks, or `None`
     "The word, or the object; a `ValueError` if it is not known, or does not agree with what else `means` one"
     own = strategy is not None and not isinstance(strategy, str)
     if own: _check_own(strategy)
-    elif strategy=='dp': refuse('strategy', 'dp', "one process that uses all of its GPUs is learn.parallel_ctx(): use it in place of distrib_ctx")
+    elif strategy=='dp': refuse(
+        'strategy', 'dp', "one process that uses all of its GPUs is learn.parallel_ctx(): use it in place of distrib_ctx")
     elif strategy is not None and strategy not in _words:
         low = strategy.lower()
         near = [_other_words[low]] if low in _other_words else difflib.get_close_matches(low, _words, 1)
@@ -198,5 +199,6 @@ def check_dynamo(given # The arguments that were given
     if res.use_regional_compilation: refuse('dynamo_plugin.use_regional_compilation', True,
         "the model is compiled as one: leave it out, or compile its parts yourself before the context (block.compile())")
     if name=='cudagraphs' or res.mode in ('reduce-overhead','max-autotune') or (res.options or {}).get('triton.cudagraphs'): refuse(
-        arg, value, "CUDA graphs write over predictions and gradients that fastai keeps: use mode='max-autotune-no-cudagraphs' or 'default'")
+        arg, value, "CUDA graphs write over predictions and gradients that fastai keeps: use mode='max-autotune-no-cudagraphs', or "
+        "'default'")
     return res
