@@ -14,12 +14,12 @@ def modules(root): return sorted(f for f in (root/'fastdist').rglob('*.py') if f
 def notebooks(root): return sorted(f for f in (root/'nbs').rglob('*.ipynb') if '.ipynb_checkpoints' not in f.parts and 'tutorials' not in f.parts)
 
 def cells(f):
-    "(its exported cells, those over 25 lines, those without an example right after), as (notebook, first line) each"
+    "(its exported cells, those over 60 lines, those without an example right after), as (notebook, first line) each"
     code = [''.join(c['source']) for c in json.loads(f.read_text(encoding='utf-8'))['cells'] if c['cell_type']=='code']
     exported = [i for i,s in enumerate(code) if s.startswith('#| export') and any(w in s for w in ('def ', 'class '))]
     def name(i): return f.name, next(o for o in code[i].splitlines()[1:] if 'def ' in o or 'class ' in o).strip()
     def shown(i): return i+1 < len(code) and not code[i+1].startswith(('#| export','#| hide\nimport nbdev'))
-    return [name(i) for i in exported], [name(i) for i in exported if code[i].count('\n') > 25], [name(i) for i in exported if not shown(i)]
+    return [name(i) for i in exported], [name(i) for i in exported if code[i].count("\n") > 60], [name(i) for i in exported if not shown(i)]
 
 def state(f):
     "Names of a module that it changes as it runs: by `global`, or a container that some function writes to"
@@ -71,7 +71,7 @@ def look(root):
         state=[f'{rel(f)}: {o}' for f in fs for o in state(f)], undocumented=[f'{rel(f)}: {o}' for f in fs for o in undocumented(f)])
 
 TEXT = dict(modules="modules", fullest="modules in the fullest room", floors="modules on the longest way of imports", arrows="arrows between rooms", statements="statements", lines="lines", wide="lines over 140 columns",
-            exported="exported cells with functions or classes", long="of these, over 25 lines", bare="of these, without an example right after",
+            exported="exported cells with functions or classes", long="of these, over 60 lines", bare="of these, without an example right after",
             state="names of modules that change as they run", undocumented="public functions and classes without a docstring")
 
 def main():
