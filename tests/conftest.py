@@ -1,5 +1,5 @@
 """Shared by all tests: warm processes, the worlds, the core tier, and what is said at the end of what could not run."""
-import fcntl, os, signal
+import fcntl, os, re, signal
 from pathlib import Path
 
 import fastai.basics, hypothesis, pytest
@@ -137,6 +137,7 @@ def pytest_xdist_make_scheduler(config, log):
     class ByFileOrTest(LoadScopeScheduling):
         def _split_scope(self, nodeid):
             file = nodeid.partition('::')[0]
+            if file.startswith('tests/contract/'): return 'contract-3' if re.search(r'[\[-]3[-\]]|examples.*2-seg|messages|goes_on|one_fails|numbers', nodeid) else 'contract-2'
             if '-notebook]' in nodeid or file.endswith(('test_launch_notebook.py', 'test_tutorials.py')): return 'notebooks'
             return file if file.endswith(TOGETHER) else nodeid
 

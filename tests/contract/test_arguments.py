@@ -35,7 +35,7 @@ def errors(folder):
         tried(nm, g, learn)
     def within(outer, inner):
         def f(learn):
-            with getattr(learn, outer)(), getattr(learn, inner)(): pass
+            with getattr(learn, outer)(), (inner if callable(inner) else getattr(learn, inner))(): pass
         return f
     for k, v in dict(sync_bm=True, mixed_precision='fp16', gradient_accumulation_steps=0, strategy='zero9', watchdog=-1, log_with='wandb', resume='', kwargs_handlers=[ProfileKwargs()],
                      split_batches='yes', activation_checkpointing='x', dataloader_config=DataLoaderConfiguration(dispatch_batches=True)).items(): ctx(k, **{k: v})
@@ -44,7 +44,7 @@ def errors(folder):
     ctx('too few', learn=quiet(learner(n=9, bs=5, drop_last=True)))
     ctx('unused', learn=quiet(learner(n=9, bs=4, model=unused)))
     ctx('unused, allowed', learn=quiet(learner(n=9, bs=4, model=unused)), kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])
-    tried('nested', within('distrib_ctx', 'distrib_ctx'))
+    tried('nested', lambda l: within('distrib_ctx', partial(l.distrib_ctx, sync_bn=False))(l))
     tried('parallel', within('parallel_ctx', 'distrib_ctx'))
     tried('in parallel', within('distrib_ctx', 'parallel_ctx'))
     tried('split already', lambda l: ctx('', lambda l: l.validate(dl=torch.utils.data.DataLoader(Items(9), batch_size=2, sampler=torch.utils.data.DistributedSampler(Items(9))))) or (_ for _ in ()).throw(ValueError(res[''][0])))
@@ -55,7 +55,7 @@ def errors(folder):
     return res
 
 
-TEXTS = {'sync_bm': 'sync_bn', 'mixed_precision': 'to_fp16', 'kwargs_handlers': 'Profile', 'dataloader_config': 'dispatch_batches', 'resume': 'path', 'both': 'split_batches', 'frozen': 'gradient',
+TEXTS = {'sync_bm': 'sync_bn', 'mixed_precision': 'to_fp16', 'kwargs_handlers': 'Profile', 'dataloader_config': 'dispatch_batches', 'both': 'split_batches', 'frozen': 'gradient',
          'too few': '9 samples', 'unused': 'b.weight', 'unused, allowed': None, 'nested': 'distrib_ctx', 'parallel': 'parallel_ctx', 'in parallel': 'distrib_ctx', 'split already': 'DistributedSampler',
          'other sizes': 'seed', 'well': None}
 

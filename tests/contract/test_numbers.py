@@ -250,28 +250,3 @@ def test_as_one_process(worlds, n): case.check(worlds(n))
 def test_with_shards(worlds, strategy):
     "Each forward is a collective, and there are not as many batches as steps for each worker"
     case.check(worlds(3), ['words', 'predictions', 'fetched_in_a_fit', 'losses_of_an_evaluation'], **ctx_of(strategy))
-
-
-def of_one_rank():
-    "Rank 0 alone predicts one sample, shows a batch and looks at a loader, while the others do something else, in a fit and outside"
-    import fastdist.all, matplotlib
-    from fastdist.all import get_rank
-    matplotlib.use('agg')
-    class Shows(Callback):
-        def after_epoch(self):
-            if get_rank() == 0: self.learn.get_preds(dl=self.learn.dls.valid.new(dataset=[self.learn.dls.valid_ds[0]], n=1), inner=True)
-    learn = quiet(learner(n=22, n_val=13, bs=4, cbs=Shows()))
-    with learn.distrib_ctx(split_batches=True):
-        if get_rank() == 0:
-            assert len(learn.dls.train.one_batch()[0]) and learn.dls.train.n == 22 and len(learn.dls.train.new(bs=2)) == 11
-            learn.predict(learn.dls.valid_ds[0][:1])
-            learn.summary()
-        learn.fit(2)
-        n = len(learn.get_preds()[0])
-    return n, weights(learn)
-
-
-def test_one_rank_looks(world2):
-    learn = quiet(learner(n=22, n_val=13, bs=4))
-    learn.fit(2)
-    for n, w in world2(of_one_rank, timeout=60): assert n == 13 and diff(w, weights(learn)) < 2e-7

@@ -49,8 +49,7 @@ def cancels(what, event, rank):
     class Counts(Callback):
         n = 0
         def after_step(self): self.n += 1
-    class Ends(Callback):
-        order = 30
+    class Ends(Callback): order, run_valid = 30, False
     def end(self):
         if self.epoch == 1 and (self.learn.iter >= 1 or 'epoch' in event): raise getattr(core, f'Cancel{what}Exception')()
     setattr(Ends, event, end)

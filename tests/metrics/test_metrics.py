@@ -173,21 +173,6 @@ def close(a, b, tol=1e-6):
     return a != a and b != b or abs(a-b) <= tol*max(abs(a), 1e-3)
 
 
-@pytest.mark.parametrize('kind', ['classes', 'masks', 'numbers', 'tags', 'words', 'binary'])
-def test_validate(world, kind):
-    want = values(False, kind, SIZES)
-    assert sum(not isinstance(o, str) for o in want) >= 5
-    for got in world(values, True, kind, SIZES):
-        for s, w, g in zip(SIZES, want, got): assert close(w, g), (s, [(i, x, y) for i, (x, y) in enumerate(zip(w[0], g[0])) if not close(x, y)] if isinstance(g, list) and isinstance(w, list) else (w, g))
-
-
-@pytest.mark.parametrize('kind', ['classes', 'masks', 'words'])
-def test_in_a_fit(world, kind):
-    sizes = [(7, 3), (31, 6)]
-    want = values(False, kind, sizes, fits=True)
-    for got in world(values, True, kind, sizes, fits=True, ctx=dict(split_batches=True)): assert close(want, got, 3e-6), (want, got)
-
-
 @pytest.mark.parametrize('keep', [2**26, 100], ids=['at the end', 'as it goes on'])
 @pytest.mark.parametrize('kind', ['classes', 'masks', 'numbers'])
 def test_training_metrics(world, kind, keep):

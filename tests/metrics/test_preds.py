@@ -218,51 +218,6 @@ def test_in_rank_0_alone(world, n):
         assert most <= 2, most # batches of some 100 bytes: never more than a few are kept
 
 
-def around(distrib, folder):
-    "What fastai builds on predictions"
-    import matplotlib
-    matplotlib.use('agg')
-    warnings.simplefilter('ignore')
-    from fastai.interpret import ClassificationInterpretation, Interpretation
-    from fastai.vision.all import Categorize, Pipeline, TensorImage, ToTensor, PILImage, RandTransform
-    g = torch.Generator().manual_seed(0)
-    pics = [((torch.rand(8, 8, 3, generator=g)*255).byte().numpy(), 'abc'[int(i) % 3]) for i in range(17)]
-    class Flip(RandTransform):
-        "Always does, so that one worker's is the other's"
-        split_idx, p = None, 1.
-        def encodes(self, o: TensorImage): return o.flip(-1)
-    set_seed(0)
-    dsets = Datasets(pics, [[ItemGetter(0), PILImage.create], [ItemGetter(1), Categorize(vocab=list('abc'))]], splits=[list(range(6)), list(range(6, 17))])
-    dls = dsets.dataloaders(bs=3, after_item=[ToTensor()], after_batch=[IntToFloatTensor(), Flip()], num_workers=0, shuffle=False, drop_last=False)
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), Flatten(), nn.Linear(4, 3))
-    learn = quiet(Learner(dls, net, loss_func=CrossEntropyLossFlat(), opt_func=SGD, path=folder, metrics=accuracy))
-    res = {}
-    def use(key):
-        interp = ClassificationInterpretation.from_learner(learn)
-        res[key+'matrix'] = interp.confusion_matrix().tolist()
-        res[key+'confused'] = plain([list(map(str, o)) for o in interp.most_confused()])
-        losses, idxs = interp.top_losses(4)
-        res[key+'losses'] = plain(losses), idxs.tolist()
-        interp.plot_top_losses(2)
-        interp.plot_confusion_matrix()
-        res[key+'top'] = plain(Interpretation.from_learner(learn).top_losses()[0])
-        res[key+'tta'] = plain(learn.tta(n=2))
-        res[key+'predict'] = plain([o if isinstance(o, torch.Tensor) else str(o) for o in learn.predict(pics[0])])
-        learn.show_results(max_n=4)
-        learn.show_results(dl=dls.test_dl(pics[:4], with_labels=True), max_n=1)  # two batches, fewer than three workers
-        res[key+'test'] = plain(learn.get_preds(dl=dls.test_dl(pics[:7]), with_decoded=True)[0])
-        res[key+'labelled'] = plain(learn.validate(dl=dls.test_dl(pics[:7], with_labels=True)))
-    with ctx_of(learn, distrib): use('in ')
-    use('after ')
-    return res
-
-
-def test_what_builds_on_predictions(world, tmp_path):
-    want = around(False, tmp_path)
-    for got in world(around, True, tmp_path): assert not {k for k in want if not close(want[k], got[k])}, {k: (want[k], got[k]) for k in want if not close(want[k], got[k])}
-
-
 def by_count(distrib):
     "Transforms that do something else in each batch"
     from fastai.vision.all import DeterministicDihedral, DeterministicFlip, TensorImage
@@ -279,27 +234,6 @@ def by_count(distrib):
 
 def test_transforms_that_count_batches(world):
     for o in world(by_count, True): assert close(o, by_count(False))
-
-
-def fetched(distrib):
-    "In a fit, by fastai's callback, or by one of the user's"
-    from fastai.callback.core import FetchPredsCallback
-    res = []
-    class Mine(Callback):
-        def after_epoch(self): res.append(plain(self.learn.get_preds(inner=True)[0]))
-    learn = quiet(learner(n=22, n_val=13, bs=4, metrics=accuracy))
-    fetch = FetchPredsCallback(with_input=True)
-    if distrib: import fastdist.all
-    with learn.distrib_ctx(split_batches=True) if distrib else contextlib.nullcontext():
-        learn.fit(2, cbs=fetch)
-        vals = [[o for o in v if not isinstance(o, str)] for v in learn.recorder.values]
-        learn.fit(2, cbs=Mine())
-    return res, plain(fetch.preds), vals
-
-
-def test_fetched_in_a_fit(world):
-    want = fetched(False)
-    for got in world(fetched, True): assert close(list(want), list(got))
 
 
 def alone():

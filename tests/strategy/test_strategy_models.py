@@ -181,23 +181,6 @@ def language_model(ctx, path):
     return result(learn)
 
 
-@case(tol=2e-6) # Adam divides small gradients by their size
-def text_classifier(ctx, path):
-    from fastai.callback.rnn import rnn_cbs
-    from fastai.text.models import AWD_LSTM, get_text_classifier
-    from fastai.text.models.awdlstm import awd_lstm_clas_split
-    config = dict(emb_sz=6, n_hid=7, n_layers=1, pad_token=1, bidir=False, output_p=0., hidden_p=0., input_p=0., embed_p=0., weight_p=1e-12)
-    def model(): return get_text_classifier(AWD_LSTM, 11, 3, seq_len=4, config=config, max_len=8, ps=[0.])
-    dls = data(lambda g: torch.randint(2, 11, (7,), generator=g))
-    learn = made(model, dls, cbs=rnn_cbs(0., 0.), metrics=accuracy, splitter=awd_lstm_clas_split)
-    with within(learn, ctx):
-        learn.freeze_to(-2)
-        learn.fit(1)
-        learn.unfreeze()
-        learn.fit(1, slice(1e-3, 1e-2))
-    return result(learn)
-
-
 @case(tol=2e-6) # in float32
 def tabular(ctx, path):
     import pandas as pd
@@ -379,24 +362,6 @@ def test_models(worlds, tmp_path, strategy, world, some):
 # Callbacks, and what is asked of a learner in the context
 
 def net(): return nn.Sequential(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU()), nn.Sequential(nn.Linear(8, 8), nn.ReLU()), nn.Linear(8, 3))
-
-
-@case
-def trackers(ctx, path):
-    "The best weights come back; it stops early; the learning rate goes down. What is monitored is chosen so that all three have something to do"
-    from fastai.callback.progress import CSVLogger
-    from fastai.callback.tracker import EarlyStoppingCallback, ReduceLROnPlateau, SaveModelCallback
-    learn, lrs = made(net, path=path, lr=0.3, metrics=accuracy), []
-    class Look(Callback):
-        def after_batch(self): lrs.append(self.opt.hypers[0]['lr']) if self.training else None
-    with within(learn, ctx):
-        learn.fit(6, cbs=[SaveModelCallback(with_opt=True), EarlyStoppingCallback(patience=3), ReduceLROnPlateau(patience=1, factor=4., min_delta=0.1), CSVLogger(), Look()])
-    values = [list(v[:3]) for v in learn.recorder.values]
-    assert len(set(lrs)) > 1 and values[-1][1] > min(v[1] for v in values)
-    table = [[float(o) for o in line.split(',')[:4]] for line in (path/'history.csv').read_text().splitlines()[1:]]
-    valid = learn.validate()
-    assert abs(valid[0]-min(v[1] for v in values)) < 1e-6
-    return result(learn, fit=values, lrs=lrs, table=table, valid=[*valid])
 
 
 @case

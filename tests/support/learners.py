@@ -104,7 +104,7 @@ def counted_collectives(counts):
 
 
 def from_the_start():
-    "As in a new process, and once what was being written has been. Here, and in `counted_collectives`, is all of the package's inside that the contract touches"
+    "As in a new process, once what was being written has been: the one place where the contract reaches into the package"
     from fastdist.checkpoint.files.shared_folder import _fits
     for o in _fits.values():
         if o.ending is not None: o.ending.join()

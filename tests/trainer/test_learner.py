@@ -11,61 +11,11 @@ SPLIT = dict(split_batches=True)
 def world(request, worlds): return worlds(request.param)
 
 
-
-def two_groups(m): return [params(m[:2]), params(m[2:])]
-
-
 def in_ctx(learn, distrib, **ctx):
     import contextlib
     if not distrib: return contextlib.nullcontext()
     import fastdist.all
     return learn.distrib_ctx(**{**SPLIT, **ctx})
-
-
-def fits(distrib, opt):
-    "One-cycle, frozen and unfrozen with discriminative rates, in one context, then in another, then without one"
-    learn = quiet(learner(n=22, bs=5, bn=True, opt=opt, wd=0.01, splitter=two_groups))
-    with in_ctx(learn, distrib):
-        learn.fit_one_cycle(2, 0.1)
-        learn.freeze()
-        learn.fit(1)
-        learn.unfreeze()
-        learn.fit(1, slice(0.01, 0.1))
-        learn.fine_tune(1)
-    with in_ctx(learn, distrib): learn.fit_flat_cos(1, 0.05)
-    learn.fit(1)
-    return weights(learn), [float(o) for o in learn.recorder.losses], [list(o) for o in learn.recorder.values]
-
-
-@pytest.mark.parametrize('opt', [SGD, Adam, partial(OptimWrapper, opt=torch.optim.AdamW)], ids=['sgd', 'adam', 'wrapped'])
-def test_fits(world, opt):
-    "Layers that were frozen in one fit are averaged in the next; the optimizer's state goes on through all"
-    w, losses, values = fits(False, opt)
-    for w1, losses1, values1 in world(fits, True, opt):
-        assert diff(w, w1) < 1e-6 and diff(losses, losses1) < 1e-6 and diff(values, values1) < 1e-6
-
-
-def one_context_per_way(distrib):
-    "to_distributed, and the callback given to fit"
-    import contextlib
-    learn = quiet(learner(n=22, bs=5))
-    if not distrib:
-        learn.fit(1); learn.fit(1)
-        return weights(learn), 0
-    from fastdist.all import DistributedTrainer
-    dls, cbs = learn.dls, list(learn.cbs)
-    learn.to_distributed(**SPLIT)
-    learn.fit(1)
-    learn.detach_distributed()
-    assert learn.dls is dls and list(learn.cbs) == cbs
-    learn.fit(1, cbs=DistributedTrainer(**SPLIT))
-    assert learn.dls is dls and list(learn.cbs) == cbs
-    return weights(learn), len(learn.dls.train)
-
-
-def test_callback_alone(world2):
-    w, _ = one_context_per_way(False)
-    for w1, n in world2(one_context_per_way, True): assert diff(w, w1) < 2e-7 and n == 5
 
 
 def accelerators():
