@@ -5,14 +5,14 @@
 # %% auto #0
 __all__ = ['main']
 
-# %% ../../nbs/launch/06_slurm.ipynb #6b80eace
-import argparse,io,os,re,shlex,shutil,subprocess,sys
-from contextlib import redirect_stderr, redirect_stdout
+# %% ../../nbs/launch/06_slurm.ipynb #ea355190
+import argparse,os,re,shlex,shutil,subprocess,sys
 from pathlib import Path
-from .machine import Parser, n_threads, plural
+from .machine import Parser, log_folder, n_threads, plural
 
-# %% ../../nbs/launch/06_slurm.ipynb #03c5c58c
-_usage = "fastdist slurm --nodes N (--gpus G | --workers W) [options] script.py\n                      [arguments of the script]"
+# %% ../../nbs/launch/06_slurm.ipynb #3a7eafda
+_usage = """fastdist slurm [--nodes N] (--gpus G | --workers W) [options] [options of sbatch]
+                      script.py [arguments of the script]"""
 
 _help = """Write a Slurm job that runs script.py on N nodes, with G GPUs (or W workers on
 the CPU) on each of them:
@@ -20,225 +20,89 @@ the CPU) on each of them:
     fastdist slurm --nodes 4 --gpus 8 --time 12:00:00 train.py --epochs 5
     sbatch train.sbatch
 
-or do both in one with --submit. Options of the script come after it. Where the
-script comes first, they come after --:
+or do both in one with --submit. Other options are those of sbatch, written like
+--mail-type=END; with a blank, as in --time 30, these:"""
 
-    fastdist slurm train.py --nodes 4 --gpus 8 -- --epochs 5
-
-A script on the CPU, with 4 workers on each node: --workers 4 instead of --gpus."""
-
-def _size_options(add):
-    add('--nodes', type=int, default=1, metavar='N', help="number of nodes (machines); by default 1")
-    add('--gpus', metavar='[TYPE:]G', help="GPUs on each node, each for one worker: 8, or a100:8")
-    add('--workers', type=int, metavar='W', help="workers on each node; by default one for each GPU. Without --gpus they train on the CPU")
-    add('--time', help="time limit: minutes, hours:minutes:seconds, days-hours, or days-hours:minutes:seconds")
-    add('--partition', help="Slurm's partition (queue)")
-    add('--account', help="the account to charge")
-    add('--cpus-per-gpu', type=int, metavar='C', help="CPU cores for each GPU; by default 4, where Slurm's own default is one for all")
-    add('--cpus-per-task', type=int, metavar='C', help="CPU cores for all workers of a node together; by default one for each on the CPU")
-    add('--mem', help="memory of each node, such as 64G")
-
-# %% ../../nbs/launch/06_slurm.ipynb #4e3a86d4
-def _file_options(add):
-    add('--job-name', metavar='NAME', help="by default the name of the script")
-    add('--logs', default='logs', metavar='DIR', help="folder of the logs, which is made now; by default logs")
-    add('--venv', metavar='DIR',
-        help="virtual environment in which the job runs; by default the job uses the Python that runs this command")
-    add('--env-setup', action='append', default=[], metavar='COMMAND',
-        help="shell command that makes `python` the right one, such as 'module load python'; may be given again")
-    add('-o', dest='output', metavar='FILE', help="the file to write, - for the screen; by default train.sbatch for train.py")
-    add('--submit', action='store_true', help="submit the job, and write a file only if -o names one")
-
-# %% ../../nbs/launch/06_slurm.ipynb #d0918d09
-def _run_options(add):
-    add('--requeue', type=int, default=0, metavar='K', help="when the time limit comes near, stop the workers by SIGTERM and put the job "
-        "back into the queue, at most K times; what is trained in distrib_ctx saves then, and goes on from there (FASTDIST_RESUME). "
-        "By default 0")
-    add('--warn', type=int, metavar='SECONDS', help="how long before the time limit the workers get SIGTERM, for a script that saves then; "
-        "by default 120, 0 leaves it out (Slurm may be up to a minute early)")
-    add('--max-restarts', type=int, metavar='K', help="start all workers again after one has failed, at most K times, without a new job")
-    add('--sbatch', action='append', default=[], metavar='OPTION',
-        help="another option for Slurm: --sbatch=--constraint=a100; may be given again")
-    add('--launch', action='append', default=[], metavar='OPTIONS',
-        help="options for `fastdist launch`: --launch='--mixed_precision bf16'; may be given again")
+# Those that most jobs have; of others nobody could say whether the next word is a value, or the script
+_sbatch_options = {'--time':'-t', '--partition':'-p', '--account':'-A', '--qos':'-q', '--constraint':'-C', '--nodelist':'-w', '--exclude':'-x',
+                   '--job-name':'-J', '--mem':'--mem'}
 
 def _parser():
-    "The parser of `fastdist slurm`"
-    p = Parser('fastdist slurm', usage=_usage, description=_help, allow_abbrev=False,
-                                formatter_class=argparse.RawDescriptionHelpFormatter)
-    for f in (_size_options,_file_options,_run_options): f(p.add_argument)
-    p.add_argument('-m', dest='module', action='store_true', help="what to run is a module, as in `python -m`")
-    p.add_argument('script', help="the script, or with -m the module")
-    p.add_argument('args', nargs=argparse.REMAINDER, help="arguments of the script")
+    p = Parser('fastdist slurm', usage=_usage, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
+               description=f"{_help}\n{', '.join(_sbatch_options)}")
+    add = p.add_argument
+    for name,short in _sbatch_options.items(): add(short, name, dest=name, help=argparse.SUPPRESS)
+    add('-N', '--nodes', type=int, default=1, metavar='N', help="number of nodes (machines); by default 1")
+    add('--gpus', metavar='[TYPE:]G', help="GPUs on each node, each for one worker: 8, or a100:8")
+    add('--workers', type=int, metavar='W', help="workers on each node; by default one for each GPU. Without --gpus they train on the CPU")
+    add('-c', '--cpus-per-task', type=int, metavar='C', help="CPU cores for all workers of a node together; by default 4 for each GPU, "
+        "1 for each worker on the CPU")
+    add('--logs', default='logs', metavar='DIR', help="folder of the logs, which is made now; by default logs")
+    add('--env-setup', action='append', default=[], metavar='COMMAND', help="shell command that makes `python` the right one, such as "
+        "'source venv/bin/activate'; may be given again. Without it the job uses the Python that runs this command")
+    add('-o', dest='output', metavar='FILE', help="the file to write, - for the screen; by default train.sbatch for train.py")
+    add('--submit', action='store_true', help="submit the job, and write a file only if -o names one")
+    add('--requeue', type=int, default=0, metavar='K', help="when the time limit comes near, stop the workers by SIGTERM and put the job "
+        "back into the queue, at most K times; what is trained in distrib_ctx saves then, and goes on from there (FASTDIST_RESUME)")
+    add('--warn', type=int, default=120, metavar='SECONDS', help="how long before the time limit that is; by default 120, 0 leaves it out")
+    add('--launch', default='', metavar='OPTIONS', help="options for `fastdist launch`: --launch='--mixed_precision bf16 --max-restarts 3'")
+    add('-m', dest='module', action='store_true', help="what to run is a module, as in `python -m`")
+    add('script', help="the script, or with -m the module")
+    add('args', nargs=argparse.REMAINDER, help="arguments of the script")
     return p
 
-# %% ../../nbs/launch/06_slurm.ipynb #577a34e2
-def _seconds(text):
-    "Seconds of a time limit, infinite for `UNLIMITED`, `None` where it is none"
-    if text.upper() in ('UNLIMITED','INFINITE'): return float('inf')
-    m = re.fullmatch(r'(?:(\d+)-(\d+)(?::(\d+))?(?::(\d+))?|(\d+)(?::(\d+))?|(\d+):(\d+):(\d+))', text, re.ASCII)
-    if not m: return
-    d,h,mi,s, mi2,s2, h3,mi3,s3 = (int(o or 0) for o in m.groups())
-    return ((d*24 + h + h3)*60 + mi+mi2+mi3)*60 + s+s2+s3
-
-# %% ../../nbs/launch/06_slurm.ipynb #1ea7911f
-# Slurm's options that are written by fastdist, and the option of `fastdist slurm` for each
-_ours = {'N':'--nodes', 'G':'--gpus', 'gpus-per-node':'--gpus', 'c':'--cpus-per-task', 't':'--time', 'p':'--partition', 'A':'--account',
-         'J':'--job-name', 'output':'--logs', 'o':'--logs',
-         **{o:f'--{o}' for o in ('nodes','gpus','cpus-per-task','cpus-per-gpu','time','partition','account','mem','job-name')},
-         **dict.fromkeys(('ntasks','n','ntasks-per-node','gpus-per-task','ntasks-per-gpu'), '--workers')}
-
-def _name(option): return (re.match(r'--([\w-]+)', option) or re.match(r'-(\w)', option) or [None,None])[1]
-
-def _gpus(text): return re.fullmatch(r'(?:([\w.-]+):)?0*([1-9]\d*)', text, re.ASCII)
-
-def _given(a, name):
-    "An option with its value, as it was typed"
-    return f"--{name.replace('_', '-')} {getattr(a, name)}"
-
-# %% ../../nbs/launch/06_slurm.ipynb #f8280ff9
-def _check_size(p, a):
-    "Check the numbers of nodes, GPUs, workers and cores; sets `workers` and `cpus` of a node"
-    for nm in ('nodes','workers','cpus_per_gpu','cpus_per_task'):
-        if (v := getattr(a, nm)) is not None and v < 1: p.error(f"{_given(a, nm)}: it is at least 1")
-    for nm in ('requeue','max_restarts','warn'):
-        if (getattr(a, nm) or 0) < 0: p.error(f"{_given(a, nm)}: it is at least 0")
-    if a.gpus is None and a.workers is None:
-        p.error("what does each node run? Give --gpus 8 for 8 GPUs, or --workers 4 for 4 workers on the CPU")
-    if a.gpus is not None and not _gpus(a.gpus):
-        p.error(f"--gpus {a.gpus}: it is the number of GPUs on each node, such as 8 or a100:8; "
-                "to train on the CPU leave it out, and give --workers")
-    n = a.gpus and int(_gpus(a.gpus)[2])
-    a.workers = a.workers or n
-    if a.max_restarts and a.nodes*a.workers==1: p.error(f"--max-restarts {a.max_restarts}: the launcher starts 2 workers or more again; "
-        "one that a lost node has ended Slurm begins again by itself, and --requeue K one that its time limit has")
-    if n and a.workers > n: p.error(f"--workers {a.workers}: each needs a GPU of its own, and --gpus {a.gpus} is {n}")
-    if a.cpus_per_gpu and not n: p.error(f"--cpus-per-gpu {a.cpus_per_gpu}: there is no --gpus; use --cpus-per-task")
-    if a.cpus_per_gpu and a.cpus_per_task: p.error("--cpus-per-gpu and --cpus-per-task: give one of them")
-    a.cpus = a.cpus_per_task or (n*(a.cpus_per_gpu or 4) if n else a.workers)
-    if a.mem is not None and not re.fullmatch(r'[0-9]+[KMGTkmgt]?', a.mem): p.error(f"--mem {a.mem}: it is like 64G")
-
-# %% ../../nbs/launch/06_slurm.ipynb #440a438b
-def _check_time(p, a):
-    "Check the time limit, and what is to happen before it; sets `warn`"
-    secs = _seconds(a.time) if a.time else None
-    if a.time is not None and not secs: p.error(f"--time {a.time}: it is like 90 (minutes), 12:00:00, 2-12 (days-hours), or 2-12:30:00")
-    if a.requeue and not secs: p.error(f"--requeue {a.requeue}: give the time limit, before which the workers are stopped, with --time")
-    if a.requeue and a.warn==0: p.error(f"--warn 0: --requeue {a.requeue} stops the workers before the time limit; leave one of them out")
-    own = any(_name(o)=='signal' for o in a.sbatch)
-    if a.warn is None and (a.requeue or not secs or secs >= 240) and not own: a.warn = 120
-    if a.warn and own: p.error("--sbatch=--signal: --warn and --requeue use the signal; leave one of them out")
-    if a.warn and secs and secs < a.warn+120:
-        p.error(f"--time {a.time}: it is at least {a.warn}+120 s, for Slurm may warn the workers, "
-                f"{a.warn} s before the end, a minute too early; --warn 0 leaves that out")
-
-# %% ../../nbs/launch/06_slurm.ipynb #1b36ba57
-def _check_files(p, a):
-    "Check Slurm's own options, and the names of files; sets `job_name` and `output`"
-    for o in a.sbatch:
-        nm = _name(o)
-        if nm is None: p.error(f"--sbatch={o}: it is an option of sbatch, such as --sbatch=--constraint=a100")
-        if nm in _ours: p.error(f"--sbatch={o}: use {_ours[nm]} of fastdist slurm, which starts one launcher on each node")
-    if not a.module and not os.path.isfile(a.script): p.error(f"there is no file {a.script!r}")
-    if a.venv and not os.path.exists(f'{a.venv}/bin/python'): p.error(f"--venv {a.venv}: there is no {a.venv}/bin/python")
-    stem = a.script.split('.')[-1] if a.module else Path(a.script).stem
-    if a.job_name is None: a.job_name = stem
-    if a.output is None and not a.submit: a.output = f'{stem}.sbatch'
-
-# %% ../../nbs/launch/06_slurm.ipynb #2be8e9ee
-def _check_text(p, nm, v, own=False):
-    "Check what stands in the job's file; `own`: in quotes, in the part for the shell. The lines for Slurm end with the line, quotes or not"
-    bad = re.search(r'[\ud800-\udfff]' if own else r'[\0-\x1f\x7f\ud800-\udfff]', v)
-    if bad: p.error(f"{nm} {v!r}: there is {'a line break' if bad[0] in chr(10)+chr(13) else 'a character that is none'} in it")
-    if not own and not v.strip(): p.error(f"{nm} {v!r}: it is empty")
-
-def _check_names(p, a):
-    "Check all that stands in the job's file, in quotes or not"
-    given = {'--logs':a.logs, '--partition':a.partition, '--account':a.account, '--venv':a.venv, '-o':a.output, 'the script':a.script,
-             '--job-name':a.job_name}
-    for nm,v in given.items():
-        if v is not None: _check_text(p, nm, v)
-    for nm,values in (('--env-setup',a.env_setup), ('--launch',a.launch), ('the argument',a.args)):
-        for v in values: _check_text(p, nm, v, own=True)
-    for v in a.sbatch: _check_text(p, '--sbatch', v)
-    if not any(_name(o)=='chdir' for o in a.sbatch):
-        _check_text(p, 'the current folder, for which --sbatch=--chdir=DIR gives another,', os.getcwd())
-    if '/' in a.job_name: p.error(f"--job-name {a.job_name!r}: there is a / in it, and it is in the names of the logs")
-    if set(a.logs) & set('%\\'): p.error(f"--logs {a.logs!r}: Slurm takes % and \\ in the name of a log for something else")
-    for o in a.launch:
-        try: shlex.split(o)
-        except ValueError: p.error(f"--launch={o}: a quote is not closed")
-
-# %% ../../nbs/launch/06_slurm.ipynb #59871e63
-def _launch_options(a): return [o for text in a.launch for o in shlex.split(text)]
-
-def _check_launch(p, a):
-    "Let the launcher's own parser read its options now, and not in the job; where that has another Python, it may know others"
-    if not a.launch or a.venv or a.env_setup: return
-    from fastdist.launch.cli import _parse # here: it imports accelerate
-    with redirect_stderr(io.StringIO()) as err, redirect_stdout(io.StringIO()):
-        try: return _parse([*_launch_options(a), a.script])
-        except SystemExit: why = err.getvalue().rpartition('error: ')[2].strip() or 'it starts nothing: give it to fastdist launch itself'
-    p.error(f"--launch={' '.join(a.launch)}: {why}")
-
-# %% ../../nbs/launch/06_slurm.ipynb #581121cd
-def _script_last(args):
-    "(arguments with the script after the options, the script if it came first)"
-    if len(args) < 2 or args[0].startswith('-') or not args[1].startswith('-'): return args,None
-    script,*rest = args
-    n = rest.index('--') if '--' in rest else len(rest)
-    return [*rest[:n], script, *rest[n+1:]],script
-
+# %% ../../nbs/launch/06_slurm.ipynb #6a459909
 def _read(args):
-    "The arguments, checked; ends the process with a message if one is wrong"
-    p,(args,script) = _parser(),_script_last(args)
-    a,more = p.parse_known_args(args)
-    after = ", for the script it stands after --" if script else ""
-    if more: p.error(f"{more[0]}: there is no such option. For the launcher it is --launch='{more[0]} ...', "
-                     f"for Slurm --sbatch={more[0]}{after}")
-    if script and a.script!=script:
-        p.error(f"{a.script}: is it the script's? Then it stands after --, as in: fastdist slurm {script} --nodes 2 --gpus 8 -- {a.script}")
-    a.command = ['fastdist','slurm',*args]
-    for check in (_check_size,_check_time,_check_files,_check_names,_check_launch): check(p, a)
+    "The arguments, with `sbatch`: the options that are passed on; ends the process with a message where the job could not be written"
+    p = _parser()
+    (a,passed),rest,spaced = p.parse_known_args(args),list(args),[]
+    while a.script.startswith('--'): # argparse takes an unknown option for the script, if it has a blank in it
+        spaced.append(a.script)
+        rest.remove(a.script)
+        a,passed = p.parse_known_args(rest)
+    a.sbatch = [*passed,*spaced]
+    if not a.module and not os.path.isfile(a.script):
+        p.error(f"there is no file {a.script!r}: it is the script, which comes after all options; an option of sbatch that is not listed by --help "
+                "has its value behind a =, as in --mail-type=END")
+    m = re.fullmatch(r'(?:[\w.-]+:)?([1-9]\d*)', a.gpus or '')
+    if a.gpus and not m: p.error(f"--gpus {a.gpus}: it is the number of GPUs on each node, such as 8 or a100:8; for the CPU give --workers")
+    a.workers = a.workers or (m and int(m[1]))
+    if (a.workers or 0) < 1:
+        p.error("what does each node run? Give --gpus 8 for 8 GPUs, or --workers 4 for 4 workers on the CPU, before the script")
+    if m and a.workers > int(m[1]): p.error(f"--workers {a.workers}: each needs a GPU of its own, and --gpus {a.gpus} is fewer")
+    if a.requeue and not a.warn: p.error(f"--warn 0: --requeue {a.requeue} needs a warning before the time limit; leave one of them out")
+    if a.launch and not a.env_setup: # the launcher's own parser reads its options now, and not in a day, in the job
+        from fastdist.launch.cli import _parse
+        _parse([*shlex.split(a.launch), a.script])
+    a.cpus_per_task = a.cpus_per_task or a.workers*(4 if a.gpus else 1) # Slurm's own default is one for all
+    a.name = vars(a)['--job-name'] or (a.script.split('.')[-1] if a.module else Path(a.script).stem)
+    a.typed = shlex.join(['fastdist','slurm',*args])
     return a
 
-# %% ../../nbs/launch/06_slurm.ipynb #25bf5680
+# %% ../../nbs/launch/06_slurm.ipynb #af67a177
 def _header(a):
-    "The lines for Slurm, of checked arguments"
-    names = {_name(o) for o in a.sbatch}
-    opts = {'job-name':a.job_name, 'nodes':a.nodes, 'ntasks-per-node':1, 'gpus-per-node':a.gpus, 'cpus-per-task':a.cpus, 'mem':a.mem,
-            'time':a.time, 'partition':a.partition, 'account':a.account, 'chdir':os.getcwd(), 'output':f'{a.logs}/%x-%j.out',
-            'open-mode':'append', 'requeue':'' if 'no-requeue' not in names else None, 'signal':f'B:USR1@{a.warn}' if a.warn else None}
-    given = {k:v for k,v in opts.items() if v is not None and k not in names}
-    lines = [f"--{k}{'' if v=='' else '='+shlex.quote(str(v))}" for k,v in given.items()]
-    return [f'#SBATCH {o}' for o in (*lines, *a.sbatch)]
+    "The lines for Slurm: what this command needs, and then what was passed on; a `ValueError` for what Slurm would read as two lines"
+    ours = {'--job-name':a.name, '--nodes':a.nodes, '--ntasks-per-node':1, '--gpus-per-node':a.gpus, '--cpus-per-task':a.cpus_per_task,
+            '--chdir':os.getcwd(), '--output':f'{a.logs}/%x-%j.out', '--open-mode':'append', '--signal':f'B:USR1@{a.warn}' if a.warn else None}
+    given = {**{o:vars(a)[o] for o in _sbatch_options}, **ours}
+    passed = [o.partition('=') for o in a.sbatch]
+    lines = [*(f'{k}={shlex.quote(str(v))}' for k,v in given.items() if v is not None), '--requeue',
+             *(k+eq+(shlex.quote(v) if v else '') for k,eq,v in passed)]
+    for o in lines:
+        if '\n' in o: raise ValueError(f"{o!r}: there is a line break in it")
+    return '\n'.join(f'#SBATCH {o}' for o in lines)
 
-# %% ../../nbs/launch/06_slurm.ipynb #10d17f09
-# Instead of srun's --kill-on-bad-exit, which would cut off launchers that are about to end with the failed one, or that have got a signal
-# to stop, and let their workers save. Slurm's SIGTERM comes to this shell too, which waits for its launcher.
-_task = ('trap : TERM; "$@"; status=$?; case $status in 0|143) ;; *) trap "exit $status" TERM; sleep 30 & wait $!; '
-         'scancel --signal=TERM "$SLURM_JOB_ID.$SLURM_STEP_ID";; esac; exit "$status"')
+# %% ../../nbs/launch/06_slurm.ipynb #1947f876
+_file = r"""#!/bin/bash
+# Written by: @typed@
+@header@
 
-def _launch_command(a):
-    "The launcher on one node, as shell words"
-    python = os.path.abspath(f'{a.venv}/bin/python') if a.venv else 'python' if a.env_setup else sys.executable
-    restarts = ['--max-restarts',str(a.max_restarts)] if a.max_restarts is not None else []
-    more = _launch_options(a)
-    command = shlex.join([python,'-m','fastdist','launch','--nproc-per-node',str(a.workers), *restarts, *more])
-    if any(re.match('--log[-_]dir', o) for o in more): return command
-    # in a folder that all nodes see; the launcher's own choice is one of its node
-    return f'{command} \\\n    --log-dir {shlex.quote(f"{a.logs}/{a.job_name}")}-"$SLURM_JOB_ID"'
+echo "fastdist: job $SLURM_JOB_ID on $SLURM_JOB_NODELIST, run $((${SLURM_RESTART_COUNT:-0}+1))"
+logs=@logs@-"$SLURM_JOB_ID"
+@before@export OMP_NUM_THREADS="${OMP_NUM_THREADS:-@threads@}"  # for each worker
+export FASTDIST_SECRET="${FASTDIST_SECRET:-$(od -An -v -N32 -tx1 /dev/urandom | tr -d ' \n')}"  # by which the workers of this job know each other
 
-def _launchers(a):
-    "The command that starts a launcher on each node"
-    srun = ('srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" '
-            f'--cpus-per-task={a.cpus} --kill-on-bad-exit=0 --export=ALL')
-    script = shlex.join([*(['-m'] if a.module else []), a.script, *a.args])
-    command = ' \\\n    '.join([srun, f'sh -c {shlex.quote(_task)} sh', _launch_command(a), script])
-    return f'# A launcher on each node. If one fails, the others have 30 s to end by themselves, and to print why\n{command}'
-
-# %% ../../nbs/launch/06_slurm.ipynb #b0a48aca
-_wait = r"""# Slurm sends USR1 to this script before the time limit (and before a preemption, if it is set up so); USR1 ends a `wait` early
+# Slurm sends USR1 to this script before the time limit (and before a preemption, if it is set up so); USR1 ends a `wait` early
 warned=
 warn() {
     again=yes warned=yes
@@ -246,95 +110,83 @@ warn() {
     scancel --signal=TERM "$SLURM_JOB_ID"
 }
 trap warn USR1
-export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=WARN
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=@seconds@  # seconds that the workers have then, before they are killed
 
-LAUNCH &
+# A launcher on each node. If one fails, the others have 30 s to end by themselves, and to print why, which --kill-on-bad-exit would cut off
+task='trap : TERM; "$@"; status=$?
+case $status in
+    0|143) ;;
+    *) trap "exit $status" TERM; sleep 30 & wait $!; scancel --signal=TERM "$SLURM_JOB_ID.$SLURM_STEP_ID" ;;
+esac
+exit "$status"'
+srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=0 --export=ALL \
+    sh -c "$task" sh \
+    @launch@ \
+    @script@ &
 step=$!
 while again=; wait "$step"; status=$?; [ -n "$again" ]; do :; done
 
 if [ -n "$warned" ] && [ "$status" -eq 143 ]; then  # stopped by SIGTERM, and not by an error
-    if [ "${SLURM_RESTART_COUNT:-0}" -lt TIMES ]; then
+    if [ "${SLURM_RESTART_COUNT:-0}" -lt @times@ ]; then
         echo "fastdist: the job goes back into the queue"
         scontrol requeue "$SLURM_JOB_ID" && sleep 60  # Slurm ends this script
     fi
-    echo "fastdist: the workers were stopped before the time limit, and the job is not put back into the queue (TIMES times at most)"
+    echo "fastdist: the workers were stopped before the time limit, and the job is not put back into the queue (@times@ times at most)"
 fi
 exit "$status"
 """
 
-# %% ../../nbs/launch/06_slurm.ipynb #6d9562b7
-def _resume_line(a):
-    "What lets the fits of a job that is put back into the queue go on where they were, unless the user has chosen a folder"
-    if not a.requeue: return []
-    folder = f'{shlex.quote(f"{a.logs}/{a.job_name}")}-"$SLURM_JOB_ID"-checkpoints'
-    line = f'[ -n "$FASTDIST_RESUME" ] || FASTDIST_RESUME={folder}  # where fits in distrib_ctx save, and go on from'
-    return [line, 'export FASTDIST_RESUME']
-
-# %% ../../nbs/launch/06_slurm.ipynb #8b29373d
-_random = "od -An -v -N32 -tx1 /dev/urandom | tr -d ' \\n'"
-
-def _setup_line(command): # a line that ends the job if the command fails
+def _setup_line(command): # it ends the job if the command fails
     return f'{{ {command}; }} || {{ echo "fastdist: the command before the training has failed: "{shlex.quote(command)} >&2; exit 1; }}'
+
+def _before(a):
+    "What runs before the training, on the first node"
+    resume = 'export FASTDIST_RESUME="${FASTDIST_RESUME:-$logs-checkpoints}"  # where fits in distrib_ctx save, and go on from'
+    return ''.join(f'{o}\n' for o in [*map(_setup_line, a.env_setup), *([resume] if a.requeue else [])])
 
 def _batch_file(a):
     "The text of the job's file"
-    setup = [*([f'source {shlex.quote(os.path.abspath(a.venv))}/bin/activate'] if a.venv else []), *a.env_setup]
-    lines = ['#!/bin/bash', f"# Written by: {shlex.join(a.command)}".replace('\n', '\n# '), *_header(a), '',
-             'echo "fastdist: job $SLURM_JOB_ID on $SLURM_JOB_NODELIST, run $((${SLURM_RESTART_COUNT:-0}+1))"', *map(_setup_line, setup),
-             f'export OMP_NUM_THREADS="${{OMP_NUM_THREADS:-{n_threads(a.cpus, a.workers)}}}"  # for each worker',
-             *_resume_line(a),
-             f'export FASTDIST_SECRET="${{FASTDIST_SECRET:-$({_random})}}"  # by which the workers of this job know each other', '']
-    run = _launchers(a)
-    body = _wait.replace('WARN', str(a.warn)).replace('TIMES', str(a.requeue)).replace('LAUNCH', run) if a.warn else run+'\n'
-    return '\n'.join(lines)+'\n'+body
+    launch = ['python' if a.env_setup else sys.executable, '-m', 'fastdist', 'launch', '--nproc-per-node', str(a.workers)]
+    # logs in a folder that all nodes see: the launcher's own choice is one of its node. What was given comes last, and counts
+    words = dict(typed=a.typed.replace('\n', '\n# '), header=_header(a), logs=shlex.quote(f'{a.logs}/{a.name}'), before=_before(a),
+                 threads=n_threads(a.cpus_per_task, a.workers), seconds=a.warn or 30, times=a.requeue,
+                 launch=f'{shlex.join(launch)} --log-dir "$logs" {shlex.join(shlex.split(a.launch))}'.rstrip(),
+                 script=shlex.join([*(['-m'] if a.module else []), a.script, *a.args]))
+    return re.sub(r'@(\w+)@', lambda m: str(words[m[1]]), _file)
 
-# %% ../../nbs/launch/06_slurm.ipynb #8230733d
-def _sbatch(text, *options):
-    "Run `sbatch`, without the variables of a job in which this command is typed; returns what `subprocess.run` does"
-    env = {k:v for k,v in os.environ.items() if not re.match('SLURM_(?!CONF$|CLUSTERS$)', k)}
-    return subprocess.run(['sbatch',*options], input=text, capture_output=True, text=True, env=env)
-
-# %% ../../nbs/launch/06_slurm.ipynb #4edaac86
-def _submit(text, a):
-    "Submit the job; the exit status"
-    if not shutil.which('sbatch'):
-        sys.exit("fastdist slurm: --submit: there is no `sbatch` on this machine. Type this on a login node of the cluster, "
-                 "or leave --submit out to write the file")
-    res = _sbatch(text, '--parsable')
-    if res.returncode:
-        sys.exit(f"fastdist slurm: Slurm has not accepted the job:\n{res.stderr.strip()}\n"
-                 "`sinfo` shows the partitions and their nodes; another option of Slurm's is given like --sbatch=--qos=normal")
-    job = res.stdout.strip().split(';')[0]
-    if res.stderr: print(res.stderr.strip(), file=sys.stderr)
-    test = _sbatch(text, '--test-only') # a job that needs what there is not may be accepted all the same, and wait for ever
-    if test.returncode:
-        why = test.stderr.strip()
-        print(f"fastdist: Slurm has accepted the job, but could not start it on the nodes that there are now: {why}", file=sys.stderr)
-    print(f"fastdist: submitted job {job}: {a.nodes*a.workers} workers on {plural(a.nodes, 'node')}; "
-          f"see `squeue -j {job}`, end it with `scancel {job}`\nfastdist: its log will be {a.logs}/{a.job_name}-{job}.out")
-    return 0
-
-# %% ../../nbs/launch/06_slurm.ipynb #7f82d439
+# %% ../../nbs/launch/06_slurm.ipynb #0b72cbcd
 def _write(text, file):
     "Write a job's file, unless there is another one"
-    if os.path.exists(file) and Path(file).read_bytes()!=text.encode(): sys.exit(
-        f"fastdist slurm: {file} is there already, and is left as it is: remove it, "
-        "or give another name with -o (-o - shows the file on the screen)")
+    if os.path.exists(file) and Path(file).read_text()!=text: raise ValueError(
+        f"{file} is there already, and is left as it is: remove it, or give another name with -o (-o - shows the file on the screen)")
     Path(file).touch(0o600)
-    Path(file).write_bytes(text.encode())
+    Path(file).write_text(text)
 
-# %% ../../nbs/launch/06_slurm.ipynb #454b3edb
+def _submit(text, a):
+    "Submit the job; the exit status"
+    # without the variables of a job in which this command is typed
+    env = {k:v for k,v in os.environ.items() if not re.match('SLURM_(?!CONF$|CLUSTERS$)', k)}
+    res = subprocess.run(['sbatch','--parsable'], input=text, stdout=subprocess.PIPE, text=True, env=env)
+    if res.returncode: sys.exit("fastdist slurm: Slurm has not accepted the job, for the reason above")
+    job = res.stdout.strip().split(';')[0]
+    print(f"fastdist: submitted job {job}: {a.nodes*a.workers} workers on {plural(a.nodes, 'node')}; `squeue -j {job}` says what it waits for, "
+          f"`scancel {job}` ends it\nfastdist: its log will be {a.logs}/{a.name}-{job}.out")
+    return 0
+
 def main(args # Arguments after `fastdist slurm`
         ):
     "Write the job's file, or submit the job; the exit status"
     a = _read(args or ['--help'])
-    text = _batch_file(a)
-    if a.output=='-' and not a.submit: print(text, end=''); return 0
+    file = a.output or ('-' if a.submit else f'{a.name}.sbatch')
     try:
-        if a.output not in (None,'-'): _write(text, a.output)
-        os.makedirs(a.logs, 0o700, exist_ok=True)
-    except OSError as e: sys.exit(f"fastdist slurm: {e.filename!r}, of {'--logs' if e.filename==a.logs else '-o'}: {e.strerror or e}")
+        if a.submit and not shutil.which('sbatch'): raise ValueError("--submit: there is no `sbatch` on this machine. Type this on a login node "
+                                                                     "of the cluster, or leave --submit out to write the file")
+        text = _batch_file(a)
+        if file!='-': _write(text, file)
+        if file!='-' or a.submit: log_folder(a.logs, f'--logs {a.logs}')
+    except (OSError,ValueError) as e: sys.exit(f"fastdist slurm: {e}")
     if a.submit: return _submit(text, a)
-    print(f"fastdist: wrote {a.output}; submit it with: sbatch {shlex.quote(a.output)}\n"
-          f"fastdist: its log will be {a.logs}/{a.job_name}-JOB.out, with the number of the job")
+    if file=='-': print(text, end='')
+    else: print(f"fastdist: wrote {file}; submit it with: sbatch {shlex.quote(file)}\n"
+                f"fastdist: its log will be {a.logs}/{a.name}-JOB.out, with the number of the job")
     return 0
