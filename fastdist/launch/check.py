@@ -36,8 +36,10 @@ def _number(options):
 _script = 'fastdist.launch.check_worker'
 
 def _is_worker():
+    "Has a launcher, or srun, started this process as one of several?"
     from fastdist.world.ranks import from_env, in_slurm_step
-    return 'TORCHELASTIC_RUN_ID' in os.environ or in_slurm_step() and from_env().world_size > 1
+    try: return 'TORCHELASTIC_RUN_ID' in os.environ and from_env().launcher!='none' or in_slurm_step() and from_env().world_size > 1
+    except ValueError as e: raise SystemExit(f'fastdist check: {e}') from None
 
 def main(args # Arguments after `fastdist check`
         ):
@@ -46,7 +48,7 @@ def main(args # Arguments after `fastdist check`
     a,options = p.parse_known_args(args)
     from fastdist.launch import cli
     cli._import_torch()
-    if _is_worker():
+    if '--dry-run' not in options and _is_worker(): # of a plan the launcher says what is wrong with it
         from fastdist.launch import check_worker
         return check_worker.main(a.timeout, 'start your script in the same way')
     options = [*_number(options), *options]

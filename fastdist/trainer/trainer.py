@@ -53,7 +53,7 @@ class DistributedTrainer(SetupSteps):
         check_own(own, self.settings)
         self.args,self.watchdog = {**own, **not_default(kwargs)},own['watchdog']
         self.decisions = self.step = self.evaluation = self.loggers = self.random = self.hooks = None
-        self.by_fit = self.in_fit = self.within = self.in_scope = self.evaluated = False
+        self.by_fit = self.in_fit = self.in_training = self.within = self.in_scope = self.evaluated = False
         self.hypers = self.seen = self._accelerator = None
         self.trains = None # the loader of the epoch, while that is trained
         self.asked = {} # of the next evaluation, by `get_preds`: see `Evaluation`

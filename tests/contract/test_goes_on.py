@@ -23,7 +23,7 @@ def run(folder, strategy, at=None, exc=KeyError, rank=None, dropout=0., resume=T
     learn, res = quiet(learner(n=22, opt=Adam, lr=.02, wd=.1, model=model, metrics=accuracy, cbs=Stops(), path=folder)), None
     learn.recorder.train_metrics = True
     ctx = {} if strategy is None else ctx_of(strategy)
-    if resume: ctx['resume'] = resume if resume is not True else folder/'ckpt'
+    if resume: ctx['resume'] = resume if resume is not True else fastdist.all.Resume(folder/'ckpt', every=1)
     try:
         with learn.distrib_ctx(**ctx): learn.fit_one_cycle(2, .02)
         res = result(learn, rates=learn.recorder.lrs, drawn=(random.random(), float(np.random.rand()), torch.rand(1).item()))
@@ -58,7 +58,7 @@ def test_at_every_batch(worlds, tmp_path):
 def interrupted(folder):
     "Runs of two workers with dropout: whole, ended by one worker alone, and gone on with"
     from fastdist.all import Resume
-    def resume(name): return Resume(folder/name, every=2, on_error=False)
+    def resume(name): return Resume(folder/name, every=2)
     whole = run(folder/'w', 'ddp', dropout=.3, resume=resume('whole'))[0]
     first = run(folder/'w', 'ddp', dropout=.3, resume=resume('part'), at=5, rank=1)
     last = run(folder/'w', 'ddp', dropout=.3, resume=resume('part'))

@@ -1,4 +1,4 @@
-"P5, of what is inside: copies of a learner whose optimizer is shared out, and what batch norm keeps of a batch. (contract/test_no_trace.py has the rest.)"
+"P5, of what is inside: copies of a learner whose optimizer is shared out. (contract/test_no_trace.py has the rest.)"
 import pytest
 from learners import *
 
