@@ -24,8 +24,8 @@ or do both in one with --submit. Other options are those of sbatch, written like
 --mail-type=END; with a blank, as in --time 30, these:"""
 
 # Those that most jobs have; of others nobody could say whether the next word is a value, or the script
-_sbatch_options = {'--time':'-t', '--partition':'-p', '--account':'-A', '--qos':'-q', '--constraint':'-C', '--nodelist':'-w', '--exclude':'-x',
-                   '--job-name':'-J', '--mem':'--mem'}
+_sbatch_options = {'--time':'-t', '--partition':'-p', '--account':'-A', '--qos':'-q', '--constraint':'-C', '--nodelist':'-w',
+                   '--exclude':'-x', '--job-name':'-J', '--mem':'--mem'}
 
 def _parser():
     p = Parser('fastdist slurm', usage=_usage, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -62,8 +62,8 @@ def _read(args):
         a,passed = p.parse_known_args(rest)
     a.sbatch = [*passed,*spaced]
     if not a.module and not os.path.isfile(a.script):
-        p.error(f"there is no file {a.script!r}: it is the script, which comes after all options; an option of sbatch that is not listed by --help "
-                "has its value behind a =, as in --mail-type=END")
+        p.error(f"there is no file {a.script!r}: it is the script, which comes after all options; an option of sbatch that is not listed by "
+                "--help has its value behind a =, as in --mail-type=END")
     m = re.fullmatch(r'(?:[\w.-]+:)?([1-9]\d*)', a.gpus or '')
     if a.gpus and not m: p.error(f"--gpus {a.gpus}: it is the number of GPUs on each node, such as 8 or a100:8; for the CPU give --workers")
     a.workers = a.workers or (m and int(m[1]))
@@ -83,7 +83,8 @@ def _read(args):
 def _header(a):
     "The lines for Slurm: what this command needs, and then what was passed on; a `ValueError` for what Slurm would read as two lines"
     ours = {'--job-name':a.name, '--nodes':a.nodes, '--ntasks-per-node':1, '--gpus-per-node':a.gpus, '--cpus-per-task':a.cpus_per_task,
-            '--chdir':os.getcwd(), '--output':f'{a.logs}/%x-%j.out', '--open-mode':'append', '--signal':f'B:USR1@{a.warn}' if a.warn else None}
+            '--chdir':os.getcwd(), '--output':f'{a.logs}/%x-%j.out', '--open-mode':'append',
+            '--signal':f'B:USR1@{a.warn}' if a.warn else None}
     given = {**{o:vars(a)[o] for o in _sbatch_options}, **ours}
     passed = [o.partition('=') for o in a.sbatch]
     lines = [*(f'{k}={shlex.quote(str(v))}' for k,v in given.items() if v is not None), '--requeue',
@@ -169,8 +170,8 @@ def _submit(text, a):
     res = subprocess.run(['sbatch','--parsable'], input=text, stdout=subprocess.PIPE, text=True, env=env)
     if res.returncode: sys.exit("fastdist slurm: Slurm has not accepted the job, for the reason above")
     job = res.stdout.strip().split(';')[0]
-    print(f"fastdist: submitted job {job}: {a.nodes*a.workers} workers on {plural(a.nodes, 'node')}; `squeue -j {job}` says what it waits for, "
-          f"`scancel {job}` ends it\nfastdist: its log will be {a.logs}/{a.name}-{job}.out")
+    print(f"fastdist: submitted job {job}: {a.nodes*a.workers} workers on {plural(a.nodes, 'node')}; `squeue -j {job}` says what it waits "
+          f"for, `scancel {job}` ends it\nfastdist: its log will be {a.logs}/{a.name}-{job}.out")
     return 0
 
 def main(args # Arguments after `fastdist slurm`
@@ -179,8 +180,8 @@ def main(args # Arguments after `fastdist slurm`
     a = _read(args or ['--help'])
     file = a.output or ('-' if a.submit else f'{a.name}.sbatch')
     try:
-        if a.submit and not shutil.which('sbatch'): raise ValueError("--submit: there is no `sbatch` on this machine. Type this on a login node "
-                                                                     "of the cluster, or leave --submit out to write the file")
+        if a.submit and not shutil.which('sbatch'): raise ValueError(
+            "--submit: there is no `sbatch` on this machine. Type this on a login node of the cluster, or leave --submit out to write the file")
         text = _batch_file(a)
         if file!='-': _write(text, file)
         if file!='-' or a.submit: log_folder(a.logs, f'--logs {a.logs}')

@@ -10,7 +10,7 @@ import sys
 from contextlib import ExitStack
 from inspect import signature
 from fastai.basics import *
-from .batchnorm import trace_batch_norm
+from .batchnorm import show_dynamo_batch_norm
 from .blocks import is_wrapped, wrap_forward
 from ..world.ranks import get_rank
 from ..world.state import current_world
@@ -45,7 +45,7 @@ def compile_model(model, # Model, sharded and recomputed already if it is going 
                  ):
     "Compile `model` in place as `plugin` says, by its innermost parts if it has any; returns a function that undoes it"
     kwargs,undo = _compile_kwargs(plugin),ExitStack()
-    if kwargs: trace_batch_norm()
+    if kwargs: show_dynamo_batch_norm()
     def compiled(forward):
         fast = torch.compile(forward.plain(), **kwargs, **_isolated)
         # of what one worker does alone nothing is sent; compiled code sends, as for batch norm

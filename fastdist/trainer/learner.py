@@ -22,6 +22,7 @@ from ..fault.same_call import all_at
 from ..fault.supervisor import handler_kept, leave_together, scope
 from ..data.dl import DistributedDL
 from ..metrics.predictions import SharedActivation
+from ..model.batchnorm import norm_scope_of
 from ..strategy.base import check_trainable
 from ..strategy.forward_proxy import ForwardProxy
 from .args.accelerate_args import explained
@@ -233,8 +234,10 @@ _validation_context = Learner.validation_context
 def _around(learn, event_type):
     trainer,own = trainer_of(learn),None
     if trainer is None:
-        if event_type=='fit' and not hasattr(learn, 'lr_finder'): _warn_apart() # it restores what it trains
-    elif event_type=='fit': own = trainer.fit_together()
+        if event_type!='fit': return nullcontext()
+        if not hasattr(learn, 'lr_finder'): _warn_apart() # it restores what it trains
+        return norm_scope_of('local') # also where a callback fits it, in a batch that another learner trains on all workers
+    if event_type=='fit': own = trainer.fit_together()
     elif event_type=='validate' and trainer.device is not None: own = trainer.validate_together()
     return nullcontext() if own is None else _AllOrNone([_by_one_thread(trainer), own])
 

@@ -354,8 +354,9 @@ def validate_together(self:DistributedTrainer):
     try:
         alone = self.in_fit or self.is_inner or not self.evaluation.shared
         with nullcontext() if alone else self._fail_together(), losses_apart(), self.evaluation.together():
-            values = 'local' if not self.evaluation.shared else 'global' if self.evaluation.by_rows else 'evaluation'
-            with norm_scope_of(values): yield
+            # each evaluates all of it; or its rows of each batch; or batches of its own, in which nothing is to train
+            source = 'local' if not self.evaluation.shared else 'global' if self.evaluation.by_rows else 'evaluation'
+            with norm_scope_of(source): yield
             self.evaluated |= self.evaluation.shared
     finally:
         self.evaluation = outer
