@@ -182,7 +182,7 @@ def _batch_norm(input, running_mean, running_var, weight=None, bias=None, traini
     # what one worker does alone goes by its own batch, and leaves the running statistics, which are the same in all, as they are
     if not compiling and current_world().alone: return _torch_batch_norm(input, None, None, weight, bias, True, momentum, eps)
     if source=='evaluation': raise RuntimeError(
-        f"rank {get_rank()}: a batch norm layer, of the model or of the loss function, is in training mode in an evaluation, where each "
+        f"rank {get_rank()}: a batch norm layer is in training mode in an evaluation, be it the model's or the loss function's; each "
         "worker has other batches, so its running statistics would not be those of one process. Put it in eval mode: m.eval()")
     update = partial(_update_running, input, running_mean, running_var, momentum)
     if compiling:
