@@ -144,11 +144,12 @@ def before_backward(self:ShardedGradients):
     self.backwards.loss = self.learn.loss_grad
 
 @patch
-def begin_backward(self:ShardedGradients):
+def begin_backward(self:ShardedGradients, loss=None):
     "Nothing of this pass has been sent yet"
     self.next = 0
     self.sums.clear()
     self.waiting = [set(b) for b in self.buckets]
+    return loss
 
 @patch
 def _send(self:ShardedGradients):

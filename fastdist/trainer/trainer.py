@@ -19,7 +19,6 @@ from ..comm.call import same_call
 from ..comm.rank0 import check_outside
 from ..data.rng import rank0_stream, rejoin_streams
 from ..fault.supervisor import catchable, check_watchdog, handler_kept, interrupt_deferred, raise_root_cause, rejoin, scope, watchdog_time
-from ..metrics.losses import losses_apart
 from ..model.batchnorm import norm_scope_of, set_norm_scope
 from ..strategy.base import Strategy, inner_opt
 from .args.accelerate_args import accelerator_args, check_args, check_launch, check_own, check_precision, not_default, worker_device
@@ -215,7 +214,7 @@ def before_train(self:DistributedTrainer):
     self.in_training = True
     if not self.decisions.inner: rejoin_streams()
     with self.random.entered(): synchronize_rng(self.settings.rng_types)
-    if self.step is not None: self.step.late = None # what was pressed in an earlier fit is no stop of this one
+    if self.step is not None: self.step.flags = None # what was pressed in an earlier fit is no stop of this one
     self.learn.dl = self.trains = self.loaders.train(self.learn.dl)
     self.totals.reset()
 
@@ -243,7 +242,7 @@ def before_batch(self:DistributedTrainer):
     "Work out what this worker's share of the batch weighs, or the number of the batch in the data set"
     if not self.training: return self.evaluation.number_batch()
     s = self.step = TrainingStep(self.learn, self.learn.dl.counts, self.device, self.step)
-    set_norm_scope('global', s.counts, s.empty)
+    set_norm_scope('global', s.counts, s.some_empty)
     self.buffers_stale = True
     self.hooks.begin_batch()
 
@@ -265,9 +264,9 @@ def after_backward(self:DistributedTrainer):
 
 @patch
 def before_step(self:DistributedTrainer):
-    "Count the samples of all workers where gradients are accumulated"
+    "Scale gradients of a batch of which samples have been left out"
     self.strategy.check_used()
-    self.step.count_rows()
+    self.step.scale_gradients()
 
 @patch
 def after_step(self:DistributedTrainer):
@@ -353,7 +352,7 @@ def validate_together(self:DistributedTrainer):
     self.evaluation = Evaluation(learn, self.decisions, self.strategy.shards_params, **asked)
     try:
         alone = self.in_fit or self.is_inner or not self.evaluation.shared
-        with nullcontext() if alone else self._fail_together(), losses_apart(), self.evaluation.together():
+        with nullcontext() if alone else self._fail_together(), self.evaluation.together():
             # each evaluates all of it; or its rows of each batch; or batches of its own, in which nothing is to train
             source = 'local' if not self.evaluation.shared else 'global' if self.evaluation.by_rows else 'evaluation'
             with norm_scope_of(source): yield
