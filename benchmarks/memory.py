@@ -54,7 +54,7 @@ def alive(): return storages(o for o in gc.get_objects() if type(o) in (Tensor, 
 
 class Measures(Callback):
     "Bytes of this worker, in the third step; the backward of the second is looked at while it runs"
-    order, run_valid, may_cancel = 1100, False, False
+    order, run_valid = 1100, False
     def __init__(self): self.bytes, self.hooks, self.saved, self.handles = collections.Counter(), None, {}, []
     def before_batch(self):
         self.now = self.train_iter == 2

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['loss_divisor', 'kept_labels', 'is_summed', 'GlobalBatchLoss', 'gather_batch', 'LossRoute', 'loss_parts', 'RowLosses']
 
-# %% ../../nbs/metrics/02_losses.ipynb #9d9ffd94
+# %% ../../nbs/metrics/02_losses.ipynb #bf679cdb
 from contextlib import contextmanager
 from copy import copy
 from threading import get_ident
@@ -16,9 +16,8 @@ from fastai.basics import *
 from fastai.learner import AvgLoss
 from fastai.losses import BaseLoss, LabelSmoothingCrossEntropy
 from fastai.metrics import LossMetric
-from ..comm.call import route
 from ..comm.gather import gather_tensors, interleave
-from ..comm.pack import Reduced, bytes_in, tensors_in
+from ..comm.pack import bytes_in, tensors_in
 from ..data.partition import local_rows
 from ..data.rng import rng_state, set_rng_state
 from ..world.errors import refuse
@@ -177,7 +176,7 @@ def _compared(f, pred, yb, loss):
     expected = sum(losses) if is_summed(f) else sum(l*w for l,w in zip(losses, weights) if w)/sum(weights)
     if not same(whole, expected): return whole,losses,expected
 
-# %% ../../nbs/metrics/02_losses.ipynb #06653241
+# %% ../../nbs/metrics/02_losses.ipynb #36f36671
 _gathered_at_most = 8*2**20 # bytes of predictions and targets in a step: the gradients of a model of two million parameters
 
 def _has_rows(o, n):
@@ -194,7 +193,8 @@ class LossRoute:
                 ):
         self.learn,self.func,self.is_global,self.trials,self.declared = learn,None,False,0,False
 
-    def choose(self, n_workers):
+    def choose(self, rows # Of the global batch, about
+              ):
         "After the forward: by the loss function that the learner has now, and its first batch. All workers choose alike"
         f = getattr(getattr(self.learn.loss_func, '__self__', None), 'old_lf', self.learn.loss_func) # that of fastai's `MixUp` stands before it
         if f==self.func: return
@@ -205,17 +205,15 @@ class LossRoute:
             f"for all of them: give the learner the loss function itself, learn.loss_func = {_name_of(f.loss_func)}(...)")
         if None in declared or _is_known(f) or f is not self.learn.loss_func: return
         self.trials = 3
-        if not (declared or is_summed(f)): self._gather_if_small(n_workers)
+        if not (declared or is_summed(f)): self._gather_if_small(rows)
 
-    def _gather_if_small(self, n_workers):
-        learn = self.learn
-        batch = (learn.pred,*learn.yb)
-        rows = all(_has_rows(o, find_bs(learn.yb)) for o in batch)
-        most = Reduced(torch.tensor([bytes_in(batch) if rows else math.inf], dtype=torch.float64, device=route(torch.device('cpu'), None)), 'max').wait().item()
-        self.is_global = most*n_workers <= _gathered_at_most
+    def _gather_if_small(self, rows):
+        batch,n = (self.learn.pred,*self.learn.yb),find_bs(self.learn.yb)
+        nbytes = bytes_in(batch)/max(n, 1)*rows
+        self.is_global = nbytes <= _gathered_at_most and all(_has_rows(o, n) for o in batch)
         if not self.is_global: return
         self.trials = 0
-        if get_rank()==0: warnings.warn(_gathers(self.func, most*n_workers), stacklevel=2)
+        if get_rank()==0: warnings.warn(_gathers(self.func, nbytes), stacklevel=2)
 
     def try_parts(self):
         "After the loss: a `ValueError` if it is not what workers would make of their shares"

@@ -260,7 +260,7 @@ def after_loss(self:DistributedTrainer):
 @patch
 def after_backward(self:DistributedTrainer):
     "What callbacks decide by `learn.loss` from here on, they decide by that of the global batch"
-    self.step.receive_loss(ends=False)
+    self.step.receive_loss()
 
 @patch
 def before_step(self:DistributedTrainer):
@@ -284,8 +284,9 @@ def after_cancel_step(self:DistributedTrainer):
 def after_batch(self:DistributedTrainer):
     "Make `learn.loss` the loss of the global batch, and keep what metrics need"
     if not self.training: return self.evaluation.add_batch()
-    self.step.send_loss(self.decisions.interrupted) # not yet, where a callback has cancelled the batch after the loss
+    self.step.send_loss(self.decisions.flags) # not yet, where a callback has cancelled the batch after the loss
     self.step.receive_loss()
+    if self.step.ends is not None: self.decisions.end_together(self.step.ends)
     self.step.keep_metrics(self.totals)
 
 @patch

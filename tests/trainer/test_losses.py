@@ -47,7 +47,6 @@ class NormedModule(nn.Module):
 
 class Marks(Callback):
     "Some labels do not count"
-    may_cancel = False
     def before_batch(self): self.learn.yb = (torch.where(self.x[:, 0] > .3, -100, self.y),)
 
 
@@ -224,7 +223,7 @@ def test_as_one_process(world):
 
 
 class Counts(Callback):
-    may_cancel, n = False, 0
+    n = 0
     def after_loss(self): self.n += self.training
 
 

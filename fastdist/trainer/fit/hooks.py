@@ -78,7 +78,7 @@ def after_pred(self:StrategyHooks):
 @patch
 def after_loss(self:StrategyHooks):
     "Send the loss"
-    if self.learn.training: self.trainer.step.send_loss(self.trainer.decisions.interrupted)
+    if self.learn.training: self.trainer.step.send_loss(self.trainer.decisions.flags)
 
 @patch
 def before_backward(self:StrategyHooks):

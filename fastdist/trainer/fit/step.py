@@ -5,13 +5,14 @@
 # %% auto #0
 __all__ = ['TrainingStep']
 
-# %% ../../../nbs/trainer/fit/01_step.ipynb #3b144626
+# %% ../../../nbs/trainer/fit/01_step.ipynb #ef1f0fd9
 from fastai.basics import *
 from fastai.callback.rnn import RNNRegularizer
 from fastai.callback.training import GradientAccumulation
 from ...callbacks.patches.grad_accumulation import AccumulateSteps, grads_of, scale_all
 from ...callbacks.patches.device_loss import send_to_host
 from ...comm.pack import Reduced, tensors_in
+from ...fault.cancel import ending
 from ...metrics.losses import LossRoute, gather_batch, is_summed, kept_labels, loss_divisor, loss_parts
 from ...metrics.metrics import metric_kind
 from ...model.batchnorm import set_norm_scope
@@ -19,7 +20,7 @@ from ...strategy.backward import is_made_of
 from ...strategy.base import callback_results, callbacks_of
 from ...world.ranks import get_rank, get_world_size
 
-# %% ../../../nbs/trainer/fit/01_step.ipynb #1d6b66a7
+# %% ../../../nbs/trainer/fit/01_step.ipynb #72840742
 class TrainingStep:
     "This worker's share of a global batch in training: what it weighs, and the loss of all shares together"
     def __init__(self, learn, # `Learner` whose `xb` and `yb` are the share
@@ -33,12 +34,14 @@ class TrainingStep:
         self.samples = float(self.rows if samples is None else samples) # a batch may have several rows for each, or have lost some
         self.planned_rows = self.global_rows = None if self.total is None else self.rows*self.total//max(samples, 1)
         self.route = LossRoute(learn) if last is None else last.route
-        self.local = self.loss = self.message = self.sums = None # predictions and targets of the share, while the learner has those of all
+        self.local = self.loss = self.message = self.received = self.sums = None # `local`: of the share, while the learner has those of all
+        self.is_global,self.parts,self.kept,self.waits_before = False,{},[],False
+        self.divisor,self.left,self.rows_left = *[self.samples*self.counts]*2,self.rows*self.counts # of this share, by `_choose_ratio`
         self.ratio = 1. # by which the loss function's loss was multiplied
         self.uneven = getattr(last, 'uneven', None) # have shares of a batch before not added up to the samples dealt out?
         self.waiting = last is not None and last.waiting # do gradients of batches before wait for the step that this one is part of?
         self.before,self.flags = getattr(last, 'flags', None),None # on a GPU flags are read a batch later
-        self.stops,self.wished = False,0 # has Ctrl-C ended the fit of all? What callbacks `wish` for, over all workers
+        self.ends,self.wished = None,0 # the exception by which a worker ends a loop of all; what callbacks `wish` for, over all workers
 
     @property
     def weight(self):
@@ -62,13 +65,13 @@ class TrainingStep:
         kwargs = dict(dtype=torch.float64, device=self.device)
         return torch.stack([o.to(**kwargs).reshape(()) if isinstance(o, Tensor) else torch.full((), float(o), **kwargs) for o in os])
 
-# %% ../../../nbs/trainer/fit/01_step.ipynb #407ef155
+# %% ../../../nbs/trainer/fit/01_step.ipynb #155bd503
 @patch
 def gather_batch(self:TrainingStep):
     "After the forward, last of all: where the loss is of the global batch, let the loss function see that"
     learn = self.learn
     if not len(learn.yb): return
-    self.route.choose(get_world_size())
+    self.route.choose(self.global_rows or self.rows*get_world_size())
     if not self.route.is_global: return
     self.local = learn.pred,learn.yb
     learn.pred,learn.yb,share = gather_batch(learn.pred, learn.yb, self.counts)
@@ -91,7 +94,7 @@ def _choose_ratio(self:TrainingStep):
     kept = kept_labels(f, yb) if divisor is None else None
     self.rows_left = find_bs(yb) # callbacks may have left some out
     self.left = self.samples*(self.rows_left if kept is None else kept if kept.device.type!='cpu' else float(kept))/self.rows
-    if not self.counts: divisor,self.left,self.rows_left = divisor and 0.,0.,0
+    if not self.counts: divisor,self.left,self.rows_left = None if divisor is None else 0.,0.,0
     summed,on_gpu = is_summed(f),self.device.type!='cpu'
     self.divisor = self.left if divisor is None else divisor if on_gpu else float(divisor)
     if self.total is None or not summed and (divisor is not None or on_gpu or self._mixes_batches()):
@@ -131,7 +134,7 @@ def note_loss(self:TrainingStep):
     learn,is_global = self.learn,self.restore_batch()
     if len(learn.yb):
         self.message = self.received = self.sums = None # of several passes over a batch the last counts
-        self.ratio,self.divisor,self.left,self.rows_left = 1.,*[self.samples*self.counts]*2,self.rows*self.counts
+        self.ratio = 1.
         if not is_global:
             self.route.try_parts()
             self._choose_ratio()
@@ -143,7 +146,7 @@ def note_loss(self:TrainingStep):
         h = cb.rnn.raw_out
         if cb.beta and len(h)==1 and self.total!=1: learn.loss_grad = learn.loss_grad + cb.beta*(h[:,1:]-h[:,:-1]).float().pow(2).mean()
 
-# %% ../../../nbs/trainer/fit/01_step.ipynb #817f8cfa
+# %% ../../../nbs/trainer/fit/01_step.ipynb #9cfc5188
 @patch
 def _see_replaced(self:TrainingStep):
     learn = self.learn
@@ -162,7 +165,7 @@ def _sum_of(self:TrainingStep, v, n):
     return torch.where(n!=0, res, 0.) if isinstance(n, Tensor) else res
 
 @patch
-def send_loss(self:TrainingStep, interrupted=False # Was Ctrl-C pressed in this worker?
+def send_loss(self:TrainingStep, flags=(False,)*len(ending) # For each of `ending`: does this worker ask for it?
              ):
     "Add up the losses of all workers, while the backward runs; what other callbacks make of the loss is in it"
     if self.loss is None or self.message is not None: return
@@ -171,30 +174,29 @@ def send_loss(self:TrainingStep, interrupted=False # Was Ctrl-C pressed in this 
     # what metrics read of the loss function; that of a global batch is of all samples
     self.parts = {} if self.is_global else loss_parts(self.learn)
     parts = [x for v in self.parts.values() for x in ((0.,0.) if v is None else (self._sum_of(v, self.divisor),self.divisor))]
-    self.message = Reduced(self._numbers(self._sum_of(self.learn.loss, samples), self.left, self.rows_left, samples, bool(interrupted), wishes, *parts))
+    self.message = Reduced(self._numbers(self._sum_of(self.learn.loss, samples), self.left, self.rows_left, samples, *flags, wishes, *parts))
 
 @patch
 def _receive(self:TrainingStep):
-    "The numbers of `send_loss`, over all workers; Ctrl-C and wishes, on a GPU those of the batch before"
+    "The numbers of `send_loss`, over all workers; flags and wishes, on a GPU those of the batch before"
     if self.received is not None: return self.received
     self.received = numbers = self.message.wait()
     if self.device.type=='cpu':
         self.received = numbers.tolist()
-        stops,self.wished = self.received[4:6]
+        *flags,self.wished = self.received[4:5+len(ending)]
         if not self.is_global: self.global_rows = int(self.received[2])
     else:
-        self.flags = send_to_host(numbers[4:6])
+        self.flags = send_to_host(numbers[4:5+len(ending)])
         if self.before is None: return numbers
         copied,done = self.before
         done.synchronize() # of a batch ago: it has ended, unless the host has run ahead by more than that
-        stops,self.wished = copied.tolist()
-    self.stops = stops > 0
+        *flags,self.wished = copied.tolist()
+    self.ends = next((exc for exc,n in zip(ending, flags) if n), None)
     return self.received
 
 @patch
-def receive_loss(self:TrainingStep, ends=True # May Ctrl-C end the fit here?
-                ):
-    "Make `learn.loss` that of the global batch, for whoever records it or decides by it; `KeyboardInterrupt` after Ctrl-C in a worker"
+def receive_loss(self:TrainingStep):
+    "Make `learn.loss` that of the global batch, for whoever records it or decides by it"
     if self.message is None: return
     learn,(total,left,_,dealt,*_) = self.learn,self._receive()[:6]
     if self.device.type!='cpu':
@@ -206,9 +208,8 @@ def receive_loss(self:TrainingStep, ends=True # May Ctrl-C end the fit here?
         learn.loss = torch.tensor(total/by if by else math.nan, dtype=learn.loss.dtype, device='cpu')
     for i,(k,v) in enumerate(self.parts.items()):
         if v is None: continue
-        part,n = (self.received[6+2*i+j] for j in range(2))
+        part,n = (self.received[5+len(ending)+2*i+j] for j in range(2))
         setattr(learn.loss_func, k, torch.as_tensor(part/n, dtype=v.dtype, device=v.device).view(v.shape) if isinstance(n, Tensor) or n else v.detach())
-    if ends and self.stops: raise KeyboardInterrupt
 
 # %% ../../../nbs/trainer/fit/01_step.ipynb #edcabf3f
 @patch
@@ -238,7 +239,7 @@ def scale_gradients(self:TrainingStep):
         "others. Say what the mean in the loss divides by: learn.loss_func.loss_divisor = lambda y: (y!=-100).sum()")
     scale_all(grads_of(learn), scale)
 
-# %% ../../../nbs/trainer/fit/01_step.ipynb #2cba3cc5
+# %% ../../../nbs/trainer/fit/01_step.ipynb #536b85bd
 @patch
 def keep_metrics(self:TrainingStep, totals # `EpochTotals` of the training metrics
                 ):
@@ -253,6 +254,6 @@ def keep_metrics(self:TrainingStep, totals # `EpochTotals` of the training metri
 @patch
 def end_batch(self:TrainingStep):
     "Give metrics the state that `keep_metrics` has kept, and let the graph of the loss go"
-    for m,state in getattr(self, 'kept', ()): vars(m).update(state)
+    for m,state in self.kept: vars(m).update(state)
     self.kept,self.loss = [],None
     self.restore_batch() # where an error has ended the loss function
