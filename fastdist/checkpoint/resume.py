@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['SharedFolder', 'every_of', 'real_folder', 'Resume', 'resume_of']
 
-# %% ../../nbs/checkpoint/03_resume.ipynb #b35b26f7
+# %% ../../nbs/checkpoint/03_resume.ipynb #af215aa6
 import re,time,uuid,weakref
 from contextlib import contextmanager
 
@@ -18,11 +18,11 @@ from ..data.dl import DistributedDL
 from ..data.loaders import counts_of
 from ..fault.stop import StopSignals, stop_together
 from ..strategy.base import check_values
-from ..world.errors import RemoteError, refuse
+from ..world.errors import refuse
 from ..world.ranks import get_rank, whole_number
 from ..world.store import wait_until
 
-# %% ../../nbs/checkpoint/03_resume.ipynb #979f2ced
+# %% ../../nbs/checkpoint/03_resume.ipynb #40dd5a4a
 class SharedFolder:
     "A folder of checkpoints, for the workers of a fit"
     def __init__(self, path, # Of the folder
@@ -34,31 +34,21 @@ class SharedFolder:
     def of_rank0(self, f): return f() if self.n==1 else from_rank0(f() if self.rank==0 else None)
     def errors(self, mine): return [(r,o) for r,o in enumerate([mine] if self.n==1 else all_gather_list(mine)) if o is not None]
 
-    def _in_all(self, f, says='{1}'):
-        "Call `f`: what goes wrong in one worker is an `OSError` in all"
-        error = None
-        try: f()
-        except RemoteError: raise # another worker has failed otherwise
-        except (OSError,RuntimeError) as e: error = str(e)
-        if errors := self.errors(error):
-            self.lock.give_back()
-            raise OSError(f"Resume({str(self.path)!r}): {says.format(*errors[0])}")
-
-    def take(self):
-        "No other run has it from now on; an `OSError` in all workers where one cannot write there, or has another folder of that name"
-        mark = self.path/f'.run-{self.run}'
-        def see():
-            if self.rank and not wait_until(mark.exists, 10): raise OSError(
-                "it does not see what rank 0 has written there: the folder has to be one that all workers share")
-            mark.with_name(f'{mark.name}-{self.rank}').touch()
-            mark.with_name(f'{mark.name}-{self.rank}').unlink()
-        def make():
+    def _make(self, mark):
+        try:
             self.lock.take()
             mark.touch()
-        self._in_all(make if self.rank==0 else noop)
-        try: self._in_all(see, 'rank {0} cannot write to it: {1}')
-        finally:
-            if self.rank==0: mark.unlink(missing_ok=True)
+        except (OSError,RuntimeError) as e: return str(e)
+
+    def take(self):
+        "No other run has it from now on; an `OSError` in all workers where rank 0 cannot write there, or another one does not see that"
+        mark = self.path/f'.run-{self.run}'
+        error = self.of_rank0(lambda: self._make(mark))
+        seen = error or self.rank==0 or wait_until(mark.exists, 10)
+        unseen = self.errors(None if seen else "it does not see what rank 0 has written there: the folder has to be one that all workers share")
+        if self.rank==0: mark.unlink(missing_ok=True)
+        if unseen: error = f"rank {unseen[0][0]} cannot write to it: {unseen[0][1]}"
+        if error: raise OSError(f"Resume({str(self.path)!r}): {error}")
 
     def _why_not(self, c, fit, mine):
         "(Why checkpoint `c` cannot be used, is it damaged?); `None` where it can"

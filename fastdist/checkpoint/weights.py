@@ -14,7 +14,6 @@ from ..comm.shards import is_dtensor
 from ..strategy.sharded_opt import ShardedOptimizer, move_state
 from ..fault.same_call import all_at
 from ..world.ranks import get_device, get_rank, get_world_size
-from ..world.state import current_world
 
 # %% ../../nbs/checkpoint/01_weights.ipynb #7ff02e60
 def sharded_of(opt # A fastai optimizer, or `None`
@@ -45,27 +44,6 @@ def is_sharded(model, opt=None):
     "Has this worker a part of the parameters, or of the optimizer's state, only?"
     return any(is_dtensor(p) for p in model.parameters()) or sharded_of(opt) is not None
 
-# %% ../../nbs/checkpoint/01_weights.ipynb #b99bcbc7
-def _files():
-    "Of this process group: a store with the files that rank 0 has written, and those that this rank takes to be written there"
-    world = current_world()
-    return world.store(f'written/{world.number}'),world.cached('written', set)
-
-def _mark_written(file):
-    "Called by all ranks after a save of `file`, which rank 0 alone has written"
-    if not dist.is_initialized() or get_world_size()==1: return
-    (store,mine),key = _files(),str(Path(file).absolute())
-    if get_rank()==0: store.set(key, 'written')
-    else: mine.add(key)
-
-def _check_written(file):
-    "Raise a `RuntimeError` where this rank takes `file` to be written by rank 0, which has written another one"
-    if not dist.is_initialized() or get_world_size()==1: return
-    (store,mine),key = _files(),str(Path(file).absolute())
-    if key in mine and not store.check([key]): raise RuntimeError(
-        f"rank {get_rank()}: rank 0 saves, and it has not saved {file}: "
-        "save under the same path in all ranks (a temporary folder is another one in each)")
-
 # %% ../../nbs/checkpoint/01_weights.ipynb #dbc7face
 def _save_in_this_rank(file, model, opt, pickle_protocol=2, **kwargs):
     "fastai's `save_model`, in ranks in which that would not write as well"
@@ -82,7 +60,6 @@ def _save_model(file, model, opt=None, with_opt=True, **kwargs):
         _fastai_save(tmp, model, opt, with_opt, **kwargs)
         if tmp.exists(): os.replace(tmp, file) # fastai writes in rank 0 alone
     finally: tmp.unlink(missing_ok=True)
-    _mark_written(file)
 
 # %% ../../nbs/checkpoint/01_weights.ipynb #94f99348
 def _is_elsewhere(device):
@@ -94,9 +71,7 @@ def _is_elsewhere(device):
 def _load_model(file, model, opt=None, with_opt=True, device=None, **kwargs):
     elsewhere = _is_elsewhere(device)
     if elsewhere or is_sharded(model, opt): device = 'cpu' # of shards, a worker's memory may not have room for the whole
-    try: res = _fastai_load(file, model, opt, with_opt, device, **kwargs)
-    finally:
-        if isinstance(file, (str,Path)): _check_written(file)
+    res = _fastai_load(file, model, opt, with_opt, device, **kwargs)
     if elsewhere and with_opt and opt is not None and sharded_of(opt) is None: move_state(opt)
     return res
 
@@ -109,9 +84,7 @@ def _save_for_finder(learn, file):
     model,opt = learn.model,learn.opt
     if is_sharded(model, opt): model,opt = _full_states(model, opt, get_rank()>0)
     if get_rank()==0: return
-    path = join_path_file(file, learn.path/learn.model_dir, ext='.pth')
-    _save_in_this_rank(path, model, opt)
-    if dist.is_initialized(): _files()[1].discard(str(path.absolute()))
+    _save_in_this_rank(join_path_file(file, learn.path/learn.model_dir, ext='.pth'), model, opt)
 
 _finder_before_fit = LRFinder.before_fit
 
