@@ -351,6 +351,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                     'fastdist/checkpoint/state.py'),
                                            'fastdist.checkpoint.state.CSVLogger.state_dict': ( 'checkpoint/state.html#csvlogger.state_dict',
                                                                                                'fastdist/checkpoint/state.py'),
+                                           'fastdist.checkpoint.state._are_numbers': ( 'checkpoint/state.html#_are_numbers',
+                                                                                       'fastdist/checkpoint/state.py'),
                                            'fastdist.checkpoint.state._as_remembered': ( 'checkpoint/state.html#_as_remembered',
                                                                                          'fastdist/checkpoint/state.py'),
                                            'fastdist.checkpoint.state._callbacks': ( 'checkpoint/state.html#_callbacks',

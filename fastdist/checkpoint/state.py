@@ -24,7 +24,7 @@ from ..metrics.losses import GlobalBatchLoss
 from ..strategy.base import inner_opt, whole_model
 from ..world.ranks import get_rank, get_world_size
 
-# %% ../../nbs/checkpoint/02_state.ipynb #911b369c
+# %% ../../nbs/checkpoint/02_state.ipynb #4a8c426e
 _atoms = type(None),bool,int,float,complex,str,bytes,torch.dtype,torch.Size
 _numbers = '?bBhHiIlLqQefdFD' # types of NumPy's
 _lists,_dicts = (list,tuple,set,frozenset,L),(dict,collections.OrderedDict,collections.Counter)
@@ -57,12 +57,8 @@ def plain_copy(o # A nest of plain data; a `TypeError` where there is something 
     if odd := _odd(o): raise TypeError(f"rank {get_rank()}: Resume cannot save a {odd}: it saves numbers, texts, tensors, arrays, and lists of them")
     ts = _tensors_in(o)
     def bare(t): return t.detach().as_subclass(Tensor)
-    def kind(t): return id(t) if t.dim() or t.layout!=torch.strided else (t.dtype,t.device)
-    memo = {} # what `deepcopy` takes in place of tensors; of numbers, as the recorder's losses, one copy, in one memory
-    for some in groupby(ts, kind).values():
-        copies = torch.stack([*map(bare, some)]).cpu().unbind() if len(some) > 1 else [bare(some[0]).to('cpu', copy=True)]
-        memo.update(zip(map(id, some), copies))
-    return deepcopy(o, memo),[i for i,t in enumerate(ts) if t.device.type!='cpu']
+    copies = {id(t):bare(t).to('cpu', copy=True) for t in ts} # what `deepcopy` takes in their place
+    return deepcopy(o, copies),[i for i,t in enumerate(ts) if t.device.type!='cpu']
 
 def load_plain(file, # Path
                device=None, # Where tensors go that were not on the CPU
@@ -72,7 +68,7 @@ def load_plain(file, # Path
     ts = _tensors_in(o)
     return deepcopy(o, {id(ts[i]):ts[i].to(device) for i in elsewhere}) if elsewhere and device is not None else o
 
-# %% ../../nbs/checkpoint/02_state.ipynb #6ceb8380
+# %% ../../nbs/checkpoint/02_state.ipynb #2d33f05a
 _not_of_state = 'learn','run','training','start_epoch' # of the learner, the fit, and this process's clock
 
 def _has_state(o): return all(callable(getattr(type(o), nm, None)) for nm in ('state_dict','load_state_dict'))
@@ -81,13 +77,20 @@ def memory_of(tensors):
     "Where `tensors` lie"
     return {local(t).untyped_storage().data_ptr() for t in tensors if t.layout==torch.strided}-{0}
 
+def _are_numbers(v):
+    "Is it a list of tensors that are numbers of one type, as the recorder's losses? There may be many, and they are kept as one tensor"
+    return type(v) is list and len(v) > 1 and all(isinstance(x, Tensor) and x.dim()==0 for x in v) and len({(x.dtype,x.device) for x in v})==1
+
 def remembered(o, # A callback, a metric, a module or a loss function
                shared=(), # From `memory_of` the learner's tensors
               ):
     "(What it remembers, the names of public attributes that are no data)"
-    res,left = dict(data={}, states={}),[]
+    res,left = dict(data={}, numbers={}, states={}),[]
     for k,v in vars(o).items():
         if k.startswith('_') or k in _not_of_state: continue
+        if _are_numbers(v):
+            res['numbers'][k] = torch.stack([x.detach().as_subclass(Tensor) for x in v])
+            continue
         state = remembered(v, shared)[0] if isinstance(v, Metric) else v.state_dict() if _has_state(v) else None
         what = v if state is None else state
         if state is not None and not state or memory_of(_tensors_in(what)) & {*shared}: continue
@@ -104,7 +107,7 @@ def restore(o, # An object like the one that `saved` was taken of
             saved, # What `remembered` has returned first
            )->list:
     "Let `o` remember that. Returns the names of attributes that are not there yet, or have no state"
-    vars(o).update(saved['data'])
+    vars(o).update(saved['data'] | {k:list(t.unbind()) for k,t in saved['numbers'].items()})
     missing = []
     for k,state in saved['states'].items():
         v = vars(o).get(k)
@@ -272,7 +275,7 @@ def signature(learn # `Learner` with an optimizer
     return dict(model=_sum_of([(k,list(t.shape),str(t.dtype)) for k,t in params.items()]),
                 opt=_sum_of([cls.__name__, steps, [[names.get(id(p), list(p.shape)) for p in pg] for pg in learn.opt.param_lists]]))
 
-# %% ../../nbs/checkpoint/02_state.ipynb #fdd2846e
+# %% ../../nbs/checkpoint/02_state.ipynb #ceb14920
 def _groups(opt):
     inner = inner_opt(opt)
     return inner.hypers if isinstance(inner, Optimizer) else inner.param_groups
@@ -309,12 +312,14 @@ def take_rest(learn, # `Learner` in a fit
                  frozen_idx=vars(opt).get('frozen_idx'), trained=[nm for nm,p in _params(opt).items() if p.requires_grad],
                  grads=[nm for nm,p in _params(opt).items() if p.grad is not None]),
         callbacks={nm:remembered(cb, shared)[0] for nm,cb in _callbacks(learn).items()}, off=[nm for nm,cb in _callbacks(learn).items() if is_off(cb)],
-        modules={nm:remembered(m, shared)[0]['data'] for nm,m in _modules(learn).items()}, metrics=[remembered(m)[0] for m in learn.metrics],
+        modules={nm:remembered(m, shared)[0] for nm,m in _modules(learn).items()}, metrics=[remembered(m)[0] for m in learn.metrics],
         extra={k:v for k,v in state_dict.items() if k.endswith('_extra_state')}, keys={k:names[id(t)] for k,t in state_dict.items() if id(t) in names},
         learner={k:getattr(learn, k) for k in _of_learner if hasattr(learn, k)}, streams=stream_states(*_randoms(learn)),
         loaders=[(generator_states(generators_in(*o)), text_order(l), counts_of(*o)) for l,o in loaders_of(learn)],
         loader=None if dl is None else (dl.state_dict(), dl.streams()), buffers=_stale_buffers(learn),
         scaler=None if scaler is None else scaler.state_dict()))
+
+_nothing = dict(data={}, numbers={}, states={})
 
 def _put_loaders(learn, rest):
     for (dl,found),(states,order,counts) in zip(loaders_of(learn), rest['loaders']):
@@ -338,8 +343,9 @@ def put_rest(learn, # `Learner` in a fit
     found = {nm:restore(cbs[nm], saved) for nm,saved in rest['callbacks'].items() if nm in cbs}
     for nm in rest['off']: cbs.get(nm, SimpleNamespace()).run = False
     for nm,m in _modules(learn).items():
-        data = rest['modules'].get(nm, {}) # of other workers the numbers: a tensor may have a row for each sample of theirs
-        vars(m).update({k:v for k,v in data.items() if same or isinstance(v, (bool,int,float))})
+        saved = rest['modules'].get(nm, _nothing)
+        # of other workers the numbers: a tensor may have a row for each sample of theirs
+        restore(m, saved if same else dict(_nothing, data={k:v for k,v in saved['data'].items() if isinstance(v, (bool,int,float))}))
     if rest['extra']: learn.model.load_state_dict(rest['extra'], strict=False)
     for k,v in rest['learner'].items(): setattr(learn, k, v)
     buffers = dict(learn.model.named_buffers())
@@ -350,13 +356,13 @@ def put_rest(learn, # `Learner` in a fit
     set_stream_states(rest['streams'] if same else {**rest['streams'], 'own':[]}, *_randoms(learn))
     return sorted({*rest['callbacks']}-{*cbs}),[f"{type(cbs[nm]).__name__}.{k}" for nm,ks in found.items() for k in ks]
 
-# %% ../../nbs/checkpoint/02_state.ipynb #1b6ce67e
+# %% ../../nbs/checkpoint/02_state.ipynb #1c2d6511
 def joined_metrics(every # `metrics` of the rest of each of the workers before
                   ):
     "Sums of all of them, for one worker of another number to go on with, while the others begin at 0; `None` where there is more than sums"
     def summed(states):
-        if any({*o['data']}!={'total','count'} or o['states'] for o in states): return
-        return dict(states={}, data={k:sum(o['data'][k] for o in states) for k in ('total','count')})
+        if any({*o['data']}!={'total','count'} or o['states'] or o['numbers'] for o in states): return
+        return dict(states={}, numbers={}, data={k:sum(o['data'][k] for o in states) for k in ('total','count')})
     return [summed(states) for states in zip(*every)]
 
 def read_state(c # `Checkpoint`
