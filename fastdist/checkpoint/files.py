@@ -46,7 +46,7 @@ def _write_json(file, obj):
     _sync(new)
     os.replace(new, file)
 
-# %% ../../nbs/checkpoint/00_files.ipynb #a5a0bb11
+# %% ../../nbs/checkpoint/00_files.ipynb #75ae7d1d
 _format = 3 # another number with each change of what stands in the files
 
 class Checkpoint:
@@ -69,7 +69,8 @@ class Checkpoint:
         try: res = json.loads((self.path/'summary.json').read_text())
         except FileNotFoundError: raise self._damaged('summary.json', 'is not there') from None
         except ValueError as e: raise self._damaged('summary.json', f'cannot be read ({e})') from None
-        if not isinstance(res, dict) or res.get('checksum')!=_summary_sum(res): raise self._damaged('summary.json', 'is not as it was written')
+        if not isinstance(res, dict) or res.get('checksum')!=_summary_sum(res):
+            raise self._damaged('summary.json', 'is not as it was written')
         if res['format']!=_format: raise ForeignCheckpoint(
             f"the checkpoint {self.path} was made by another version of fastdist: it has format {res['format']}, and this version reads "
             f"format {_format}. Take the version that has made it, or give this script a folder of its own")
@@ -263,7 +264,7 @@ def delete_old(path, # Folder of the checkpoints
     for o in every:
         if o not in stay: o.remove()
 
-# %% ../../nbs/checkpoint/00_files.ipynb #d4817114
+# %% ../../nbs/checkpoint/00_files.ipynb #79ee7c8a
 class FolderLock:
     "Held by the process that writes checkpoints to a folder, for as long as it lives"
     held = set() # by this process, which the system would let have it twice
@@ -278,7 +279,8 @@ class FolderLock:
         began,told = time.monotonic(),False
         while who := self._taken():
             text = f"{who} writes checkpoints to {self.path}"
-            if time.monotonic()-began >= (10 if self.path in self.held else seconds): raise RuntimeError(f"{text}. Wait for its end, or give this one a folder of its own")
+            if time.monotonic()-began >= (10 if self.path in self.held else seconds):
+                raise RuntimeError(f"{text}. Wait for its end, or give this one a folder of its own")
             if not told: notice(f"{text}. This one waits for its end")
             told = True
             time.sleep(0.2)

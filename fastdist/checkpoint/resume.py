@@ -22,7 +22,7 @@ from ..world.errors import refuse
 from ..world.ranks import get_rank, whole_number
 from ..world.store import wait_until
 
-# %% ../../nbs/checkpoint/03_resume.ipynb #40dd5a4a
+# %% ../../nbs/checkpoint/03_resume.ipynb #2eab5818
 class SharedFolder:
     "A folder of checkpoints, for the workers of a fit"
     def __init__(self, path, # Of the folder
@@ -45,7 +45,8 @@ class SharedFolder:
         mark = self.path/f'.run-{self.run}'
         error = self.of_rank0(lambda: self._make(mark))
         seen = error or self.rank==0 or wait_until(mark.exists, 10)
-        unseen = self.errors(None if seen else "it does not see what rank 0 has written there: the folder has to be one that all workers share")
+        unseen = self.errors(None if seen else
+                             "it does not see what rank 0 has written there: the folder has to be one that all workers share")
         if self.rank==0: mark.unlink(missing_ok=True)
         if unseen: error = f"rank {unseen[0][0]} cannot write to it: {unseen[0][1]}"
         if error: raise OSError(f"Resume({str(self.path)!r}): {error}")
@@ -201,7 +202,7 @@ def _check_place(self:Resume, newest):
     print(f"{self.chosen.path.name}: fit {self.fit_no} of the script has ended before" if self.skips else
           f"Going on from {self.chosen.path.name}: epoch {newest['epoch']}, batch {newest['batch']}", flush=True)
 
-# %% ../../nbs/checkpoint/03_resume.ipynb #a236751d
+# %% ../../nbs/checkpoint/03_resume.ipynb #641c4ae5
 def _metric_names(learn): return [str(getattr(o, 'name', None)) for o in learn.metrics]
 
 @patch
@@ -220,8 +221,9 @@ def _read_rest(self:Resume):
         trains = getattr(getattr(self.learn, 'recorder', None), 'train_metrics', False)
         every = joined_metrics([load_plain(c.path/f'rank-{r}.pt')['metrics'] for r in range(s['workers'])]) if trains else []
         rest['metrics'] = [None]*len(metrics) if self.rank or not trains else every
-        if None in every: self._warn_once(f"{c.path} is of {s['workers']} workers in the middle of an epoch, and a metric of train_metrics=True "
-                                          "is no mean: for this epoch it is that of the batches from here on")
+        if None in every: self._warn_once(
+            f"{c.path} is of {s['workers']} workers in the middle of an epoch, and a metric of train_metrics=True is no mean: "
+            "for this epoch it is that of the batches from here on")
     return rest,same
 
 @patch
@@ -241,7 +243,8 @@ def put_back(self:Resume):
     put_tensors(self.learn, self.place)
     with self._other_loaders_told(): lacking,missing = put_rest(self.learn, rest, same)
     if lacking: self._warn_once(f"{self.place.path} has the state of callbacks that this fit has not: {', '.join(lacking)}")
-    text = f"{', '.join(missing)} of a callback cannot take the state that {self.place.path} has: make what has it in __init__, or in before_fit"
+    text = (f"{', '.join(missing)} of a callback cannot take the state that {self.place.path} has: "
+            "make what has it in __init__, or in before_fit")
     if missing and not self.skips: raise ValueError(f"rank {get_rank()}: Resume({str(self.folder)!r}): {text}")
     if missing: self._warn_once(text)
     return rest['loader'],same

@@ -24,7 +24,7 @@ from ..metrics.losses import GlobalBatchLoss
 from ..strategy.base import inner_opt, whole_model
 from ..world.ranks import get_rank, get_world_size
 
-# %% ../../nbs/checkpoint/02_state.ipynb #4a8c426e
+# %% ../../nbs/checkpoint/02_state.ipynb #7f32350d
 _atoms = type(None),bool,int,float,complex,str,bytes,torch.dtype,torch.Size
 _numbers = '?bBhHiIlLqQefdFD' # types of NumPy's
 _lists,_dicts = (list,tuple,set,frozenset,L),(dict,collections.OrderedDict,collections.Counter)
@@ -54,7 +54,8 @@ def _odd(o):
 def plain_copy(o # A nest of plain data; a `TypeError` where there is something else in it
               ):
     "A copy of it in CPU memory, and which of its tensors, by number, were elsewhere"
-    if odd := _odd(o): raise TypeError(f"rank {get_rank()}: Resume cannot save a {odd}: it saves numbers, texts, tensors, arrays, and lists of them")
+    if odd := _odd(o): raise TypeError(
+        f"rank {get_rank()}: Resume cannot save a {odd}: it saves numbers, texts, tensors, arrays, and lists of them")
     ts = _tensors_in(o)
     def bare(t): return t.detach().as_subclass(Tensor)
     copies = {id(t):bare(t).to('cpu', copy=True) for t in ts} # what `deepcopy` takes in their place
@@ -68,7 +69,7 @@ def load_plain(file, # Path
     ts = _tensors_in(o)
     return deepcopy(o, {id(ts[i]):ts[i].to(device) for i in elsewhere}) if elsewhere and device is not None else o
 
-# %% ../../nbs/checkpoint/02_state.ipynb #2d33f05a
+# %% ../../nbs/checkpoint/02_state.ipynb #8723c3a4
 _not_of_state = 'learn','run','training','start_epoch' # of the learner, the fit, and this process's clock
 
 def _has_state(o): return all(callable(getattr(type(o), nm, None)) for nm in ('state_dict','load_state_dict'))
@@ -79,7 +80,8 @@ def memory_of(tensors):
 
 def _are_numbers(v):
     "Is it a list of tensors that are numbers of one type, as the recorder's losses? There may be many, and they are kept as one tensor"
-    return type(v) is list and len(v) > 1 and all(isinstance(x, Tensor) and x.dim()==0 for x in v) and len({(x.dtype,x.device) for x in v})==1
+    if type(v) is not list or len(v) < 2: return False
+    return all(isinstance(x, Tensor) and x.dim()==0 for x in v) and len({(x.dtype,x.device) for x in v})==1
 
 def remembered(o, # A callback, a metric, a module or a loss function
                shared=(), # From `memory_of` the learner's tensors
@@ -218,12 +220,12 @@ def _as_remembered(learn, nm, p, o, rows):
     o = o if on_cpu else o.to(local(p).device)
     return sharded_of(learn.opt).as_wanted(p, o) if rows else o
 
-# %% ../../nbs/checkpoint/02_state.ipynb #dbeafb95
+# %% ../../nbs/checkpoint/02_state.ipynb #5ad81252
 _small = 2**16 # bytes up to which one worker writes a whole tensor
 
 def take_tensors(learn # `Learner` with an optimizer, after a step
                 )->list:
-    "Copies of what this worker writes of the model and of the optimizer's state, in CPU memory: (name, shape of the whole, first row, rows)"
+    "Copies, in CPU memory, of what this worker writes of model and optimizer: (name, shape of the whole, first row, rows)"
     (rank,n),trained,res = worker_of(learn),{id(p) for p in _params(learn.opt).values()},[]
     def add(nm, shape, start, t, writes=True):
         if writes: res.append((nm, tuple(shape), start, t.detach().as_subclass(Tensor).to('cpu', copy=True).contiguous()))
@@ -275,7 +277,7 @@ def signature(learn # `Learner` with an optimizer
     return dict(model=_sum_of([(k,list(t.shape),str(t.dtype)) for k,t in params.items()]),
                 opt=_sum_of([cls.__name__, steps, [[names.get(id(p), list(p.shape)) for p in pg] for pg in learn.opt.param_lists]]))
 
-# %% ../../nbs/checkpoint/02_state.ipynb #ceb14920
+# %% ../../nbs/checkpoint/02_state.ipynb #55044a41
 def _groups(opt):
     inner = inner_opt(opt)
     return inner.hypers if isinstance(inner, Optimizer) else inner.param_groups
@@ -308,12 +310,15 @@ def take_rest(learn, # `Learner` in a fit
     def is_off(cb): return not (ended or cb.run or _is_ours(cb)) # at the end of a fit fastai switches all on
     state_dict,scaler = learn.model.state_dict(keep_vars=True),getattr(learn, 'scaler', None)
     return plain_copy(dict(
-        opt=dict(hypers=[{k:v for k,v in pg.items() if k not in ('params','param_names')} for pg in _groups(opt)], count=vars(opt).get('count'),
-                 frozen_idx=vars(opt).get('frozen_idx'), trained=[nm for nm,p in _params(opt).items() if p.requires_grad],
+        opt=dict(hypers=[{k:v for k,v in pg.items() if k not in ('params','param_names')} for pg in _groups(opt)],
+                 count=vars(opt).get('count'), frozen_idx=vars(opt).get('frozen_idx'),
+                 trained=[nm for nm,p in _params(opt).items() if p.requires_grad],
                  grads=[nm for nm,p in _params(opt).items() if p.grad is not None]),
-        callbacks={nm:remembered(cb, shared)[0] for nm,cb in _callbacks(learn).items()}, off=[nm for nm,cb in _callbacks(learn).items() if is_off(cb)],
+        callbacks={nm:remembered(cb, shared)[0] for nm,cb in _callbacks(learn).items()},
+        off=[nm for nm,cb in _callbacks(learn).items() if is_off(cb)],
         modules={nm:remembered(m, shared)[0] for nm,m in _modules(learn).items()}, metrics=[remembered(m)[0] for m in learn.metrics],
-        extra={k:v for k,v in state_dict.items() if k.endswith('_extra_state')}, keys={k:names[id(t)] for k,t in state_dict.items() if id(t) in names},
+        extra={k:v for k,v in state_dict.items() if k.endswith('_extra_state')},
+        keys={k:names[id(t)] for k,t in state_dict.items() if id(t) in names},
         learner={k:getattr(learn, k) for k in _of_learner if hasattr(learn, k)}, streams=stream_states(*_randoms(learn)),
         loaders=[(generator_states(generators_in(*o)), text_order(l), counts_of(*o)) for l,o in loaders_of(learn)],
         loader=None if dl is None else (dl.state_dict(), dl.streams()), buffers=_stale_buffers(learn),
@@ -331,7 +336,7 @@ def put_rest(learn, # `Learner` in a fit
              rest, # What `take_rest` has copied, in the worker of this rank, or in rank 0 of another number of workers
              same=True, # Were there as many workers?
             ):
-    "Let this worker remember it; all but tensors, and the place in the training loader. (Callbacks that are not here, attributes that are not)"
+    "Let this worker remember it: all but tensors, and the place in the training loader. Returns (callbacks, attributes) that are not here"
     opt,trainer,cbs = learn.opt,trainer_of(learn),_callbacks(learn)
     for pg,saved in zip(_groups(opt), rest['opt']['hypers']): pg.update(saved)
     for k in 'count','frozen_idx':
