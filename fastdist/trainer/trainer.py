@@ -56,7 +56,6 @@ class DistributedTrainer(SetupSteps):
         self.hypers = self.seen = self._accelerator = None
         self.trains = None # the loader of the epoch, while that is trained
         self.asked = {} # of the next evaluation, by `get_preds`: see `Evaluation`
-        self._fastdist_own = {*vars(self),'thread'} # of this process alone: `Resume` saves what a subclass has beside it
 
 # %% ../../nbs/trainer/03_trainer.ipynb #6261f72b
 @patch(as_prop=True)
@@ -128,7 +127,6 @@ def _attach_together(self:DistributedTrainer):
 def attach(self:DistributedTrainer):
     "Set up the learner for many workers; with one worker there is nothing to share, and what else the arguments say is done"
     if self.undo is not None: return
-    before = {*vars(self)}
     if self.learn._grab_cbs(ParallelTrainer): raise ValueError(
         f"rank {get_rank()}: this learner is in parallel_ctx (or to_parallel), which uses all GPUs from one process; "
         "leave it before distrib_ctx")
@@ -136,7 +134,6 @@ def attach(self:DistributedTrainer):
     self.join_group()
     if get_world_size() > 1: self.device = worker_device(self.settings, self.args.get('cpu', False))
     with self._attach_together(): self.set_up(self.steps())
-    self._fastdist_own |= {*vars(self)}-before
 
 # %% ../../nbs/trainer/03_trainer.ipynb #e60ff0b0
 @patch(as_prop=True)

@@ -115,10 +115,8 @@ def counted_collectives(counts):
 
 
 def from_the_start():
-    "As in a new process, once what was being written has been: the one place where the contract reaches into the package"
-    from fastdist.checkpoint.files.shared_folder import _fits
-    for o in _fits.values():
-        if o.ending is not None: o.ending.join()
+    "As in a new process: the one place where the contract reaches into the package"
+    from fastdist.checkpoint.resume import _fits
     _fits.clear()
 
 
