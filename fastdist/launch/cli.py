@@ -16,7 +16,7 @@ import psutil
 from ..env import check_gpus, hash_env
 from .machine import log_folder, n_cores, n_gpus, nearest, quiet_env, starting, startup_seconds, thread_env, why_cpu
 from .nodes import node_range, own_options, rendezvous, slurm_srun
-from .watch import end_noticed, end_processes, guarded, notices_shown, signals_raised, torch_quiet
+from .watch import end_noticed, end_processes, guarded, notices_shown, quiet_torch, signals_raised
 
 # %% ../../nbs/launch/05_cli.ipynb #0abb726c
 _usage = """usage: fastdist launch [options] script.py [arguments of the script]
@@ -244,7 +244,8 @@ def _run(a, o, command, folder, startup):
     found,status = [],lambda: next((n['status'] for n in reversed(found) if 'status' in n), None) # of workers that have saved and ended
     def hidden(rank): return (rank!='0' or bool(a.machine_rank)) and a.tee not in ('2','3')
     try:
-        with signals_raised(), torch_quiet(), _late_notice(a, startup), notices_shown(hidden) as found, end_noticed(o.local, folder):
+        quiet_torch()
+        with signals_raised(), _late_notice(a, startup), notices_shown(hidden) as found, end_noticed(o.local, folder):
             try: elastic_launch(_config(a, o, logs), command[0])(*command[1:])
             except SignalException as e: # torch forgets workers that it has started if the signal comes before the last: they end in here,
                 end_processes(psutil.Process().children(), e.sigval) # where their notices are read
@@ -302,6 +303,8 @@ def main(args # Arguments after `fastdist launch`
     try:
         # the launchers of several nodes know nothing of each other, and leave it to their workers to agree on a secret
         if max(o.nodes)==1: env.update(secret_env(a.num_processes))
+        # without it torch 2.15 gives nodes different stores when their number has changed
+        if min(o.nodes)!=max(o.nodes): env['TORCH_DISABLE_SHARE_RDZV_TCP_STORE'] = '1'
         with guarded(), patch_environment(**env): status = _run(a, o, command, folder, startup)
     except KeyboardInterrupt: status = 130
     finally:
