@@ -19,7 +19,7 @@ from .weights import sharded_of
 from ..comm.shards import TensorShard, is_dtensor, local
 from ..data.dl import DistributedDL
 from ..data.fastai_dl import set_text_order, text_order
-from ..data.loaders import and_those_in, counts_of, set_counts
+from ..data.loaders import counts_of, set_counts
 from ..data.rng import drawers, plain_state, generator_states, generators_in, set_generator_states, set_stream_states, stream_states
 from ..metrics.losses import GlobalBatchLoss
 from ..model.batchnorm import has_global_stats
@@ -325,7 +325,7 @@ def plain_loaders(learn # Any `Learner`
 
 def _drawing(learn):
     "By loader, what draws the order of it and of those in it"
-    return [[o for l in and_those_in(dl) for o in drawers(l)] for dl in plain_loaders(learn)]
+    return [drawers(dl) for dl in plain_loaders(learn)]
 
 def loader_counts(learn # Any `Learner`
                  ):

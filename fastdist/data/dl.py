@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Place', 'Part', 'DistributedDL']
 
-# %% ../../nbs/data/05_dl.ipynb #c930d92d
+# %% ../../nbs/data/05_dl.ipynb #5c7f8b8d
 import hashlib,operator,sys
 from contextlib import nullcontext
 from functools import cache
@@ -15,9 +15,9 @@ from fastai.basics import *
 from fastai.data.load import DataLoader as FastaiDataLoader
 from ..comm.call import same_text
 from ..comm.objects import all_gather_list, from_rank0
-from .fastai_dl import FastaiShard, set_text_order, text_order
-from .loaders import counts_of, loaders_in, n_batches, set_counts
-from .partition import Counts, join_rows
+from .fastai_dl import FastaiShard, reads_rows, set_text_order, text_order
+from .loaders import counts_of, n_batches, set_counts
+from .partition import Counts, Plan, join_rows
 from .rng import (OtherLoader, WorkerRandom, drawers, generator_states, generators_in, plain_state, seed_of, set_generator_states,
                                set_stream_states, shared_order, stream_states)
 from .torch_dl import TorchDataLoader, TorchShard
@@ -63,14 +63,13 @@ def _class_of(cls, kind):
     ns = {nm:_override(nm, f) for nm,f in users.items() if nm in given}
     return type(cls.__name__, (cls,shard,kind), {**ns, '_made_of':cls, '__module__':cls.__module__, '__doc__':cls.__doc__})
 
-# %% ../../nbs/data/05_dl.ipynb #11b448fd
+# %% ../../nbs/data/05_dl.ipynb #de884ff0
 def _place_of(rank, world_size, split_batches, evaluate):
     "(Is it this process's in its group?, `Place`); raises an error for an argument that is none"
     if (rank is None) != (world_size is None):
         raise ValueError(f"rank={rank} and world_size={world_size}: pass both, or none of them to take those of this process")
     grouped = rank is None
-    try: rank,world_size = (get_rank(),get_world_size()) if grouped else map(operator.index, (rank,world_size))
-    except TypeError: raise TypeError(f"rank={rank!r} and world_size={world_size!r}: both are integers") from None
+    if grouped: rank,world_size = get_rank(),get_world_size()
     check_rank(rank, world_size)
     for nm,v,ok in (('split_batches',split_batches,(None,False,True)),('evaluate',evaluate,(False,True))):
         if v not in ok: raise ValueError(f"rank {rank}: {nm}={v!r} must be one of {', '.join(map(str, ok))}")
@@ -97,10 +96,8 @@ class DistributedDL:
         if isinstance(dl, DataLoaders):
             raise TypeError(f"{nm} has a loader to train and one to validate: split each of them, such as dls.train")
         if not isinstance(dl, (FastaiDataLoader,TorchDataLoader)):
-            names = ', '.join(loaders_in(dl))
-            held = f"; of those that it holds ({names}) each can be, by DistributedDL, for a loop of your own" if names else ''
             raise TypeError(f"{nm} is no DataLoader of fastai's or PyTorch's, so it cannot be split between workers: give a single one, "
-                            f"such as fastai's `TfmdDL`, of a data set that has all of a sample{held}")
+                            "such as fastai's `TfmdDL`, of a data set that has all of a sample")
         return _assemble(cls, dl, Part(dl, Place(0, 1), False, None, False))
 
     def __init__(self,
@@ -115,9 +112,8 @@ class DistributedDL:
         self.part = Part(self.dl, place, grouped, split_batches, evaluate, None, self.part.given)
         self._prepare()
         if device is not None: self.move_to(device)
-        if self.evaluate and self.in_processes and self.world_size > 1: raise TypeError(
-            f"{self.name} reads an iterable data set in several processes, whose batches have no order "
-            "that workers could share for evaluation: use num_workers=0")
+        if evaluate and self.is_stream and self.world_size > 1: raise TypeError(
+            f"{self.name} reads an iterable data set, of which each worker has to read all: evaluate it in each of them")
 
     def over(self, dl, place=None, grouped=None):
         "`dl`, split as this loader is; the part of another `place`"
@@ -134,6 +130,24 @@ class DistributedDL:
     def __reduce__(self): return _assemble,(self._made_of, self.dl, self.part)
     def __reduce_ex__(self, protocol): return self.__reduce__()
     def __copy__(self): return _assemble(self._made_of, self.dl, copy(self.part))
+
+    @property
+    def mode(self):
+        "How the epoch is cut: in 'steps' of a global batch, in 'batches' of one process, or in 'slices'"
+        if self.evaluate: return 'steps' if reads_rows(self.dl) else 'batches' # a model's state goes on from row to row
+        return 'slices' if self.split_batches is None and not (self.is_stream or self.is_made or reads_rows(self.dl)) else 'steps'
+
+    @property
+    def is_split(self): return self.mode=='steps' and bool(self.split_batches or self.evaluate)
+
+    @property
+    def global_bs(self):
+        "Number of samples that all workers together take in a full step; of batches, where a batch sampler makes them"
+        return (self.bs or 1)*(1 if self.is_split else self.world_size)
+
+    def _cut(self, order, start=0):
+        "The `Plan` of an epoch of this order"
+        return Plan(order, self.bs or 1, self.rank, self.world_size, self.mode, self.global_bs, self.drop_last, start, self.is_made)
 
 for _nm in 'dl split_batches evaluate counts grouped'.split(): setattr(DistributedDL, _nm, property(operator.attrgetter(f'part.{_nm}')))
 for _nm in 'rank world_size'.split(): setattr(DistributedDL, _nm, property(operator.attrgetter(f'part.place.{_nm}')))
@@ -227,7 +241,7 @@ def draw_idxs(self:DistributedDL):
     "Indices of a whole epoch of a fastai loader, the same in all workers. The order of a subclass that overrides `get_idxs` is what it returns"
     return self._own_order() if self.part.drawing else self._draw(new=False)
 
-# %% ../../nbs/data/05_dl.ipynb #a250f51c
+# %% ../../nbs/data/05_dl.ipynb #c08c4c7e
 @patch
 def __iter__(self:DistributedDL):
     p = self.part
@@ -260,9 +274,8 @@ def plan(self:DistributedDL):
 
 @patch(as_prop=True)
 def rounds(self:DistributedDL):
-    "How many batches some worker has, where they are taken in turn: of a stream that has been read as many as there were"
-    rounds = getattr(self.part.plan, 'rounds', None)
-    return -(-(n_batches(self.dl) or 0)//self.world_size) if rounds is None else rounds
+    "How many batches some worker has, where they are taken in turn"
+    return -(-(n_batches(self.dl) or 0)//self.world_size)
 
 @patch
 def __len__(self:DistributedDL):

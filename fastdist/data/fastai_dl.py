@@ -5,12 +5,12 @@
 # %% auto #0
 __all__ = ['reads_rows', 'text_order', 'set_text_order', 'plain_method', 'LoaderHook', 'FastaiShard']
 
-# %% ../../nbs/data/02_fastai_dl.ipynb #aebf883c
+# %% ../../nbs/data/02_fastai_dl.ipynb #75374d1d
 import itertools,sys
 from fastai.basics import *
 from fastai.data.load import DataLoader as FastaiDataLoader, SkipItemException, _FakeLoader, _loaders
 from fastai.learner import _ConstantFunc
-from .partition import Counts, Plan, local_rows
+from .partition import local_rows
 from .rng import OtherLoader, WorkerRandom, begin_batch, seed_of, shared_order
 from ..fault.stop import loader_begins
 
@@ -60,13 +60,14 @@ class LoaderHook:
     def __set_name__(self, owner, nm): self.owner,self.nm = owner,nm
     def __get__(self, o, cls=None): return self if o is None else plain_method(self.owner, o, self.nm)
 
-# %% ../../nbs/data/02_fastai_dl.ipynb #c32d1586
+# %% ../../nbs/data/02_fastai_dl.ipynb #5c310ef1
 class FastaiShard:
     "In front of the class of a fastai `DataLoader`: this worker's part of its batches"
     wif,after_item,before_batch,after_batch,after_iter,create_batch,retain,do_batch = (LoaderHook() for _ in range(8))
     fake_l = property(lambda self: self.part.reader, doc="Between fastai's loader and torch's iterators")
     is_stream = property(lambda self: not self.dl.indexed, doc="Is the data set iterable?")
     in_processes = property(lambda self: self.is_stream and self.dl.fake_l.num_workers > 0)
+    is_made = False
 
     def _prepare(self):
         "Make what torch's iterators read; a `TypeError` says why a loader cannot be split"
@@ -76,20 +77,6 @@ class FastaiShard:
                 f"{self.name} has its own `{o}`, which splitting would replace: override get_idxs, create_item or create_batch instead")
         self.part.reader = _FakeLoader(self, f.pin_memory, f.num_workers, f.timeout, f.persistent_workers, f.pin_memory_device)
         self.part.reader.worker_init_fn = _begin_process
-
-    @property
-    def mode(self):
-        "How the epoch is cut: in 'steps' of a global batch, in 'batches' of one process, or in 'slices'"
-        if self.evaluate: return 'steps' if reads_rows(self.dl) else 'batches' # of rows the next batch goes on with each
-        return 'slices' if self.split_batches is None and self.dl.indexed and not reads_rows(self.dl) else 'steps'
-
-    @property
-    def is_split(self): return self.mode=='steps' and bool(self.split_batches or self.evaluate)
-
-    @property
-    def global_bs(self):
-        "Number of samples that all workers together take in a full step"
-        return (self.dl.bs or 1)*(1 if self.is_split else self.world_size)
 
     @property
     def source(self):
@@ -106,7 +93,7 @@ class FastaiShard:
         p.source.shuffle,p.source.items,p.source.lens,p.source.chunks = dl.shuffle,dl.items,dl.lens,dl.chunks
         return p.source
 
-# %% ../../nbs/data/02_fastai_dl.ipynb #8e2cdd13
+# %% ../../nbs/data/02_fastai_dl.ipynb #fca85dc7
 @patch(as_prop=True)
 def unsized(self:FastaiShard):
     "Why the length is not known, `None` if it is"
@@ -155,11 +142,6 @@ def _order(self:FastaiShard, new):
     finally: dl.bs = bs
     if source is not dl: dl.chunks = source.chunks # of the texts as they are now
     return order if isinstance(order, (list,range)) else list(order)
-
-@patch
-def _cut(self:FastaiShard, order, start=0):
-    "The `Plan` of an epoch of this order"
-    return Plan(order, self.dl.bs or 1, self.rank, self.world_size, self.mode, self.global_bs, self.dl.drop_last, start)
 
 # %% ../../nbs/data/02_fastai_dl.ipynb #2132fc74
 @patch
@@ -226,13 +208,12 @@ def _read_samples(self:FastaiShard, steps):
                                          "a batch: remove them from the data set, or use a larger batch size")
         yield items,counts
 
-# %% ../../nbs/data/02_fastai_dl.ipynb #4f43527a
+# %% ../../nbs/data/02_fastai_dl.ipynb #ffd63306
 @patch
 def sample(self:FastaiShard):
     "The steps of which this loader process makes batches"
-    until_the_end = self.unsized or self.is_stream and self.mode=='batches' # of a stream that is shorter than it says
     dl = self.dl
-    return itertools.count(dl.offs, dl.num_workers) if until_the_end else range(dl.offs, len(self.part.plan), dl.num_workers)
+    return itertools.count(dl.offs, dl.num_workers) if self.unsized else range(dl.offs, len(self.part.plan), dl.num_workers)
 
 @patch
 def create_batches(self:FastaiShard, steps):

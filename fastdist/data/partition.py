@@ -33,10 +33,9 @@ class Counts(namedtuple('Counts', 'mine total empty')):
         "Of samples that are batches, of a size that only their reader knows"
         return self._replace(mine=None if self.mine else 0, total=None)
 
-# %% ../../nbs/data/01_partition.ipynb #46e8a944
+# %% ../../nbs/data/01_partition.ipynb #9a355abf
 class Plan:
     "Which part of each step of an epoch belongs to `rank`"
-    rounds = None # in `batches` of a stream: how many some worker has had, once it has ended
     def __init__(self,
         order, # Samples of the whole epoch, the same in all workers; with `made` its batches, as lists of samples
         bs:int, # Batch size of one process
@@ -86,7 +85,7 @@ class Plan:
         "What `start` has to be to go on after `k` steps"
         return min(self.start+k*self.global_bs, len(self.order))
 
-# %% ../../nbs/data/01_partition.ipynb #f5895709
+# %% ../../nbs/data/01_partition.ipynb #8b1aef0e
 def _read_step(it, n):
     "The next `n` samples of `it`, fewer at its end; random draws of the data set are the same in all workers"
     with shared_order(sync=False): return list(itertools.islice(it, n))
@@ -96,21 +95,13 @@ def read(self:Plan,
          it, # Iterator over the raw samples
          steps=None, # Numbers of the steps to read; by default all, also where there are more than `order` says
         ):
-    "Of each step of a stream: (samples of all workers, this worker's, their `Counts`); in `batches` the first is the second"
-    skip,size = self.start,self.global_bs//self.turns
+    "Of each step of a stream: (samples of all workers, this worker's, their `Counts`)"
+    skip,size = self.start,self.global_bs
     while skip > 0 and (o := _read_step(it, min(skip, 10000))): skip -= len(o)
-    def next_batch(i):
-        b = _read_step(it, size if steps is None else max(0, min(size, len(self.order)-self.start-i*size)))
-        return [] if self.drop_last and len(b) < size else b
     for k in itertools.count() if steps is None else steps:
-        every = [next_batch(k*self.turns+i) for i in range(self.turns)] # the others' batches are read as well
-        whole = mine = every[self.rank if self.turns > 1 else 0]
-        counts = Counts(len(mine), len(mine), False)
-        if self.mode!='batches': mine,counts = whole[self.rank::self.world_size] or whole[:1],Counts.split(len(whole), self.rank, self.world_size)
-        if not whole:
-            self.rounds = k+bool(every[0])
-            return
-        yield whole,mine,counts
+        whole = _read_step(it, size if steps is None else min(size, self.n-self.start-k*size))
+        if len(whole) < (size if self.drop_last else 1): return
+        yield whole,whole[self.rank::self.world_size] or whole[:1],Counts.split(len(whole), self.rank, self.world_size)
 
 # %% ../../nbs/data/01_partition.ipynb #086d1944
 def _has_rows(o, n):

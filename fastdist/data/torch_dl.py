@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['TorchShard']
 
-# %% ../../nbs/data/03_torch_dl.ipynb #0a0056e5
+# %% ../../nbs/data/03_torch_dl.ipynb #3cc28e90
 import sys
 from contextlib import nullcontext
 from copy import copy
@@ -18,41 +18,35 @@ from torch.utils.data import (DataLoader as TorchDataLoader, DistributedSampler,
                               RandomSampler, SequentialSampler, default_collate)
 
 from .fastai_dl import LoaderHook
-from .partition import Counts, Plan, local_rows
+from .partition import local_rows
 from .rng import WorkerRandom, shared_order
 from ..fault.stop import loader_begins
 
-# %% ../../nbs/data/03_torch_dl.ipynb #6eb3755b
-class _Batches:
-    "The items of a batch for its samples, with their `Counts`"
-    def __init__(self, dataset): self.dataset = dataset
-    def __getitem__(self, o):
-        idxs,counts = o
-        many = getattr(self.dataset, '__getitems__', None)
-        return many(list(idxs)) if many and len(idxs) > 1 else [self.dataset[i] for i in idxs],counts
+# %% ../../nbs/data/03_torch_dl.ipynb #e9ce2be7
+class _Samples:
+    "In place of a sampler: the samples of each batch of this worker"
+    def __init__(self, batched, whole): self.batched,self.whole,self.plan = batched,whole,None
+    def __len__(self): return len(self.plan)
+    def __iter__(self):
+        for o in map(self.plan.global_batch if self.whole else self.plan.local_batch, range(len(self))): yield list(o) if self.batched else o[0]
 
 class _StreamBatches(IterableDataset):
-    "Those of an iterable data set, as each worker reads it"
+    "The items of each batch of this worker of an iterable data set, with their `Counts`"
     def __init__(self, dataset, plan, whole): self.dataset,self.plan,self.whole = dataset,plan,whole
     def __iter__(self):
         with shared_order(sync=False): it = iter(self.dataset)
         for whole,mine,counts in self.plan.read(it): yield whole if self.whole else mine,counts
 
-class _Samples:
-    "In place of a sampler: the samples of each batch of this worker, with their `Counts`"
-    def __init__(self, whole): self.whole,self.plan = whole,None
-    def __len__(self): return len(self.plan)
-    def __iter__(self):
-        for k in range(len(self)): yield self.plan.global_batch(k) if self.whole else self.plan.local_batch(k),self.plan.counts(k)
-
 class _Collate:
-    "A loader's `collate_fn`, for items with their `Counts`; of a batch that is made whole the rows of this worker"
-    def __init__(self, dl, fn, whole): self.nm,self.rank,self.world_size,self.batched,self.fn,self.whole = dl.name,dl.rank,dl.world_size,dl.is_batched,fn,whole
+    "A loader's `collate_fn`; returns (batch, `Counts` if it knows them), of a batch that is made whole the rows of this worker"
+    def __init__(self, dl, whole):
+        self.nm,self.rank,self.world_size,self.batched,self.stream = dl.name,dl.rank,dl.world_size,dl.is_batched,dl.is_stream
+        self.fn,self.whole = dl.collate_fn,whole
     def __call__(self, o):
-        items,counts = o
-        b = self.fn(items if self.batched else items[0])
-        if self.whole: return local_rows(self.nm, b, self.rank, self.world_size, len(items) if self.batched else None)
-        return b,counts if self.batched else counts.unsized()
+        items,counts = o if self.stream else (o,None)
+        b = self.fn(items[0] if self.stream and not self.batched else items)
+        if not self.whole: return b,counts if counts is None or self.batched else counts.unsized()
+        return local_rows(self.nm, b, self.rank, self.world_size, len(items) if self.batched else None)
 
 def _begin_process(rank, world_size, seed, user_fn, worker_id):
     loader_begins()
@@ -60,40 +54,30 @@ def _begin_process(rank, world_size, seed, user_fn, worker_id):
     else: set_seed(seed+worker_id)
     if user_fn is not None: user_fn(worker_id)
 
-# %% ../../nbs/data/03_torch_dl.ipynb #b2331383
+# %% ../../nbs/data/03_torch_dl.ipynb #4300cf15
 class TorchShard:
     "In front of the class of a PyTorch `DataLoader`: this worker's part of its batches"
     collate_fn = LoaderHook()
     bs = property(lambda self: self.dl.batch_size) # `None` where a batch sampler makes batches
     n = property(lambda self: self.expected_n)
+    source = property(lambda self: self.dl)
     is_stream = property(lambda self: isinstance(self.dl.dataset, IterableDataset), doc="Is the data set iterable?")
     in_processes = property(lambda self: self.is_stream and self.dl.num_workers > 0)
     is_batched = property(lambda self: self.dl.batch_sampler is not None)
     is_made = property(lambda self: self.is_batched and self.dl.batch_size is None, doc="Does a batch sampler that was given make the batches?")
+    is_fixed = property(lambda self: not self.is_stream and not self.is_made and type(self.dl.sampler) is SequentialSampler)
+    is_known = property(lambda self: self.is_stream or not self.is_made and type(self.dl.sampler) in (RandomSampler,SequentialSampler))
 
     def _prepare(self):
         "A `TypeError` says why a loader cannot be split"
-        dl,nm = self.dl,self.name
-        if type(dl).__iter__ is not TorchDataLoader.__iter__: raise TypeError(
-            f"{nm} has its own `__iter__`, which splitting would replace: move what it does into the data set or `collate_fn`")
-        for o in (dl.sampler,dl.batch_sampler,getattr(dl.batch_sampler, 'sampler', None)):
-            if isinstance(o, DistributedSampler): raise TypeError(f"{nm} is split already, by its DistributedSampler: leave that out")
-        if isinstance(dl.dataset, (IterDataPipe,MapDataPipe)):
-            raise TypeError(f"{nm} reads a datapipe, which PyTorch splits by rank itself: use a Dataset or an IterableDataset")
-        if not dl.in_order: raise TypeError(f"{nm} has in_order=False, with which workers take other batches in each run: leave it True")
-
-    @property
-    def mode(self):
-        "How the epoch is cut: in 'steps' of a global batch, in 'batches' of one process, or in 'slices'"
-        return 'batches' if self.evaluate else 'slices' if self.split_batches is None and not self.is_stream and not self.is_made else 'steps'
-
-    @property
-    def is_split(self): return self.mode=='steps' and bool(self.split_batches)
-
-    @property
-    def global_bs(self):
-        "Number of samples that all workers together take in a full step; of batches, where a batch sampler makes them"
-        return (self.bs or 1)*(1 if self.is_split else self.world_size)
+        dl = self.dl
+        split = any(isinstance(o, DistributedSampler) for o in (dl.sampler,dl.batch_sampler,getattr(dl.batch_sampler, 'sampler', None)))
+        for bad,why in (
+            (type(dl).__iter__ is not TorchDataLoader.__iter__, "has its own `__iter__`, which splitting would replace: move what it does into the data set or `collate_fn`"),
+            (split, "is split already, by its DistributedSampler: leave that out"),
+            (isinstance(dl.dataset, (IterDataPipe,MapDataPipe)), "reads a datapipe, which PyTorch splits by rank itself: use a Dataset or an IterableDataset"),
+            (not dl.in_order, "has in_order=False, with which workers take other batches in each run: leave it True")):
+            if bad: raise TypeError(f"{self.name} {why}")
 
     @property
     def unsized(self):
@@ -108,60 +92,33 @@ class TorchShard:
         if not self.is_stream: return len(self.dl.batch_sampler if self.is_made else self.dl.sampler)
         return len(self.dl.dataset) if type(self.dl).__len__ is TorchDataLoader.__len__ else len(self.dl)*(self.bs or 1)
 
-# %% ../../nbs/data/03_torch_dl.ipynb #e7cc74ed
-@patch(as_prop=True)
-def source(self:TorchShard): return self.dl
+    def _order(self, new):
+        "The order of an epoch. torch draws a seed for its processes between `iter` of what it fetches and the first index"
+        dl,fetched = self.dl,None
+        if not self.is_stream: fetched = iter(dl.batch_sampler if self.is_batched else dl.sampler)
+        if new and self.part.seeded: self.part.seed = torch.empty((), dtype=torch.int64).random_(generator=dl.generator).item()
+        if self.is_stream: return range(sys.maxsize if self.unsized else self.expected_n)
+        if self.is_fixed: return range(len(dl.sampler))
+        return list(fetched if self.is_made or not self.is_batched else dl.sampler)
 
-@patch(as_prop=True)
-def is_fixed(self:TorchShard):
-    "Do all workers have this order without a message?"
-    return not self.is_stream and not self.is_made and type(self.dl.sampler) is SequentialSampler
+    def _draws_seed(self): return self.part.reader is None or self.part.reader._iterator is None # processes that persist keep theirs
+    def _no_processes(self): return nullcontext()
 
-@patch(as_prop=True)
-def is_known(self:TorchShard):
-    "Does the order follow from nothing but the shared state?"
-    return self.is_stream or not self.is_made and type(self.dl.sampler) in (RandomSampler,SequentialSampler)
+    def _start(self):
+        "The epoch's batches with their `Counts`, as read by a copy of the loader; the same one as long as it has processes that persist"
+        p,dl = self.part,self.dl
+        if p.reader is None or p.reader._iterator is None or self.is_stream:
+            whole = self.is_split and (not self.is_batched or self.collate_fn is not default_collate)
+            p.reader,samples = copy(dl),_Samples(self.is_batched, whole)
+            own = dict(sampler=samples, batch_sampler=samples if self.is_batched else None)
+            if self.is_stream: own = dict(dataset=_StreamBatches(dl.dataset, p.plan, whole), batch_sampler=None)
+            # what has been set in a loader cannot be set again
+            vars(p.reader).update(
+                **own, drop_last=False, collate_fn=_Collate(self, whole), generator=torch.Generator().manual_seed(p.seed),
+                worker_init_fn=partial(_begin_process, self.rank, self.world_size, p.seed, dl.worker_init_fn), _IterableDataset_len_called=None, _iterator=None)
+        if not self.is_stream: p.reader.sampler.plan = p.plan
+        def known(k): return p.plan.counts(k) if self.is_batched else p.plan.counts(k).unsized()
+        return ((b,counts or known(k)) for k,(b,counts) in enumerate(iter(p.reader))),p.seed
 
-@patch
-def _order(self:TorchShard, new):
-    "The order of an epoch. torch draws a seed for the processes between `iter` of what it fetches and the first index, but for those that persist"
-    dl,fetched = self.dl,None
-    if not self.is_stream: fetched = iter(dl.batch_sampler if self.is_batched else dl.sampler)
-    if new and self.part.seeded: self.part.seed = torch.empty((), dtype=torch.int64).random_(generator=dl.generator).item()
-    if self.is_stream: return range(sys.maxsize if self.expected_n is None else self.expected_n)
-    if self.is_fixed: return range(len(dl.sampler))
-    return list(fetched if self.is_made or not self.is_batched else dl.sampler)
-
-@patch
-def _draws_seed(self:TorchShard): return self.part.reader is None or self.part.reader._iterator is None # those that persist keep theirs
-
-@patch
-def _no_processes(self:TorchShard): return nullcontext()
-
-@patch
-def _cut(self:TorchShard, order, start=0):
-    "The `Plan` of an epoch of this order"
-    return Plan(order, self.bs or 1, self.rank, self.world_size, self.mode, self.global_bs, self.dl.drop_last, start, self.is_made)
-
-@patch
-def _start(self:TorchShard):
-    "The iterator of an epoch, of a copy of the loader that reads by the plan; the same copy as long as it has processes that persist"
-    p,dl = self.part,self.dl
-    if p.reader is None or p.reader._iterator is None or self.is_stream:
-        fn = self.collate_fn
-        whole = self.is_split and (not self.is_batched or fn is not default_collate)
-        p.reader,samples = copy(dl),_Samples(whole)
-        # what has been set in a loader cannot be set again
-        vars(p.reader).update(
-            dataset=_StreamBatches(dl.dataset, p.plan, whole) if self.is_stream else _Batches(dl.dataset),
-            sampler=dl.sampler if self.is_stream else samples, batch_sampler=None, batch_size=None, drop_last=False, collate_fn=_Collate(self, fn, whole),
-            worker_init_fn=partial(_begin_process, self.rank, self.world_size, p.seed, dl.worker_init_fn),
-            generator=torch.Generator().manual_seed(p.seed), _IterableDataset_len_called=None, _iterator=None)
-    if not self.is_stream: p.reader.sampler.plan = p.plan
-    return iter(p.reader),p.seed
-
-@patch
-def _finish(self:TorchShard, b): return b if self.device is None else to_device(b, self.device)
-
-@patch
-def _end(self:TorchShard): "Nothing follows the last batch"
+    def _finish(self, b): return b if self.device is None else to_device(b, self.device)
+    def _end(self): "Nothing follows the last batch"

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from ..callbacks.patches.fastai_patches import has_state, leave_on_cpu
 from ..data.dl import DistributedDL, Place
 from ..data.fastai_dl import reads_rows
-from ..data.loaders import loaders_in, n_batches, reads_in_processes
+from ..data.loaders import is_stream, n_batches
 from ..metrics.losses import GlobalBatchLoss
 from ..metrics.metrics import EpochTotals
 from ..strategy.sharded_opt import move_state
@@ -53,8 +53,8 @@ class SharedLoaders:
     def can_share(self, dl # Loader, not a `DistributedDL`
                  ):
         "Can workers share an evaluation of `dl`? Otherwise all of them evaluate all of it, which takes longer, and gives the same numbers"
-        # each would read a stream, or have statistics or a count, of its own
-        if reads_in_processes(dl) or _trains_norms(self.learn) or _counts_batches(dl): return False
+        # each would have statistics or a count of its own; and all read all of a stream
+        if is_stream(dl) or _trains_norms(self.learn) or _counts_batches(dl): return False
         if not reads_rows(dl): return not _keeps_state(self.learn)
         if isinstance(self.learn.loss_func, GlobalBatchLoss): return False # of whole batches, whatever it is
         # one file for each whole batch
@@ -101,7 +101,7 @@ def evaluate(self:SharedLoaders, dl, # Loader of the learner's, or a list of bat
             ):
     "This worker's part of `dl`, to evaluate. A single batch is evaluated by all: that needs no message (`predict` in rank 0 alone)"
     inner = dl.dl if isinstance(dl, DistributedDL) else dl
-    if not isinstance(inner, (FastaiDataLoader,TorchDataLoader)) and not loaders_in(inner): return inner # batches
+    if not isinstance(inner, (FastaiDataLoader,TorchDataLoader)): return inner # a list of batches, or an object that makes them
     return self.part(dl, True, alone or n_batches(inner) in (0,1) or not self.can_share(inner))
 
 # %% ../../nbs/trainer/00_loaders.ipynb #d680ee91
