@@ -45,7 +45,7 @@ FAULTS = [Fault(*o) for o in [
      'mine,counts = whole[self.rank::self.world_size] or', 'mine,counts = whole[self.world_size-1-self.rank::self.world_size] or',
      ['tests/data/test_data.py::test_streams_of_unknown_length']),
     ('text-order-lost', 'P3', "the order of a language model's texts is not put back at the beginning of an epoch",
-     'zip(plain_loaders(learn), rest[\'texts\'])', 'zip(plain_loaders(learn), ())',
+     'zip(_drawing(learn), rest[\'generators\'])', 'zip(_drawing(learn), ())',
      ['tests/checkpoint/test_resume.py::test_a_language_model']),
     ('resume-repeats-a-batch', 'P3', "a loader that goes on in the middle of an epoch begins one step too early",
      'offset=p.plan.done(p.steps)', 'offset=p.plan.done(max(p.steps-1, 0))',

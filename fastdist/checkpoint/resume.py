@@ -14,7 +14,7 @@ from .callbacks import not_made, not_put, not_saved
 from .found import FoundFit, metric_names, recorded
 from .files.saving import Saver, every_of
 from .files.shared_folder import SharedFolder, fits_of, real_folder
-from .state import has_gradients, loader_counts, plain_loaders, signature, take_rest, take_tensors, worker_of
+from .state import has_gradients, plain_loaders, signature, take_rest, take_tensors, worker_of
 from ..data.dl import DistributedDL
 from ..fault.stop import StopSignals, stop_together
 from ..strategy.base import check_values
@@ -86,7 +86,6 @@ def _begin(self:Resume):
     learn = self.learn
     self.rank,workers = worker_of(learn)
     self._check()
-    loader_counts(learn) # what samplers count is seen from here on
     self.shared = SharedFolder(self.folder, self.rank, workers).take()
     self.fits = fits_of(self.folder, learn)
     self.fit_no = len(self.fits.left)

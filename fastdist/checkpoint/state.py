@@ -4,8 +4,7 @@
 
 # %% auto #0
 __all__ = ['named_tensors', 'worker_of', 'has_gradients', 'signature', 'take_tensors', 'put_tensors', 'match_buffers',
-           'hidden_states', 'plain_loaders', 'loader_counts', 'random_of', 'take_rest', 'joined_metrics', 'put_rest',
-           'read_state']
+           'hidden_states', 'plain_loaders', 'random_of', 'take_rest', 'joined_metrics', 'put_rest', 'read_state']
 
 # %% ../../nbs/checkpoint/03_state.ipynb #ba263d98
 import hashlib,json
@@ -18,8 +17,6 @@ from .plain import NotPlain, attributes_of, from_plain, is_link, memory_of, set_
 from .weights import sharded_of
 from ..comm.shards import TensorShard, is_dtensor, local
 from ..data.dl import DistributedDL
-from ..data.fastai_dl import set_text_order, text_order
-from ..data.loaders import counts_of, set_counts
 from ..data.rng import drawers, plain_state, generator_states, generators_in, set_generator_states, set_stream_states, stream_states
 from ..metrics.losses import GlobalBatchLoss
 from ..model.batchnorm import has_global_stats
@@ -324,13 +321,8 @@ def plain_loaders(learn # Any `Learner`
     return [o.dl if isinstance(o, DistributedDL) else o for o in learn.dls.loaders]
 
 def _drawing(learn):
-    "By loader, what draws the order of it and of those in it"
-    return [drawers(dl) for dl in plain_loaders(learn)]
-
-def loader_counts(learn # Any `Learner`
-                 ):
-    "By loader, what samplers and iterable data sets of a user's own have counted since they were seen first"
-    return [counts_of(*o) for o in _drawing(learn)]
+    "By loader, what its order is drawn from"
+    return [generators_in(*drawers(dl)) for dl in plain_loaders(learn)]
 
 # %% ../../nbs/checkpoint/03_state.ipynb #9823f9d8
 def random_of(learn # Any `Learner`
@@ -365,8 +357,7 @@ def take_rest(learn, # `Learner` in a fit
         modules=_module_data(dict(learn.model.named_modules()), shared), loss=_module_data(_loss_modules(learn), shared),
         metrics=[attributes_of(m)[0] for m in learn.metrics], keys=_state_keys(learn),
         learner={k:to_plain(getattr(learn, k)) for k in _of_learner if hasattr(learn, k)},
-        streams=plain_state(stream_states(*random_of(learn))), generators=[generator_states(generators_in(*o)) for o in _drawing(learn)],
-        texts=[text_order(o) for o in plain_loaders(learn)], counts=loader_counts(learn),
+        streams=plain_state(stream_states(*random_of(learn))), generators=[generator_states(o) for o in _drawing(learn)],
         loader=None if dl is None else dict(state=dl.state_dict(), streams=plain_state(dl.streams())),
         buffers={n:to_plain(b) for n,b in _own_buffers(learn).items()}, dirty=getattr(trainer, 'buffers_stale', False),
         scaler=None if scaler is None else to_plain(scaler.state_dict()))
@@ -382,10 +373,7 @@ def joined_metrics(every # `metrics` of what each of the workers before remember
 
 # %% ../../nbs/checkpoint/03_state.ipynb #c1be98e9
 def _put_loaders(learn, rest):
-    for dl,order in zip(plain_loaders(learn), rest['texts']): set_text_order(dl, order)
-    for found,states,counts in zip(_drawing(learn), rest['generators'], rest['counts']):
-        set_generator_states(generators_in(*found), states)
-        set_counts(found, counts)
+    for found,states in zip(_drawing(learn), rest['generators']): set_generator_states(found, states)
 
 # %% ../../nbs/checkpoint/03_state.ipynb #ec2e9d75
 def put_rest(learn, # `Learner` in a fit

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['Place', 'Part', 'DistributedDL']
 
-# %% ../../nbs/data/05_dl.ipynb #5c7f8b8d
-import hashlib,operator,sys
+# %% ../../nbs/data/05_dl.ipynb #12a6d45e
+import operator,sys
 from contextlib import nullcontext
 from functools import cache
 from types import MethodType
@@ -14,9 +14,9 @@ from types import MethodType
 from fastai.basics import *
 from fastai.data.load import DataLoader as FastaiDataLoader
 from ..comm.call import same_text
-from ..comm.objects import all_gather_list, from_rank0
-from .fastai_dl import FastaiShard, reads_rows, set_text_order, text_order
-from .loaders import counts_of, n_batches, set_counts
+from ..comm.objects import all_gather_list
+from .fastai_dl import FastaiShard, reads_rows
+from .loaders import n_batches
 from .partition import Counts, Plan, join_rows
 from .rng import (OtherLoader, WorkerRandom, drawers, generator_states, generators_in, plain_state, seed_of, set_generator_states,
                                set_stream_states, shared_order, stream_states)
@@ -188,12 +188,11 @@ def close(self:DistributedDL):
     "End the processes of a loader of PyTorch's that persist; another iteration starts them again"
     if isinstance(self, TorchDataLoader): self.part.reader = None
 
-# %% ../../nbs/data/05_dl.ipynb #75e9deb7
-def _check_order(order, nm):
+# %% ../../nbs/data/05_dl.ipynb #ac1740e7
+def _digest(order): return len(order),seed_of(repr(order[::max(1, len(order)//1000)])) # of a thousand of the samples
+
+def _check_order(mine, nm):
     "Raise a `RuntimeError` that names the first worker whose order is not rank 0's"
-    digest = hashlib.sha256()
-    for i in range(0, len(order), 10**5): digest.update(repr(order[i:i+10**5]).encode())
-    mine = len(order),digest.hexdigest()
     if same_text(f'{mine}'): return
     every = all_gather_list(mine)
     r = next(r for r,o in enumerate(every) if o!=every[0])
@@ -208,30 +207,26 @@ def _gens(self:DistributedDL): return generators_in(*drawers(self.dl))
 @patch
 def _draw(self:DistributedDL, new=True):
     "Draw the order, the same in all workers, and read it, if it is that of a `new` epoch. Returns the order"
-    p,pending,texts,found = self.part,self.part.pending if new else None,text_order(self.dl),drawers(self.dl)
-    if pending:
-        set_text_order(self.dl, texts := pending['texts'])
-        set_counts(found, pending['counts'])
-    many = p.grouped and self.world_size > 1
-    if many and texts is not None and not same_text(f'{seed_of(*texts)}'): # `one_batch` in some worker has moved it on there
-        set_text_order(self.dl, texts := from_rank0(texts))
-    counts,synced = counts_of(*found),many and not self.is_fixed
+    p,pending = self.part,self.part.pending if new else None
+    synced = p.grouped and self.world_size > 1 and not self.is_fixed
     p.seeded = pending['seeded'] if pending else self._draws_seed()
     with shared_order(self._gens, synced, pending and pending['rng'], keep=not self.is_stream) as at:
         p.drawing = True
         try: order = self._order(new)
         finally: p.drawing = False
-        if synced and not self.is_known: _check_order(order, self.name)
+        digest = _digest(order)
+        if synced and not self.is_known: _check_order(digest, self.name)
         if not new: return order
-        if pending and pending['offset'] and not self.is_stream and pending['n']!=len(order): raise self._other(
-            f"it had {pending['n']} samples or batches, this one has {len(order)}")
-        p.plan,p.began = self._cut(order, pending['offset'] if pending else 0),dict(rng=at, texts=texts, seeded=p.seeded, counts=counts)
+        if pending and pending['offset'] and not self.is_stream and tuple(pending['order'])!=digest: raise self._other(
+            f"it had {pending['n']} samples or batches in another order than the {digest[0]} of this one. Make it of the same data, and give "
+            "a sampler that counts its epochs a state_dict and a load_state_dict")
+        p.plan,p.began = self._cut(order, pending['offset'] if pending else 0),dict(rng=at, seeded=p.seeded, order=digest)
         if p.seed is None: p.seed = seed_of(p.number) # that of processes which are gone is not in the state
         it,seed = self._start()
     p.random.restart(seed)
     if pending and p.streams is not None: # of an epoch that goes on
         set_stream_states(p.streams, p.random)
-        if 'now' in pending: set_generator_states(self._gens, pending['now'])
+        if 'now' in pending and not self.is_stream: set_generator_states(self._gens, pending['now']) # a stream draws as it is read
     p.number,p.steps,p.ended = pending['epoch'] if pending else p.number+1,0,False
     p.pending = p.streams = None
     return it
@@ -308,7 +303,7 @@ def one_batch(self:DistributedDL):
         peek = self.over(self.dl, Place(0, self.world_size), False)
     with peek._no_processes(): return first(peek)
 
-# %% ../../nbs/data/05_dl.ipynb #3a1bb7d7
+# %% ../../nbs/data/05_dl.ipynb #e8af7e26
 @patch
 def state_dict(self:DistributedDL):
     "Epoch, offset in it (samples of all workers, or batches of a batch sampler), and the state from which its order was drawn"
@@ -319,8 +314,7 @@ def state_dict(self:DistributedDL):
         at = {**p.began, 'rng':plain_state(p.began['rng']), 'now':generator_states(self._gens)} # a callback may have drawn since
         return dict(epoch=p.number, offset=p.plan.done(p.steps), n=p.plan.n, **at, **state)
     with shared_order(self._gens, sync=False) as now: pass
-    at = dict(rng=plain_state(now), texts=text_order(self.dl), seeded=self._draws_seed(), counts=counts_of(*drawers(self.dl)))
-    return dict(epoch=p.number+1, offset=0, n=self.expected_n, **at, **state)
+    return dict(epoch=p.number+1, offset=0, n=self.expected_n, rng=plain_state(now), seeded=self._draws_seed(), order=None, **state)
 
 @patch
 def _other(self:DistributedDL, why): return OtherLoader(f"{self.name} cannot go on where the loader of this state was: {why}")
@@ -331,18 +325,17 @@ def load_state_dict(self:DistributedDL,
                     streams=None, # What `streams` returned in this worker: go on with its random numbers too
                    ):
     "Go on there at the next iteration, with the same global batches if a step is as large; a `ValueError` says what does not fit"
-    missing = {'epoch','offset','rng','texts','seeded','counts','n','mode','world_size','global_bs'}-{*state}
+    missing = {'epoch','offset','rng','seeded','n','order','mode','world_size','global_bs'}-{*state}
     if missing: raise self._other(f"{', '.join(sorted(missing))} missing")
-    had,have = len(state['rng'][3]),len(self._gens)
-    if had!=have: raise self._other(
-        f"it had {had} random number generators of its own, this one has {have}: build the loader and its sampler in the same way")
-    if state['mode']!=self.mode: raise self._other(f"it was cut in {state['mode']}, this one is in {self.mode} (split_batches, evaluate)")
-    if self.mode=='slices' and state['world_size']!=self.world_size: raise self._other(
-        f"it had slices for {state['world_size']} workers, not {self.world_size}; use split_batches=True or False to change their number")
-    if state['offset'] and self.in_processes: raise self._other(
-        "it reads an iterable data set in several processes, each at its own position: use num_workers=0")
-    if state['offset'] and self.is_known and not self.unsized and state['n']!=self.expected_n: raise self._other(
-        f"it had {state['n']} samples or batches, this one has {self.expected_n}")
+    begun,had,have,n = bool(state['offset']),len(state['rng'][3]),len(self._gens),self.expected_n
+    for bad,why in (
+        (had!=have, f"it had {had} random number generators of its own, this one has {have}: build the loader and its sampler in the same way"),
+        (state['mode']!=self.mode, f"it was cut in {state['mode']}, this one is in {self.mode} (split_batches, evaluate)"),
+        (self.mode=='slices' and state['world_size']!=self.world_size, f"it had slices for {state['world_size']} workers, not "
+            f"{self.world_size}; use split_batches=True or False to change their number"),
+        (begun and self.in_processes, "it reads an iterable data set in several processes, each at its own position: use num_workers=0"),
+        (begun and self.is_known and not self.unsized and state['n']!=n, f"it had {state['n']} samples or batches, this one has {n}")):
+        if bad: raise self._other(why)
     self.part.pending,self.part.streams = dict(state),streams
 
 @patch
