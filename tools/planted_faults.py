@@ -42,7 +42,7 @@ FAULTS = [Fault(*o) for o in [
      'isinstance(self.learn.dl, DistributedDL) and self.learn.dl.world_size > 1', 'isinstance(self.learn.dl, DistributedDL)',
      ['tests/contract/test_numbers.py::test_as_one_process[2]']),
     ('share-of-another-rank', 'P1', "ranks are taken in reverse where a stream is shared out",
-     'mine,counts = whole[self.rank::self.world_size] or', 'mine,counts = whole[self.world_size-1-self.rank::self.world_size] or',
+     'yield whole,whole[self.rank::self.world_size] or', 'yield whole,whole[self.world_size-1-self.rank::self.world_size] or',
      ['tests/data/test_data.py::test_streams_of_unknown_length']),
     ('text-order-lost', 'P3', "the order of a language model's texts is not put back at the beginning of an epoch",
      'zip(_drawing(learn), rest[\'generators\'])', 'zip(_drawing(learn), ())',

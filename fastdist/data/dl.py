@@ -24,7 +24,7 @@ from .torch_dl import TorchDataLoader, TorchShard
 from ..world.ranks import check_rank, get_rank, get_world_size
 from ..world.state import current_world
 
-# %% ../../nbs/data/05_dl.ipynb #fd876a0f
+# %% ../../nbs/data/05_dl.ipynb #fdf1b60a
 class Place:
     "Which worker of how many: one object for all loaders of a context, which is another place when that ends"
     def __init__(self, rank, world_size): self.rank,self.world_size = rank,world_size
@@ -38,7 +38,7 @@ class Part:
         self.random = WorkerRandom(place.rank)
         self.plan = self.counts = self.source = self.reader = self.seed = None # of the epoch; what reads it, and the seed of its processes
         self.number,self.steps,self.ended,self.live,self.loops = -1,0,False,False,0 # of the epoch; its steps that are done; is it on?
-        self.began = self.pending = self.streams = self.seeded = None # the state from which it was drawn; that from which the next is to go on
+        self.began = self.pending = self.streams = self.seeded = None # the state from which it was drawn; that from which the next goes on
         self.drawing = False
 
     def __getstate__(self): return {**vars(self), 'reader':None, 'live':False}
@@ -63,7 +63,7 @@ def _class_of(cls, kind):
     ns = {nm:_override(nm, f) for nm,f in users.items() if nm in given}
     return type(cls.__name__, (cls,shard,kind), {**ns, '_made_of':cls, '__module__':cls.__module__, '__doc__':cls.__doc__})
 
-# %% ../../nbs/data/05_dl.ipynb #de884ff0
+# %% ../../nbs/data/05_dl.ipynb #6bd07aa4
 def _place_of(rank, world_size, split_batches, evaluate):
     "(Is it this process's in its group?, `Place`); raises an error for an argument that is none"
     if (rank is None) != (world_size is None):
@@ -84,8 +84,8 @@ class DistributedDL:
 
     In the last two, sample `j` of a step goes to rank `j % world_size`, and the order is that of one process with the same global batch.
     A worker for whom nothing is left in a step gets a padding sample that counts for nothing (see `counts`), so all make the same
-    number of steps. With `evaluate` rank `r` has batches `r`, `r+world_size`, ..., exactly as one process has them. Streams, and batches that a
-    batch sampler makes, have no slices: `None` is `False` there. Raises a `TypeError` that says why, where a loader cannot be split.
+    number of steps. With `evaluate` rank `r` has batches `r`, `r+world_size`, ..., exactly as one process has them. Streams, and batches
+    that a batch sampler makes, have no slices: `None` is `False` there. Raises a `TypeError` that says why, where a loader cannot be split.
 
     It is an instance of the loader's class too, and has its attributes: what is set here is set there. A subclass may override whatever
     the loader calls, such as `after_batch`."""
@@ -188,7 +188,7 @@ def close(self:DistributedDL):
     "End the processes of a loader of PyTorch's that persist; another iteration starts them again"
     if isinstance(self, TorchDataLoader): self.part.reader = None
 
-# %% ../../nbs/data/05_dl.ipynb #ac1740e7
+# %% ../../nbs/data/05_dl.ipynb #f06ec308
 def _digest(order): return len(order),seed_of(repr(order[::max(1, len(order)//1000)])) # of a thousand of the samples
 
 def _check_order(mine, nm):
@@ -218,8 +218,8 @@ def _draw(self:DistributedDL, new=True):
         if synced and not self.is_known: _check_order(digest, self.name)
         if not new: return order
         if pending and pending['offset'] and not self.is_stream and tuple(pending['order'])!=digest: raise self._other(
-            f"it had {pending['n']} samples or batches in another order than the {digest[0]} of this one. Make it of the same data, and give "
-            "a sampler that counts its epochs a state_dict and a load_state_dict")
+            f"it had {pending['n']} samples or batches in another order than the {digest[0]} of this one. Make it of the same data, and "
+            "give a sampler that counts its epochs a state_dict and a load_state_dict")
         p.plan,p.began = self._cut(order, pending['offset'] if pending else 0),dict(rng=at, seeded=p.seeded, order=digest)
         if p.seed is None: p.seed = seed_of(p.number) # that of processes which are gone is not in the state
         it,seed = self._start()
@@ -233,7 +233,7 @@ def _draw(self:DistributedDL, new=True):
 
 @patch
 def draw_idxs(self:DistributedDL):
-    "Indices of a whole epoch of a fastai loader, the same in all workers. The order of a subclass that overrides `get_idxs` is what it returns"
+    "Indices of a whole epoch of a fastai loader, the same in all workers; for a subclass that overrides `get_idxs`, too"
     return self._own_order() if self.part.drawing else self._draw(new=False)
 
 # %% ../../nbs/data/05_dl.ipynb #c08c4c7e
@@ -303,7 +303,7 @@ def one_batch(self:DistributedDL):
         peek = self.over(self.dl, Place(0, self.world_size), False)
     with peek._no_processes(): return first(peek)
 
-# %% ../../nbs/data/05_dl.ipynb #e8af7e26
+# %% ../../nbs/data/05_dl.ipynb #250f193e
 @patch
 def state_dict(self:DistributedDL):
     "Epoch, offset in it (samples of all workers, or batches of a batch sampler), and the state from which its order was drawn"
@@ -329,7 +329,8 @@ def load_state_dict(self:DistributedDL,
     if missing: raise self._other(f"{', '.join(sorted(missing))} missing")
     begun,had,have,n = bool(state['offset']),len(state['rng'][3]),len(self._gens),self.expected_n
     for bad,why in (
-        (had!=have, f"it had {had} random number generators of its own, this one has {have}: build the loader and its sampler in the same way"),
+        (had!=have, f"it had {had} random number generators of its own, this one has {have}: build the loader and its sampler in the "
+            "same way"),
         (state['mode']!=self.mode, f"it was cut in {state['mode']}, this one is in {self.mode} (split_batches, evaluate)"),
         (self.mode=='slices' and state['world_size']!=self.world_size, f"it had slices for {state['world_size']} workers, not "
             f"{self.world_size}; use split_batches=True or False to change their number"),

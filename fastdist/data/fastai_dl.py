@@ -80,7 +80,7 @@ class FastaiShard:
         p.source.shuffle,p.source.items,p.source.lens,p.source.chunks = dl.shuffle,dl.items,dl.lens,dl.chunks
         return p.source
 
-# %% ../../nbs/data/02_fastai_dl.ipynb #fca85dc7
+# %% ../../nbs/data/02_fastai_dl.ipynb #e37d3972
 @patch(as_prop=True)
 def unsized(self:FastaiShard):
     "Why the length is not known, `None` if it is"
@@ -101,7 +101,8 @@ def is_fixed(self:FastaiShard):
 @patch(as_prop=True)
 def is_known(self:FastaiShard):
     "Does the order follow from nothing but the shared state, as that of fastai's own loaders does?"
-    return self.is_stream or not (_is_users(self.dl, 'get_idxs') or _is_users(self.dl, 'shuffle_fn') or type(self).get_idxs is not FastaiShard.get_idxs)
+    users = type(self).get_idxs is not FastaiShard.get_idxs or any(_is_users(self.dl, o) for o in ('get_idxs','shuffle_fn'))
+    return self.is_stream or not users
 
 @patch
 def before_iter(self:FastaiShard): self.dl.before_iter() # which finds the loader's own transforms, whatever is in front of them

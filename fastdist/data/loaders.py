@@ -22,7 +22,7 @@ from .torch_dl import IterableDataset, TorchDataLoader
 from ..world.ranks import get_rank
 from ..world.state import current_world
 
-# %% ../../nbs/data/04_loaders.ipynb #a381c3ab
+# %% ../../nbs/data/04_loaders.ipynb #45d7a602
 def n_batches(dl # Any loader
              ):
     "`len(dl)`, or `None` where that is not known"
@@ -32,9 +32,10 @@ def n_batches(dl # Any loader
 def is_stream(dl # Any loader
              ):
     "Does `dl` read an iterable data set?"
-    return isinstance(dl, FastaiDataLoader) and not dl.indexed or isinstance(dl, TorchDataLoader) and isinstance(dl.dataset, IterableDataset)
+    if isinstance(dl, FastaiDataLoader): return not dl.indexed
+    return isinstance(dl, TorchDataLoader) and isinstance(dl.dataset, IterableDataset)
 
-# %% ../../nbs/data/04_loaders.ipynb #a4e80856
+# %% ../../nbs/data/04_loaders.ipynb #2ec4e344
 _arrays = pd.DataFrame,pd.Series,np.ndarray,Tensor
 
 def _held(ds, depth=3):
@@ -47,10 +48,11 @@ def _held(ds, depth=3):
     n,res = n_batches(ds),[]
     for o in [o for v in getattr(ds, '__dict__', {}).values() for o in (v if isinstance(v, tuple) else (v,))]:
         rows = n_batches(o) if hasattr(o, '__len__') else None # none of a tensor without dimensions
-        is_list = isinstance(o, (list,L))
-        if is_list and isinstance(first(o), str) or None not in (rows,n) and (is_list and rows==n or isinstance(o, _arrays) and rows>=n): res.append(o)
-        elif depth and hasattr(o, '__getitem__') and hasattr(o, '__dict__') and rows is not None and not isinstance(o, (type,nn.Module,dict,*_arrays)):
-            res += _held(o, depth-1)
+        known = None not in (rows,n) # an array may be read in windows
+        if isinstance(o, (list,L)) and (isinstance(first(o), str) or known and rows==n): res.append(o)
+        elif isinstance(o, _arrays) and known and rows>=n: res.append(o)
+        elif isinstance(o, (type,nn.Module,dict,*_arrays)): continue
+        elif depth and rows is not None and hasattr(o, '__getitem__') and hasattr(o, '__dict__'): res += _held(o, depth-1)
     return res
 
 def _plain(o):

@@ -103,14 +103,15 @@ def read(self:Plan,
         if len(whole) < (size if self.drop_last else 1): return
         yield whole,whole[self.rank::self.world_size] or whole[:1],Counts.split(len(whole), self.rank, self.world_size)
 
-# %% ../../nbs/data/01_partition.ipynb #086d1944
+# %% ../../nbs/data/01_partition.ipynb #57e7dcaf
 def _has_rows(o, n):
     if isinstance(o, (tuple,dict)): return all(v is None or _has_rows(v, n) for v in (o.values() if isinstance(o, dict) else o))
     return isinstance(o, (Tensor,np.ndarray)) and o.ndim and len(o)==n
 
 def _rows_of(o, n, rows, inner=False):
     if o is None: return
-    if isinstance(o, (Tensor,np.ndarray)) and _has_rows(o, n): return o[rows].clone() if isinstance(o, Tensor) else o[rows] # without gaps: a model may `view` it
+    if isinstance(o, (Tensor,np.ndarray)) and _has_rows(o, n):
+        return o[rows].clone() if isinstance(o, Tensor) else o[rows] # without gaps: a model may `view` it
     if isinstance(o, dict):
         res = copy(o)
         for k,v in o.items(): res[k] = _rows_of(v, n, rows, True)

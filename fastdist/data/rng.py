@@ -234,8 +234,8 @@ def _counts(o): return callable(getattr(type(o), 'state_dict', None)) and callab
 
 def generators_in(*objs # Loaders, samplers, ...
                  ):
-    """What the order that `objs` draw goes by beside the global generators: random number generators, and texts that are shuffled in place, among
-    their attributes; and those of them that have a `state_dict`, as where they count epochs. Each once"""
+    """What the order that `objs` draw goes by beside the global generators: random number generators, and texts that are shuffled in place,
+    among their attributes; and those of them that have a `state_dict`, as where they count epochs. Each once"""
     found = [v for o in objs for v in getattr(o, '__dict__', {}).values() if _methods(v)]
     return list({id(v):v for v in (*found, *filter(_counts, objs))}.values())
 

@@ -22,13 +22,14 @@ from .partition import local_rows
 from .rng import WorkerRandom, shared_order
 from ..fault.stop import loader_begins
 
-# %% ../../nbs/data/03_torch_dl.ipynb #e9ce2be7
+# %% ../../nbs/data/03_torch_dl.ipynb #dcd97069
 class _Samples:
     "In place of a sampler: the samples of each batch of this worker"
     def __init__(self, batched, whole): self.batched,self.whole,self.plan = batched,whole,None
     def __len__(self): return len(self.plan)
     def __iter__(self):
-        for o in map(self.plan.global_batch if self.whole else self.plan.local_batch, range(len(self))): yield list(o) if self.batched else o[0]
+        batch = self.plan.global_batch if self.whole else self.plan.local_batch
+        for o in map(batch, range(len(self))): yield list(o) if self.batched else o[0]
 
 class _StreamBatches(IterableDataset):
     "The items of each batch of this worker of an iterable data set, with their `Counts`"
@@ -54,7 +55,7 @@ def _begin_process(rank, world_size, seed, user_fn, worker_id):
     else: set_seed(seed+worker_id)
     if user_fn is not None: user_fn(worker_id)
 
-# %% ../../nbs/data/03_torch_dl.ipynb #4300cf15
+# %% ../../nbs/data/03_torch_dl.ipynb #3c8ac437
 class TorchShard:
     "In front of the class of a PyTorch `DataLoader`: this worker's part of its batches"
     collate_fn = LoaderHook()
@@ -64,7 +65,7 @@ class TorchShard:
     is_stream = property(lambda self: isinstance(self.dl.dataset, IterableDataset), doc="Is the data set iterable?")
     in_processes = property(lambda self: self.is_stream and self.dl.num_workers > 0)
     is_batched = property(lambda self: self.dl.batch_sampler is not None)
-    is_made = property(lambda self: self.is_batched and self.dl.batch_size is None, doc="Does a batch sampler that was given make the batches?")
+    is_made = property(lambda self: self.is_batched and self.dl.batch_size is None, doc="Does a given batch sampler make them?")
     is_fixed = property(lambda self: not self.is_stream and not self.is_made and type(self.dl.sampler) is SequentialSampler)
     is_known = property(lambda self: self.is_stream or not self.is_made and type(self.dl.sampler) in (RandomSampler,SequentialSampler))
 
@@ -73,9 +74,11 @@ class TorchShard:
         dl = self.dl
         split = any(isinstance(o, DistributedSampler) for o in (dl.sampler,dl.batch_sampler,getattr(dl.batch_sampler, 'sampler', None)))
         for bad,why in (
-            (type(dl).__iter__ is not TorchDataLoader.__iter__, "has its own `__iter__`, which splitting would replace: move what it does into the data set or `collate_fn`"),
+            (type(dl).__iter__ is not TorchDataLoader.__iter__, "has its own `__iter__`, which splitting would replace: move what it "
+                "does into the data set or `collate_fn`"),
             (split, "is split already, by its DistributedSampler: leave that out"),
-            (isinstance(dl.dataset, (IterDataPipe,MapDataPipe)), "reads a datapipe, which PyTorch splits by rank itself: use a Dataset or an IterableDataset"),
+            (isinstance(dl.dataset, (IterDataPipe,MapDataPipe)), "reads a datapipe, which PyTorch splits by rank itself: use a Dataset or "
+                "an IterableDataset"),
             (not dl.in_order, "has in_order=False, with which workers take other batches in each run: leave it True")):
             if bad: raise TypeError(f"{self.name} {why}")
 
@@ -115,7 +118,8 @@ class TorchShard:
             # what has been set in a loader cannot be set again
             vars(p.reader).update(
                 **own, drop_last=False, collate_fn=_Collate(self, whole), generator=torch.Generator().manual_seed(p.seed),
-                worker_init_fn=partial(_begin_process, self.rank, self.world_size, p.seed, dl.worker_init_fn), _IterableDataset_len_called=None, _iterator=None)
+                worker_init_fn=partial(_begin_process, self.rank, self.world_size, p.seed, dl.worker_init_fn),
+                _IterableDataset_len_called=None, _iterator=None)
         if not self.is_stream: p.reader.sampler.plan = p.plan
         def known(k): return p.plan.counts(k) if self.is_batched else p.plan.counts(k).unsized()
         return ((b,counts or known(k)) for k,(b,counts) in enumerate(iter(p.reader))),p.seed

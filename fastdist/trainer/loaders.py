@@ -67,7 +67,7 @@ def part(self:SharedLoaders, dl, evaluate, alone=False):
     "`DistributedDL` of `dl`, all of it where this worker is to read it `alone`; the one that is given, where it is that already"
     place = Place(0, 1) if alone else self.place
     if isinstance(dl, DistributedDL) and dl.evaluate==evaluate and not alone: res = dl.at(place) # it may be of a class of the script's
-    else: res = DistributedDL(getattr(dl, 'dl', dl) if isinstance(dl, DistributedDL) else dl, place.rank, place.world_size, self.device, self.split_batches, evaluate).at(place)
+    else: res = DistributedDL(dl, place.rank, place.world_size, self.device, self.split_batches, evaluate).at(place)
     if self.device not in (None,res.part.device): res.to(self.device) # a script has sent it elsewhere
     return res
 
