@@ -11,11 +11,10 @@ from contextlib import contextmanager
 
 from fastai.basics import *
 from .files import Checkpoint, DamagedCheckpoint, FolderLock, ForeignCheckpoint, Saver, checkpoints, ends_of, readable
-from .state import joined_metrics, load_plain, loaders_of, not_saved, put_rest, put_tensors, signature, take_rest, take_tensors, worker_of
+from .state import joined_metrics, load_plain, not_saved, put_rest, put_tensors, signature, take_rest, take_tensors, worker_of
 from ..callbacks.patches.fastai_patches import QuickCallback, device_of, trainer_of
 from ..comm.objects import all_gather_list, from_rank0
 from ..data.dl import DistributedDL
-from ..data.loaders import counts_of
 from ..fault.stop import StopSignals, stop_together
 from ..strategy.base import check_values
 from ..world.errors import refuse
@@ -177,7 +176,6 @@ def _begin(self:Resume):
     learn = self.learn
     self.rank,workers = worker_of(learn)
     self._check()
-    for _,found in loaders_of(learn): counts_of(*found) # what samplers count is seen from here on
     self.shared = SharedFolder(self.folder, self.rank, workers)
     self.shared.take()
     self.skips,self.place,mine = False,None,signature(learn)

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['plain_copy', 'load_plain', 'memory_of', 'remembered', 'restore', 'not_saved', 'worker_of', 'take_tensors',
-           'put_tensors', 'signature', 'loaders_of', 'take_rest', 'put_rest', 'joined_metrics', 'read_state']
+           'put_tensors', 'signature', 'take_rest', 'put_rest', 'joined_metrics', 'read_state']
 
 # %% ../../nbs/checkpoint/02_state.ipynb #1b9c61cb
 import _codecs,hashlib,json
@@ -17,8 +17,6 @@ from .weights import sharded_of
 from ..callbacks.patches.fastai_patches import device_of, trainer_of
 from ..comm.shards import is_dtensor, local
 from ..data.dl import DistributedDL
-from ..data.fastai_dl import set_text_order, text_order
-from ..data.loaders import and_those_in, counts_of, set_counts
 from ..data.rng import drawers, generator_states, generators_in, set_generator_states, set_stream_states, stream_states
 from ..metrics.losses import GlobalBatchLoss
 from ..strategy.base import inner_opt, whole_model
@@ -282,11 +280,9 @@ def _groups(opt):
     inner = inner_opt(opt)
     return inner.hypers if isinstance(inner, Optimizer) else inner.param_groups
 
-def loaders_of(learn # Any `Learner`
-              ):
-    "The loaders of its data, as they are in one process; of each, what draws the order of it and of those in it"
-    plain = [o.dl if isinstance(o, DistributedDL) else o for o in learn.dls.loaders]
-    return [(dl,[o for l in and_those_in(dl) for o in drawers(l)]) for dl in plain]
+def _drawing(learn):
+    "By loader of its data, what its order is drawn from"
+    return [generators_in(*drawers(o.dl if isinstance(o, DistributedDL) else o)) for o in learn.dls.loaders]
 
 def _randoms(learn):
     "Its `WorkerRandom`s: one in a context, and none otherwise"
@@ -320,17 +316,14 @@ def take_rest(learn, # `Learner` in a fit
         extra={k:v for k,v in state_dict.items() if k.endswith('_extra_state')},
         keys={k:names[id(t)] for k,t in state_dict.items() if id(t) in names},
         learner={k:getattr(learn, k) for k in _of_learner if hasattr(learn, k)}, streams=stream_states(*_randoms(learn)),
-        loaders=[(generator_states(generators_in(*o)), text_order(l), counts_of(*o)) for l,o in loaders_of(learn)],
+        generators=[generator_states(o) for o in _drawing(learn)],
         loader=None if dl is None else (dl.state_dict(), dl.streams()), buffers=_stale_buffers(learn),
         scaler=None if scaler is None else scaler.state_dict()))
 
 _nothing = dict(data={}, numbers={}, states={})
 
 def _put_loaders(learn, rest):
-    for (dl,found),(states,order,counts) in zip(loaders_of(learn), rest['loaders']):
-        set_text_order(dl, order)
-        set_generator_states(generators_in(*found), states)
-        set_counts(found, counts)
+    for found,states in zip(_drawing(learn), rest['generators']): set_generator_states(found, states)
 
 def put_rest(learn, # `Learner` in a fit
              rest, # What `take_rest` has copied, in the worker of this rank, or in rank 0 of another number of workers

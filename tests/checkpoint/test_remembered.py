@@ -187,7 +187,12 @@ class Enough(Callback):
 def test_a_callback_that_is_off(end, every, tmp_path): compare(tmp_path, lambda f: simple(f, Enough()), lambda l: [o.run for o in l.cbs], [end], every)
 
 
-class PerEpoch(torch.utils.data.Sampler):
+class Counts:
+    def state_dict(self): return {k: v for k, v in vars(self).items() if k in ('epoch', 'seen')}
+    def load_state_dict(self, state): vars(self).update(state)
+
+
+class PerEpoch(Counts, torch.utils.data.Sampler):
     "Another order in each epoch, by its own number; and from the second one on, another one by what it has seen"
     def __init__(self, n): self.n, self.epoch, self.seen = n, 0, []
     def __len__(self): return self.n
@@ -195,6 +200,19 @@ class PerEpoch(torch.utils.data.Sampler):
         self.epoch += 1
         self.seen.append(self.epoch)
         return iter(torch.randperm(self.n, generator=torch.Generator().manual_seed(sum(self.seen))).tolist())
+
+
+class Forgets(PerEpoch): state_dict = None
+
+
+def test_a_sampler_that_counts_and_has_no_state(tmp_path):
+    "Its order is another one after a restart, so that it cannot go on in the middle of it"
+    def make(folder):
+        learn = simple(folder)
+        learn.dls.loaders[0] = T.DataLoader(learn.dls.train_ds, 4, sampler=Forgets(22))
+        return learn
+    fitted(tmp_path, make, None, 9, 1)
+    with pytest.raises(ValueError, match='in another order than the 22 of this one. Make it of the same data, and give a sampler'): fitted(tmp_path, make, None, None, 1)
 
 
 class Links(Callback):
