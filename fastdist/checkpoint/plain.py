@@ -11,8 +11,8 @@ import collections
 
 from fastai.basics import *
 
-from ..comm.pack import tensors_in
-from ..comm.shards import local
+from ..comm.collectives import tensors_in
+from ..comm.collectives import local
 from ..world.ranks import get_rank
 
 # %% ../../nbs/checkpoint/01_plain.ipynb #adf831e6

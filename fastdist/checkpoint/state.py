@@ -16,7 +16,7 @@ from ..callbacks.patches.fastai_patches import device_of, trainer_of
 from .callbacks import put_callbacks, take_callbacks
 from .plain import NotPlain, attributes_of, from_plain, is_link, memory_of, set_attributes, to_plain
 from .weights import sharded_of
-from ..comm.shards import TensorShard, is_dtensor, local
+from ..comm.collectives import TensorShard, is_dtensor, local
 from ..data.dl import DistributedDL
 from ..data.fastai_dl import set_text_order, text_order
 from ..data.loaders import and_those_in, counts_of, set_counts

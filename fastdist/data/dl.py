@@ -19,7 +19,7 @@ from .partition import join_shares
 from .rng import (OtherLoader, WorkerRandom, drawers, generator_states, plain_state, set_generator_states, set_stream_states,
                                shared_order, stream_states)
 from .torch_dl import TorchAdapter, TorchDataLoader
-from ..comm.objects import all_gather_list
+from ..comm.collectives import all_gather_list
 from ..world.ranks import check_rank, get_rank, get_world_size
 from ..world.state import current_world
 

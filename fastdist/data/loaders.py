@@ -15,9 +15,9 @@ from weakref import WeakKeyDictionary
 from fastai.basics import *
 from fastai.data.load import DataLoader as FastaiDataLoader
 from torch.utils.data import ConcatDataset, Subset
-from ..comm.call import same_text
-from ..comm.objects import all_gather_list
-from ..comm.pack import byte_array
+from ..comm.collectives import same_text
+from ..comm.collectives import all_gather_list
+from ..comm.collectives import byte_array
 from .fastai_dl import text_order
 from .rng import seed_of
 from .torch_dl import IterableDataset, TorchDataLoader

@@ -13,8 +13,8 @@ from itertools import count
 from weakref import WeakKeyDictionary
 
 from fastcore.all import patch
-from ..comm.call import same_text
-from ..comm.objects import all_gather_list, from_rank0
+from ..comm.collectives import same_text
+from ..comm.collectives import all_gather_list, from_rank0
 from .rng import OtherLoader, seed_of, shared_order
 from ..world.ranks import get_rank, get_world_size
 from ..world.state import current_world, get_default_group

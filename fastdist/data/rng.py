@@ -15,8 +15,8 @@ from functools import cached_property
 import numpy as np
 import torch, torch.distributed as dist
 from fastcore.all import patch
-from ..comm.call import same_text
-from ..comm.objects import from_rank0
+from ..comm.collectives import same_text
+from ..comm.collectives import from_rank0
 from ..world.ranks import get_rank, get_world_size
 from ..world.state import current_world
 

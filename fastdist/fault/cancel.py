@@ -17,9 +17,9 @@ import torch, torch.distributed as dist
 from fastai.callback.core import (Callback, CancelBackwardException, CancelBatchException, CancelEpochException, CancelFitException,
                                   CancelStepException, CancelTrainException, CancelValidException, event)
 from fastcore.basics import noop, patch
-from ..comm.call import Call, OutOfStep, route, same_text
-from ..comm.objects import all_gather_list
-from ..comm.pack import pack, Reduced
+from ..comm.collectives import Call, OutOfStep, route, same_text
+from ..comm.collectives import all_gather_list
+from ..comm.collectives import pack, Reduced
 from .watch.interrupt import Interrupts
 from .same_call import gone_on
 from .supervisor import monitor
@@ -147,7 +147,7 @@ def begin(self:Decisions, what='', # The call that all ranks make, in words
     every,digest = [mine],hashlib.sha256(repr(trained).encode()).hexdigest()
     same = same_text(repr((what, mine, digest, also)))
     if not same:
-        every,digests = zip(*Call(what, None, lambda c: pack((mine, digest))).objects())
+        every,digests = zip(*Call(what, None, lambda c: (None,pack((mine, digest)))).objects())
         _check_alike([{k for k,_ in o} for o in every])
         if len(set(digests)) > 1: _check_trained(all_gather_list(trained))
     self.everywhere = set.intersection(*({k for k,_ in o} for o in every))

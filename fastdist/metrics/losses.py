@@ -17,7 +17,7 @@ from fastai.learner import AvgLoss
 from fastai.losses import BaseLoss, LabelSmoothingCrossEntropy
 from fastai.metrics import LossMetric
 from ..comm.gather import gather_tensors, interleave
-from ..comm.pack import tensors_in
+from ..comm.collectives import tensors_in
 from ..data.partition import local_rows
 from ..data.rng import rng_state, set_rng_state
 from ..model.batchnorm import norm_scope_of

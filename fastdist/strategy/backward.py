@@ -11,8 +11,8 @@ from functools import partial
 
 import torch.distributed as dist
 from fastai.basics import *
-from ..comm.call import route
-from ..comm.pack import buckets
+from ..comm.collectives import route
+from ..comm.collectives import buckets
 from ..world.state import current_world
 
 # %% ../../nbs/strategy/01_backward.ipynb #d0a3506d

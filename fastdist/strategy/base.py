@@ -14,10 +14,10 @@ import torch.distributed as dist
 from fastai.basics import *
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
-from ..comm.call import route, same_and_most, same_text, who_has
-from ..comm.objects import all_gather_list, from_rank0
-from ..comm.pack import as_bytes, bucket_bytes, checksums, tensors_in
-from ..comm.shards import is_dtensor
+from ..comm.collectives import route, same_and_most, same_text, who_has
+from ..comm.collectives import all_gather_list, from_rank0
+from ..comm.collectives import as_bytes, bucket_bytes, checksums, tensors_in
+from ..comm.collectives import is_dtensor
 from ..model.batchnorm import has_global_stats
 from ..model.params import ModelParams
 from ..model.buffers import average_buffers

@@ -111,7 +111,7 @@ def under_attack(folder, no_secret):
     import torch.distributed as dist
     from datetime import timedelta
     from fastdist.world import all_gather_list, get_rank, rank0_first, rank0_read, setup_distrib, world_store
-    from fastdist.comm.objects import from_rank0
+    from fastdist.comm.collectives import from_rank0
     from fastdist.fault.supervisor import monitor
     from fastdist.world.errors import Failure
     from fastdist.world.secret import signed_json

@@ -13,8 +13,8 @@ from types import SimpleNamespace
 
 from fastcore.basics import patch
 from .folder import (Checkpoint, DamagedCheckpoint, FolderLock, ForeignCheckpoint, checkpoints, ends_of, prepare_folder, readable)
-from ...comm.call import same_text
-from ...comm.objects import all_gather_list, from_rank0
+from ...comm.collectives import same_text
+from ...comm.collectives import all_gather_list, from_rank0
 from ...world.errors import RemoteError, refuse
 from ...world.ranks import get_rank
 from ...world.store import wait_until

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from .folder import DamagedCheckpoint, write_json
-from ...comm.shards import TensorShard
+from ...comm.collectives import TensorShard
 
 # %% ../../../nbs/checkpoint/files/01_tensors.ipynb #14b88b5f
 def _write_item(s):

@@ -9,9 +9,9 @@ __all__ = ['draws_of', 'StrategyHooks']
 from fastai.basics import *
 from ...callbacks.patches.fastai_patches import QuickCallback
 from ...callbacks.patches.grad_accumulation import looked_at
-from ...comm.call import same_text
-from ...comm.pack import checksum
-from ...comm.shards import is_dtensor
+from ...comm.collectives import same_text
+from ...comm.collectives import checksum
+from ...comm.collectives import is_dtensor
 from ...metrics.losses import GlobalBatchLoss
 from ...model.batchnorm import set_norm_scope
 from ...model.buffers import weighed_stats
