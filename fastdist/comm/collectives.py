@@ -23,7 +23,7 @@ from torch import Tensor,nn
 from ..world.backends import keep_timeout
 from ..world.errors import is_library, text_of
 from ..world.ranks import accelerate_state, check_member, check_rank, get_node_rank, get_rank, get_world_size, is_master
-from ..world.secret import SignatureError, Unpickler, sign
+from ..world.secret import SignatureError, sign, signed_data
 from ..world.start.process_group import job_secret
 from ..world.state import current_world
 
@@ -251,7 +251,8 @@ def _tensor(data, dtype, shape, requires_grad, cls, attrs):
     vars(t).update(attrs)
     return t.requires_grad_(requires_grad)
 
-def pack(o # Anything that can be pickled, with tensors in it
+def pack(o, # Anything that can be pickled, with tensors in it
+         key='message', # As of `sign`
         ):
     "A signature and a pickle, as a flat `uint8` tensor on the CPU. A `PicklingError` says what cannot be pickled"
     f = io.BytesIO(bytes(32))
@@ -260,13 +261,14 @@ def pack(o # Anything that can be pickled, with tensors in it
     except Exception as e: raise pickle.PicklingError(
         f"rank {get_rank()}: {type(o).__name__} cannot be pickled, so it cannot be sent: {e} ({type(e).__name__}); "
         "send what it is made of: tensors, arrays, numbers, strings, lists, dicts") from e
-    f.getbuffer()[:32] = sign(f.getbuffer()[32:], job_secret(), 'message')
+    f.getbuffer()[:32] = sign(f.getbuffer()[32:], job_secret(), key)
     return torch.frombuffer(f.getbuffer(), dtype=torch.uint8)
 
 def unpack(flat:Tensor, # Of `pack`
+           key='message', # As of `sign`
           ):
     "What was packed. What no worker of this job has packed is a `SignatureError`"
-    return Unpickler(flat.cpu().numpy().data, job_secret(), 'message', get_rank()).load()
+    return pickle.loads(signed_data(flat.cpu().numpy().data, job_secret(), key, get_rank()))
 
 # %% ../../nbs/comm/00_collectives.ipynb #ce4ce61b
 _frame_size = 1024 # bytes

@@ -6,44 +6,37 @@
 __all__ = ['check_outside', 'rank0_first', 'rank0_read']
 
 # %% ../../nbs/comm/02_rank0.ipynb #633a2613
-import pickle
+import json
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import asdict
 
-import torch.distributed as dist
+import torch, torch.distributed as dist
+from .collectives import pack, unpack
 from ..world.ranks import get_local_rank, get_node_rank, get_rank, get_world_size, is_master
-from ..world.store import wait_until
+from ..world.store import Records, wait_until
 from ..world.errors import Failure, RemoteError, hook_uncaught
 from ..notices import notice
-from ..world.start.process_group import all_sign, ended, job_secret, shared_store
-from ..world.secret import Unpickler, open_json, sign, signed_json
+from ..world.start.process_group import ended, shared_store
 
 # %% ../../nbs/comm/02_rank0.ipynb #1d0def23
-def _put(store, key, kind, data=b'', most=2**22):
-    "Write bytes into the store, in parts of `most`, for it closes a connection that sends more than 8 MiB at once; and then of what `kind`"
-    parts = [data[i:i+most] for i in range(0, len(data), most)]
-    for i,p in enumerate(parts): store.set(f'{key}/{i}', p)
-    store.set(key, signed_json((kind,len(parts)), job_secret(), key))
+_part = 2**22 # bytes: torch's store closes a connection that sends more than 8 MiB at once
 
 def _name(func): return getattr(func, '__name__', repr(func))
 
-def _pickled(o, key, name):
+def _packed(o, key, name):
     "What function `name` has returned, with a signature; a `TypeError` where it cannot be pickled"
-    try: data = pickle.dumps(o)
+    try: return pack(o, key).numpy().tobytes()
     except Exception as e: raise TypeError(
-        f"rank {get_rank()}: what {name} returned cannot be sent to the other workers: {e}") from e
-    return sign(data, job_secret(), key)+data
-
-# %% ../../nbs/comm/02_rank0.ipynb #8c091126
-def _opened(data, key): return open_json(data, job_secret(), key, get_rank(), all_sign())
+        f"rank {get_rank()}: what {name} returned cannot be sent to the other workers: {e.__cause__ or e}") from e
 
 def _value(store, key):
-    "What has been written: nothing, or a value; a failure is raised"
-    kind,n = _opened(store.get(key), key)
-    data = b''.join(store.get(f'{key}/{i}') for i in range(n))
-    if kind=='failure': raise Failure(**_opened(data, f'{key}/failure')).as_error()
-    if kind=='value': return Unpickler(data, job_secret(), key, get_rank()).load()
+    "What rank 0 has returned, `None` where it sends nothing; what it has raised is raised"
+    o = Records(store).get(key)
+    if not isinstance(o, dict): raise RuntimeError(f"rank {get_rank()}: {key} in the store is not what rank 0 has written")
+    if 'failure' in o: raise Failure(**o['failure']).as_error()
+    data = bytearray().join(store.get(f'{key}/{i}') for i in range(o['parts']))
+    if data: return unpack(torch.frombuffer(data, dtype=torch.uint8), key)
 
 # %% ../../nbs/comm/02_rank0.ipynb #b4cb52ac
 def _ends(e):
@@ -55,12 +48,14 @@ def _lead(func, args, kwargs, store, key, send):
     "In the worker that is first: call `func`, and write what it has returned, or raised"
     try:
         res = func(*args, **kwargs)
-        data = _pickled(res, key, _name(func)) if send else b''
+        data = _packed(res, key, _name(func)) if send else b''
     except BaseException as e:
-        _put(store, key, 'failure', signed_json(asdict(Failure.of(e)), job_secret(), f'{key}/failure').encode())
+        store.set(key, json.dumps(dict(failure=asdict(Failure.of(e)))))
         _ends(e)
         raise
-    _put(store, key, 'value' if send else 'done', data)
+    parts = [data[i:i+_part] for i in range(0, len(data), _part)]
+    for i,o in enumerate(parts): store.set(f'{key}/{i}', o)
+    store.set(key, json.dumps(dict(parts=len(parts))))
     return res
 
 # %% ../../nbs/comm/02_rank0.ipynb #9c8b8753
@@ -136,4 +131,4 @@ def rank0_read(func, # Called in rank 0 alone
 def _forget(store, key, n):
     "The last of `n` workers to have read it takes it out of the store"
     if store.add(f'{key}/read', 1) < n: return
-    for i in range(_opened(store.get(key), key)[1]): store.delete_key(f'{key}/{i}')
+    for i in range(json.loads(store.get(key))['parts']): store.delete_key(f'{key}/{i}')

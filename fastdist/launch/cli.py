@@ -284,7 +284,7 @@ def _closed(a):
     if a.rdzv_backend=='static':
         a.rdzv_backend,a.rdzv_endpoint = loopback_rendezvous(),f'127.0.0.1:{_port(a)}'
         a.main_process_port = 0 # Accelerate's own look at it: it would take another rendezvous where it is in use
-    with patch_environment(**secret_env(a.num_processes)): yield # workers choose the interface, as they may join those of other machines
+    with patch_environment(**secret_env()): yield # workers choose the interface, as they may join those of other machines
 
 # %% ../../nbs/launch/05_cli.ipynb #5e27a171
 @contextmanager

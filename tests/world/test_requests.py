@@ -157,7 +157,7 @@ def test_looks(monkeypatch, tmp_path):
 
 def test_records():
     import torch.distributed as dist
-    from fastdist.world.start.records import Records
+    from fastdist.world.store import Records
     for n in (2, 64, 1024):
         asked, o = Counter(), Records(dist.HashStore())
         for r in range(n): o.set(f'beat/{r}', r)
