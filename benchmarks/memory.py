@@ -17,7 +17,7 @@ from fastai.basics import *
 from torch.distributed.tensor import DTensor
 from shared import parser, steps_only
 import fastdist.all
-from fastdist.comm.pack import tensors_in
+from fastdist.comm.collectives import tensors_in
 from fastdist.callbacks.patches.fastai_patches import trainer_of
 
 DEPTH, BATCH, CLASSES = 8, 240, 12

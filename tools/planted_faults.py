@@ -19,11 +19,11 @@ MARK = 'FASTDIST_PLANTED'  # every process of a trial carries it, and so do its 
 Fault = namedtuple('Fault', 'name promise breaks old new tests')
 FAULTS = [Fault(*o) for o in [
     # Doors: nothing that comes from outside of the job is run
-    ('unsigned-opened', 'P2', "a pickle without a signature is opened like any other",
-     'if self.signed or _is_plain(module, name):', 'if True:',
-     ['tests/world/test_doors.py::test_intruder']),
     ('signature-unchecked', 'P2', "a signature may be any",
-     'if not hmac.compare_digest(mac, _mac(data, secret, key)): _refuse', 'if False: _refuse',
+     'if hmac.compare_digest(bytes(signed[:32]), sign(signed[32:], secret, key)): return', 'if True: return',
+     ['tests/world/test_doors.py::test_intruder']),
+    ('secret-of-nobody', 'P2', "objects are opened whoever has sent them",
+     "return pickle.loads(signed_data(flat.cpu().numpy().data, job_secret(), key, get_rank()))", "return pickle.loads(flat.cpu().numpy().data[32:])",
      ['tests/world/test_doors.py::test_intruder']),
     ('listens-everywhere', 'P2', "the launcher's store listens on all interfaces",
      's.bind((host, port))', "s.bind(('', port))",

@@ -15,7 +15,7 @@ from fastai.losses import BaseLoss
 from .files import StoredTensors
 from .weights import sharded_of
 from ..callbacks.patches.fastai_patches import device_of, trainer_of
-from ..comm.shards import is_dtensor, local
+from ..comm.collectives import is_dtensor, local
 from ..data.dl import DistributedDL
 from ..data.rng import drawers, generator_states, generators_in, set_generator_states, set_stream_states, stream_states
 from ..metrics.losses import GlobalBatchLoss

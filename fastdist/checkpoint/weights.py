@@ -10,7 +10,7 @@ import fastai.learner, torch.distributed as dist
 from fastai.basics import *
 from fastai.callback.schedule import LRFinder
 from ..callbacks.patches.fastai_patches import replace_in_fastai
-from ..comm.shards import is_dtensor
+from ..comm.collectives import is_dtensor
 from ..strategy.sharded_opt import ShardedOptimizer, move_state
 from ..fault.same_call import all_at
 from ..world.ranks import get_device, get_rank, get_world_size

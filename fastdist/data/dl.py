@@ -13,8 +13,7 @@ from types import MethodType
 
 from fastai.basics import *
 from fastai.data.load import DataLoader as FastaiDataLoader
-from ..comm.call import same_text
-from ..comm.objects import all_gather_list
+from ..comm.collectives import all_gather_list, same_text
 from .fastai_dl import FastaiShard, reads_rows
 from .loaders import n_batches
 from .partition import Counts, Plan, join_rows

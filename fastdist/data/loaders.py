@@ -14,8 +14,7 @@ from weakref import WeakKeyDictionary
 from fastai.basics import *
 from fastai.data.load import DataLoader as FastaiDataLoader
 from torch.utils.data import ConcatDataset, Subset
-from ..comm.call import same_text
-from ..comm.objects import all_gather_list
+from ..comm.collectives import all_gather_list, same_text
 from .fastai_dl import reads_rows
 from .rng import seed_of
 from .torch_dl import IterableDataset, TorchDataLoader

@@ -16,8 +16,7 @@ from functools import cached_property
 import numpy as np
 import torch, torch.distributed as dist
 from fastcore.all import ReindexCollection, patch
-from ..comm.call import same_text
-from ..comm.objects import from_rank0
+from ..comm.collectives import from_rank0, same_text
 from ..world.ranks import get_rank, get_world_size
 from ..world.state import current_world
 

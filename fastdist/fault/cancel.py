@@ -17,9 +17,7 @@ import torch, torch.distributed as dist
 from fastai.callback.core import (Callback, CancelBackwardException, CancelBatchException, CancelEpochException, CancelFitException,
                                   CancelStepException, CancelTrainException, CancelValidException)
 from fastcore.basics import noop, patch
-from ..comm.call import Call, OutOfStep, route, same_text
-from ..comm.objects import all_gather_list
-from ..comm.pack import pack, Reduced
+from ..comm.collectives import Call, OutOfStep, Reduced, all_gather_list, pack, route, same_text
 from .watch.interrupt import Interrupts
 from .same_call import gone_on
 from .supervisor import monitor
@@ -153,7 +151,7 @@ def begin(self:Decisions, what='', # The call that all ranks make, in words
     every,digest = [mine],hashlib.sha256(repr(trained).encode()).hexdigest()
     same = same_text(repr((what, mine, digest, also)))
     if not same:
-        every,digests = zip(*Call(what, None, lambda c: pack((mine, digest))).objects())
+        every,digests = zip(*Call(what, None, lambda c: (None,pack((mine, digest)))).objects())
         _check_alike([{k for k,_ in o} for o in every], {k for o in every for k,asks in o if asks})
         if len(set(digests)) > 1: _check_trained(all_gather_list(trained))
     self.everywhere = set.intersection(*({k for k,_ in o} for o in every))

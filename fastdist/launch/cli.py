@@ -302,7 +302,7 @@ def main(args # Arguments after `fastdist launch`
     status = 1
     try:
         # the launchers of several nodes know nothing of each other, and leave it to their workers to agree on a secret
-        if max(o.nodes)==1: env.update(secret_env(a.num_processes))
+        if max(o.nodes)==1: env.update(secret_env())
         # without it torch 2.15 gives nodes different stores when their number has changed
         if min(o.nodes)!=max(o.nodes): env['TORCH_DISABLE_SHARE_RDZV_TCP_STORE'] = '1'
         with guarded(), patch_environment(**env): status = _run(a, o, command, folder, startup)

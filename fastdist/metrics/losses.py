@@ -17,7 +17,7 @@ from fastai.learner import AvgLoss
 from fastai.losses import BaseLoss, LabelSmoothingCrossEntropy
 from fastai.metrics import LossMetric
 from ..comm.gather import gather_tensors, interleave
-from ..comm.pack import bytes_in, tensors_in
+from ..comm.collectives import bytes_in, tensors_in
 from ..data.partition import local_rows
 from ..data.rng import rng_state, set_rng_state
 from ..world.errors import refuse

@@ -12,8 +12,7 @@ from functools import partial
 
 import torch.distributed as dist
 from fastai.basics import *
-from ..comm.call import route
-from ..comm.pack import buckets
+from ..comm.collectives import buckets, route
 from ..world.state import current_world
 
 # %% ../../nbs/strategy/01_backward.ipynb #60d4a528

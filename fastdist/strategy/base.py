@@ -14,10 +14,8 @@ import torch.distributed as dist
 from fastai.basics import *
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
-from ..comm.call import route, same_and_most, same_text, who_has
-from ..comm.objects import all_gather_list, from_rank0
-from ..comm.pack import as_bytes, bucket_bytes, checksums, tensors_in
-from ..comm.shards import is_dtensor
+from ..comm.collectives import (all_gather_list, as_bytes, bucket_bytes, checksums, from_rank0, is_dtensor,
+                                       route, same_and_most, same_text, tensors_in, who_has)
 from ..model.batchnorm import has_global_stats
 from ..model.params import ModelParams
 from ..model.buffers import average_buffers

@@ -13,9 +13,7 @@ import torch.distributed as dist
 from fastai.basics import *
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
-from ..comm.call import same_text
-from ..comm.pack import buckets
-from ..comm.shards import local
+from ..comm.collectives import buckets, local, same_text
 from ..model.blocks import units
 from .base import Strategy, check_trainable, put_method, unused_error
 from .backward import Backwards, BeforeAdding, average_used

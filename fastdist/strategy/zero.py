@@ -8,8 +8,7 @@ __all__ = ['ShardedSteps', 'ShardedGradients']
 # %% ../../nbs/strategy/05_zero.ipynb #b31e5017
 import torch.distributed as dist
 from fastai.basics import *
-from ..comm.pack import buckets
-from ..comm.shards import is_dtensor, local
+from ..comm.collectives import buckets, is_dtensor, local
 from .base import Strategy, check_trainable, unused_error
 from .backward import Backwards, BeforeAdding, average_used, used_elsewhere
 from .ddp import Replica

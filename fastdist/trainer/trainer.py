@@ -15,7 +15,7 @@ from ..callbacks.patches.activation_stats import ActivationStats, gather_stats
 from ..callbacks.data_parallel import ParallelTrainer
 from ..callbacks.patches.device_loss import device_losses
 from ..callbacks.precision import autocast_kept, synchronize_rng
-from ..comm.call import same_call
+from ..comm.collectives import same_call
 from ..comm.rank0 import check_outside
 from ..data.rng import rank0_stream, rejoin_streams
 from ..fault.supervisor import catchable, check_watchdog, handler_kept, interrupt_deferred, raise_root_cause, rejoin, scope, watchdog_time

@@ -31,7 +31,7 @@ def awkward():
 @contextlib.contextmanager
 def sent_as(rows, nbytes):
     "Messages of `nbytes` at most; in `rows` of each worker, as other backends than gloo have them"
-    from fastdist.comm import pack
+    from fastdist.comm import collectives as pack
     from fastdist.strategy.shards import sharding
     by_gloo = (lambda *_: False) if rows else sharding._by_gloo
     with put.object(sharding, '_by_gloo', by_gloo), put.object(sharding, 'bucket_bytes', nbytes), put.object(pack, 'bucket_bytes', nbytes): yield

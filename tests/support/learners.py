@@ -96,7 +96,7 @@ def counted_collectives(counts):
     """Count in the `Counter` `counts` what process groups are called for, as where there are many workers: small tensors are not gathered. All of
     torch.distributed's functions end there, but for DDP's own, which are called from C++"""
     import torch.distributed as dist
-    from fastdist.comm import pack
+    from fastdist.comm import collectives as pack
     PG, was, few = dist.ProcessGroup, {}, pack._few
     pack._few = 0
     def counted(nm, real):

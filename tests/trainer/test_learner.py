@@ -416,7 +416,7 @@ def collectives(n_val):
     import collections
     import torch.distributed as dist
     import fastdist.all
-    from fastdist.comm import pack
+    from fastdist.comm import collectives as pack
     counts, res = collections.Counter(), []
     class Keeps(Metric): # of an unknown kind
         def reset(self): self.n = 0

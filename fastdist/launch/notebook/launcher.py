@@ -76,7 +76,7 @@ def _worker_envs(n, cpu, port):
     "What is added to the environment of each worker, by rank; `port` is that of the store of the rendezvous"
     both = dict(WORLD_SIZE=n, LOCAL_WORLD_SIZE=n, GROUP_RANK=0, MASTER_ADDR='127.0.0.1', MASTER_PORT=port,
                 FASTDIST_LAUNCHER='launch_in_notebook', TORCHELASTIC_USE_AGENT_STORE='True',
-                TORCHELASTIC_RESTART_COUNT=0, PYTHONUNBUFFERED=1, **thread_env(n_cores(), n), **quiet_env(), **hash_env(), **secret_env(n),
+                TORCHELASTIC_RESTART_COUNT=0, PYTHONUNBUFFERED=1, **thread_env(n_cores(), n), **quiet_env(), **hash_env(), **secret_env(),
                 **loopback_env())
     if cpu: both['ACCELERATE_USE_CPU'] = 'true'
     if shell := rich_shell(): both['IPYTHONDIR'] = shell.ipython_dir # where the home cannot be written each would make one, and leave it

@@ -9,9 +9,7 @@ __all__ = ['draws_of', 'StrategyHooks']
 from fastai.basics import *
 from ...callbacks.patches.fastai_patches import QuickCallback
 from ...callbacks.patches.grad_accumulation import looked_at
-from ...comm.call import same_text
-from ...comm.pack import checksum
-from ...comm.shards import is_dtensor
+from ...comm.collectives import checksum, is_dtensor, same_text
 from ...model.batchnorm import set_norm_scope
 from ...model.buffers import weighed_stats
 from ...world.ranks import get_rank, get_world_size

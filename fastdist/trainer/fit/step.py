@@ -11,7 +11,7 @@ from fastai.callback.rnn import RNNRegularizer
 from fastai.callback.training import GradientAccumulation
 from ...callbacks.patches.grad_accumulation import AccumulateSteps, grads_of, scale_all
 from ...callbacks.patches.device_loss import send_to_host
-from ...comm.pack import Reduced, tensors_in
+from ...comm.collectives import Reduced, tensors_in
 from ...fault.cancel import ending
 from ...metrics.losses import LossRoute, gather_batch, is_summed, kept_labels, loss_divisor, loss_parts
 from ...metrics.metrics import metric_kind
