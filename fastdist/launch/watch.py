@@ -21,7 +21,7 @@ def notices_shown(hidden, # Function of a rank, as text: is what it prints in a 
                  ):
     "Show the notices of workers that are started in the block; yields a list that all of them are added to"
     from accelerate.utils import patch_environment
-    found,left,(read,write) = [],[most],os.pipe()
+    found,left,screen,(read,write) = [],[most],sys.stderr,os.pipe()
     def show():
         for line in open(read, errors='replace'):
             try: found.append(o := json.loads(line))
@@ -29,7 +29,7 @@ def notices_shown(hidden, # Function of a rank, as text: is what it prints in a 
             if not o['text'] or not hidden(o['rank']) or not left[0]: continue
             left[0] -= 1
             more = '' if left[0] else '\nfastdist: further notices of workers are in their logs'
-            print(f"fastdist: {o['text']}{more}", file=sys.stderr, flush=True)
+            print(f"fastdist: {o['text']}{more}", file=screen, flush=True)
     t = threading.Thread(target=show, daemon=True, name='fastdist notices')
     t.start()
     try:

@@ -419,7 +419,7 @@ def waits(ctx, n=24, loss='plain', **kwargs):
 
 
 # what all have agreed on in the batch before; fastai's average of the losses is not waited for
-A_STEP_LATE = {('event', 'fastdist', 'trainer/fit/step.py', '_agreed'): 1}
+A_STEP_LATE = {('event', 'fastdist', 'trainer/fit/step.py', '_receive'): 1}
 # of 268 bytes of parameters, or 332, by two workers: what goes into a message, and comes out of it; 40 are the loss's
 BYTES = dict(ddp=(308, 572), zero1=(764, 1124), zero2=(952, 1344), fsdp=(1408, 1896))
 

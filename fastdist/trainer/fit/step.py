@@ -124,7 +124,7 @@ def _set_loss(self:TrainingStep):
         elif counts: res = loss*self.ratio
         else: res = sum((t*0).sum() for t in preds) if preds else loss*0
         return res.to(loss.dtype)
-    for t in preds if isinstance(counts, Tensor) else (): t.register_hook(lambda g: torch.where(counts, g, 0.))
+    for t in preds if isinstance(counts, Tensor) else (): t.register_hook(lambda g: torch.where(counts | g.isfinite(), g, 0.))
     learn.loss_grad,learn.loss = scaled(learn.loss_grad),scaled(learn.loss)
     if counts is False: self.loss = learn.loss_grad
 
