@@ -230,8 +230,8 @@ def _cancelled(self:Decisions, cb, event, e):
     elif self.has_all(cb) and gone_on(f'{_name(cb)}.{event}') is None: self._raise_in_all(e)
     elif isinstance(e, ending): self.pending = self.pending if self.pending and _code(e) < _code(self.pending()) else type(e)
     else: raise RuntimeError(
-        f"rank {get_rank()}: {type(cb).__name__}.{event} raised {type(e).__name__}, other ranks did not, and have gone on. Let all raise it, "
-        "or set sync_cancel = True in its class: then ranks ask each other after each of its events, and all do what one decides") from e
+        f"rank {get_rank()}: {type(cb).__name__}.{event} raised {type(e).__name__}, other ranks did not, and have gone on. Let all "
+        "raise it, or set sync_cancel = True in its class: then ranks ask each other after each of its events, and all do what one decides") from e
 
 # %% ../../nbs/fault/02_cancel.ipynb #9a6fcbf9
 @patch

@@ -131,8 +131,8 @@ def _say_how(f):
 
 def _no_mean(f, whole, losses, expected): return ValueError(
     f"rank {get_rank()}: the loss function {_name_of(f)} is no mean over samples: of a batch it is {whole:.6g}, of its halves "
-    f"{losses[0]:.6g} and {losses[1]:.6g}, from which follows {expected:.6g}. {_say_how(f)}; else let it see the global batch, at the price "
-    f"of gathering it in each step: learn.loss_func = GlobalBatchLoss({_name_of(f)})")
+    f"{losses[0]:.6g} and {losses[1]:.6g}, from which follows {expected:.6g}. {_say_how(f)}; else let it see the global batch, at the "
+    f"price of gathering it in each step: learn.loss_func = GlobalBatchLoss({_name_of(f)})")
 
 def _untried(f, why): return ValueError(
     f"rank {get_rank()}: {why}, so what the loss of a global batch is does not follow from those of its shares. {_say_how(f)}")
@@ -196,13 +196,14 @@ class LossRoute:
     def choose(self, rows # Of the global batch, about
               ):
         "After the forward: by the loss function that the learner has now, and its first batch. All workers choose alike"
-        f = getattr(getattr(self.learn.loss_func, '__self__', None), 'old_lf', self.learn.loss_func) # that of fastai's `MixUp` stands before it
+        f = self.learn.loss_func
+        f = getattr(getattr(f, '__self__', None), 'old_lf', f) # fastai's `MixUp` stands before it
         if f==self.func: return
         declared = [o.loss_divisor for o in (f,_inner(f)) if hasattr(o, 'loss_divisor')]
         self.func,self.declared,self.is_global,self.trials = f,len(declared) > 0,isinstance(f, GlobalBatchLoss),0
         if self.is_global and f is not self.learn.loss_func: raise ValueError(
-            f"rank {get_rank()}: MixUp and CutMix take the mean of the losses of the samples (reduction='none'), and GlobalBatchLoss has one "
-            f"for all of them: give the learner the loss function itself, learn.loss_func = {_name_of(f.loss_func)}(...)")
+            f"rank {get_rank()}: MixUp and CutMix take the mean of the losses of the samples (reduction='none'), and GlobalBatchLoss "
+            f"has one for all of them: give the learner the loss function itself, learn.loss_func = {_name_of(f.loss_func)}(...)")
         if None in declared or _is_known(f) or f is not self.learn.loss_func: return
         self.trials = 3
         if not (declared or is_summed(f)): self._gather_if_small(rows)

@@ -174,7 +174,8 @@ def send_loss(self:TrainingStep, flags=(False,)*len(ending) # For each of `endin
     # what metrics read of the loss function; that of a global batch is of all samples
     self.parts = {} if self.is_global else loss_parts(self.learn)
     parts = [x for v in self.parts.values() for x in ((0.,0.) if v is None else (self._sum_of(v, self.divisor),self.divisor))]
-    self.message = Reduced(self._numbers(self._sum_of(self.learn.loss, samples), self.left, self.rows_left, samples, *flags, wishes, *parts))
+    loss = self._sum_of(self.learn.loss, samples)
+    self.message = Reduced(self._numbers(loss, self.left, self.rows_left, samples, *flags, wishes, *parts))
 
 @patch
 def _receive(self:TrainingStep):
@@ -209,7 +210,8 @@ def receive_loss(self:TrainingStep):
     for i,(k,v) in enumerate(self.parts.items()):
         if v is None: continue
         part,n = (self.received[5+len(ending)+2*i+j] for j in range(2))
-        setattr(learn.loss_func, k, torch.as_tensor(part/n, dtype=v.dtype, device=v.device).view(v.shape) if isinstance(n, Tensor) or n else v.detach())
+        if isinstance(n, Tensor) or n: v = torch.as_tensor(part/n, dtype=v.dtype, device=v.device).view(v.shape)
+        setattr(learn.loss_func, k, v.detach())
 
 # %% ../../../nbs/trainer/fit/01_step.ipynb #edcabf3f
 @patch
