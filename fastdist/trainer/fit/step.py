@@ -187,11 +187,12 @@ def _receive(self:TrainingStep):
         *flags,self.wished = self.received[4:5+len(ending)]
         if not self.is_global: self.global_rows = int(self.received[2])
     else:
-        self.flags = send_to_host(numbers[4:5+len(ending)])
+        self.flags = *send_to_host(numbers[3:5+len(ending)]),self.total
         if self.before is None: return numbers
-        copied,done = self.before
+        copied,done,planned = self.before
         done.synchronize() # of a batch ago: it has ended, unless the host has run ahead by more than that
-        *flags,self.wished = copied.tolist()
+        dealt,*flags,self.wished = copied.tolist()
+        self.uneven = bool(self.uneven or dealt!=planned)
     self.ends = next((exc for exc,n in zip(ending, flags) if n), None)
     return self.received
 
@@ -224,8 +225,8 @@ def ends_step(self:TrainingStep):
 def scale_gradients(self:TrainingStep):
     "Before the step: where samples have been left out for the first time, gradients are the mean over those that are left"
     learn = self.learn
-    # where nobody looks at numbers: what this worker has counts, so the data set has not left out all of the batch
-    if self.message is None or self.is_global or self.device.type!='cpu' and self.counts: return
+    # on a GPU nobody looks where this worker has samples, so that the data set has not left out all, or where it has left out none before
+    if self.message is None or self.is_global or self.device.type!='cpu' and (self.counts or self.uneven is False): return
     _,left,rows,dealt,*_ = map(float, self._receive())
     if not left and not dealt: # the data set has left out all: no batch
         learn.yb = ()
