@@ -16,6 +16,7 @@ from ..callbacks.patches.fastai_patches import device_of, trainer_of
 from .callbacks import put_callbacks, take_callbacks
 from .plain import NotPlain, attributes_of, from_plain, is_link, memory_of, set_attributes, to_plain
 from .weights import sharded_of
+from ..comm.objects import all_gather_list
 from ..comm.shards import TensorShard, is_dtensor, local
 from ..data.dl import DistributedDL
 from ..data.fastai_dl import set_text_order, text_order
@@ -26,6 +27,7 @@ from ..model.batchnorm import has_global_stats
 from ..model.foreach import ForeachOptimizer
 from ..strategy.base import inner_opt, whole_model
 from ..strategy.sharded_opt import cpu_numbers
+from ..strategy.zero1 import OwnedSteps
 from ..world.ranks import get_rank, get_world_size
 
 # %% ../../nbs/checkpoint/03_state.ipynb #723a449b
@@ -109,6 +111,7 @@ def _remembered(opt):
 
 def _opt_part(sharded, name, p, o, i, rank, n):
     "What worker `rank` of `n` writes of tensor `o`, remembered of `p`"
+    if isinstance(sharded, OwnedSteps): return TensorShard(name, o.shape, 0, _copied(o)) if sharded.owns(p) else None
     if is_dtensor(o) or sharded is None or not p.dim() or o.shape!=sharded.rows(p).shape: return _my_part(name, o, i, rank, n)
     rows = sharded.rows_of
     if rows.size < n and rank>=rows.size: return None # in another node they are the same
@@ -157,9 +160,13 @@ def _opt_rest(opt):
     state,names = inner_opt(opt).state,_params(opt)
     on_cpu = {id(o) for o in cpu_numbers(opt)}
     tensors = {(id(p),k):dict(stored=nm, cpu=id(o) in on_cpu) for nm,p,k,o in _remembered(opt)}
+    sharded = sharded_of(opt)
+    owned = sharded if isinstance(sharded, OwnedSteps) else None
     def kept(p): return {k:tensors.get((id(p),k)) or to_plain(o) for k,o in state.get(p, {}).items()}
     own = vars(opt).get('state', {}) if inner_opt(opt) is not opt else {} # an `OptimWrapper` has one beside the torch optimizer's
-    return dict(hypers=_hypers(opt), state={nm:kept(p) for nm,p in names.items() if p in state}, count=vars(opt).get('count'),
+    remembered = {nm:kept(p) for nm,p in names.items() if p in state and (owned is None or owned.owns(p))}
+    if owned is not None: remembered = {nm:o for part in all_gather_list(remembered) for nm,o in part.items()}
+    return dict(hypers=_hypers(opt), state=remembered, count=vars(opt).get('count'),
                 own={nm:to_plain(dict(own[p])) for nm,p in names.items() if p in own}, slow=list(_slow(opt)),
                 grads=[nm for nm,p in names.items() if p.grad is not None], **_trained(opt))
 
@@ -199,12 +206,13 @@ def _read_opt(learn, rest, kinds):
     sharded,res = sharded_of(learn.opt),{}
     def wanted(nm, p):
         shape,dtype = kinds[nm]
-        rows = sharded is not None and p.dim() and shape==tuple(p.shape)
+        rows = sharded is not None and not isinstance(sharded, OwnedSteps) and p.dim() and shape==tuple(p.shape)
         start = _first_row(shape[0], sharded.rows_of.size, sharded.rows_of.rank) if rows else 0
         mine = sharded.rows(p).shape if rows else shape
         return p,rows,(start,torch.empty(mine, dtype=dtype))
     names = _params(learn.opt)
     for nm,state in rest['state'].items():
+        if isinstance(sharded, OwnedSteps) and not sharded.owns(names[nm]): continue
         res.update({o['stored']:wanted(o['stored'], names[nm]) for o in state.values() if isinstance(o, dict) and 'stored' in o})
     return res | {f'opt.{nm}.slow':wanted(f'opt.{nm}.slow', names[nm]) for nm in rest['slow']}
 
@@ -220,9 +228,10 @@ def _put_opt(opt, rest, read):
     state,names = inner_opt(opt).state,_params(opt)
     def value(o):
         if not (isinstance(o, dict) and 'stored' in o): return from_plain(o)
+        if o['stored'] not in read: return # another worker's
         return _as_remembered(opt, *read[o['stored']], o['cpu'])
     state.clear()
-    for nm,saved in rest['state'].items(): state[names[nm]] = {k:value(o) for k,o in saved.items()}
+    for nm,saved in rest['state'].items(): state[names[nm]] = {k:v for k,o in saved.items() if (v := value(o)) is not None or o is None}
     for pg,saved in zip(_groups(opt), rest['hypers']): pg.update({k:from_plain(v) for k,v in saved.items()})
     for nm,o in rest['own'].items(): opt.state[names[nm]] = from_plain(o)
     if rest['count'] is not None: opt.count = rest['count']
