@@ -17,7 +17,7 @@ from fastai.basics import *
 from torch.distributed.tensor import DTensor
 from shared import parser, steps_only
 import fastdist.all
-from fastdist.comm.pack import tensors_in
+from fastdist.comm.collectives import tensors_in
 from fastdist.callbacks.patches.fastai_patches import trainer_of
 
 DEPTH, BATCH, CLASSES = 8, 240, 12
@@ -54,7 +54,7 @@ def alive(): return storages(o for o in gc.get_objects() if type(o) in (Tensor, 
 
 class Measures(Callback):
     "Bytes of this worker, in the third step; the backward of the second is looked at while it runs"
-    order, run_valid, may_cancel = 1100, False, False
+    order, run_valid = 1100, False
     def __init__(self): self.bytes, self.hooks, self.saved, self.handles = collections.Counter(), None, {}, []
     def before_batch(self):
         self.now = self.train_iter == 2

@@ -59,7 +59,7 @@ def full(m): return torch.cat([(p.full_tensor() if isinstance(p, DTensor) else p
 
 class ByHand(Callback):
     "Beside each step of a fit, one of `make`'s, in turns before and after it; seconds of both"
-    order, run_valid, may_cancel = 2000, False, False
+    order, run_valid = 2000, False
     def __init__(self, make): self.make, self.peer, self.net, self.theirs, self.ours = make, model(), None, [], []
     def by_hand(self):
         if self.net is None:
@@ -80,7 +80,7 @@ class ByHand(Callback):
 
 class Begin(Callback):
     "Before all other callbacks of a batch"
-    order, run_valid, may_cancel = -1000, False, False
+    order, run_valid = -1000, False
     def __init__(self, by_hand): self.by_hand = by_hand
     def before_batch(self):
         if len(self.by_hand.ours)%2: self.by_hand.by_hand()

@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 by_hand = '__init__.py', 'all.py'  # the modules that no notebook makes
 # Floor by floor: a room imports from those before it, and a file from those of its room with lower numbers
 ROOMS = '''world world/start comm fault/watch fault data model strategy/shards strategy metrics callbacks/patches callbacks
-           checkpoint/files checkpoint trainer/args trainer/fit trainer launch launch/checkpoint launch/notebook'''.split()
+           checkpoint trainer/args trainer/fit trainer launch launch/checkpoint launch/notebook'''.split()
 
 def read(root, name):
     "Text of a file, '' if it is missing"
@@ -67,7 +67,7 @@ def imports(root, file):
         yield from {f for o in names if (f := root/(o.replace('.', '/') + '.py')).exists() and o.startswith('fastdist.')}
 
 # Statements of the package at most. It only goes down, until it is 8,000: a new feature finds its room by what goes
-BUDGET = 15760
+BUDGET = 13855
 
 def statements(root):
     "How many statements (nodes of `ast.stmt`) the package has"

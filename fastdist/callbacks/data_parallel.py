@@ -6,8 +6,9 @@
 __all__ = ['check_device_ids', 'ParallelTrainer']
 
 # %% ../../nbs/callbacks/00_data_parallel.ipynb #1f7c014c
+import fastai.distributed # before fastdist adds its methods to fastai's and torch's classes: it would replace them
 from fastai.basics import *
-from torch.nn.parallel import DataParallel
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 from ..world.ranks import whole_number
 
 # %% ../../nbs/callbacks/00_data_parallel.ipynb #e4b65312
@@ -55,3 +56,9 @@ class ParallelTrainer(Callback):
         if not isinstance(model, DataParallel): self.learn.model = DataParallel(model, device_ids=self.device_ids)
 
     def after_fit(self): self.learn.model = self.models.pop()
+
+# %% ../../nbs/callbacks/00_data_parallel.ipynb #dc0a26a7
+@patch
+def reset(self:DataParallel|DistributedDataParallel):
+    "Call the wrapped model's `reset`, if it has one"
+    if hasattr(self.module, 'reset'): self.module.reset()

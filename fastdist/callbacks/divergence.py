@@ -14,10 +14,7 @@ from fastai.callback.fp16 import MixedPrecision
 from torch.nn.modules.batchnorm import _NormBase
 from ..world.errors import refuse
 from ..world.ranks import get_rank, whole_number
-from ..comm.call import same_text
-from ..comm.objects import all_gather_list
-from ..comm.pack import as_bytes
-from ..comm.shards import is_dtensor, local
+from ..comm.collectives import all_gather_list, as_bytes, is_dtensor, local, same_text
 from ..model.batchnorm import has_global_stats
 from .patches.fastai_patches import QuickCallback, device_of, in_evaluation
 

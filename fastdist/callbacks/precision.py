@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from fastai.basics import *
 from fastai.callback.fp16 import AMPMode, MixedPrecision
 from torch.amp import GradScaler, autocast
-from ..comm.objects import from_rank0
+from ..comm.collectives import from_rank0
 from ..world.errors import refuse
 
 # %% ../../nbs/callbacks/01_precision.ipynb #1968ee86

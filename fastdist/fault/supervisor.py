@@ -12,7 +12,7 @@ from contextlib import contextmanager,nullcontext
 
 import torch
 import torch.distributed as dist
-from ..comm.call import same_call
+from ..comm.collectives import same_call
 from .watch.interrupt import handler_kept
 from .watch.connections import of_group
 from .watch.monitor import Monitor, running_monitor

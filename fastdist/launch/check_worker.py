@@ -13,7 +13,7 @@ from importlib.metadata import version
 import fastdist,psutil,torch,torch.distributed as dist
 import fastdist.trainer.learner
 from fastai.basics import *
-from ..comm.objects import all_gather_list, broadcast_object
+from ..comm.collectives import all_gather_list, broadcast_object
 from ..fault.supervisor import fail_together
 from .machine import digits, n_cores, plural, why_cpu
 from ..notices import notice

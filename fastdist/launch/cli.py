@@ -5,22 +5,20 @@
 # %% auto #0
 __all__ = ['read_config', 'main']
 
-# %% ../../nbs/launch/05_cli.ipynb #0dd7271b
-import os,shlex,signal,subprocess,sys
-from contextlib import contextmanager,nullcontext,suppress
+# %% ../../nbs/launch/05_cli.ipynb #2e6a04d8
+import os,shlex,signal,sys
+from contextlib import contextmanager,suppress
 from importlib.machinery import PathFinder
-from importlib.metadata import entry_points
 from threading import Timer
 from types import SimpleNamespace
 
 import psutil
-from ..env import check_gpus, hash_env, signals_to_handle
-from .machine import Parser, log_folder, n_cores, n_gpus, nearest, quiet_env, starting, startup_seconds, thread_env, why_cpu
+from ..env import check_gpus, hash_env
+from .machine import log_folder, n_cores, n_gpus, nearest, quiet_env, starting, startup_seconds, thread_env, why_cpu
 from .nodes import node_range, own_options, rendezvous, slurm_srun
-from .watch import end_noticed, guarded, notices_shown
-from .processes import end_processes, one_worker, stopped_once, torch_quiet
+from .watch import end_noticed, end_processes, guarded, notices_shown, quiet_torch, signals_raised
 
-# %% ../../nbs/launch/05_cli.ipynb #6a85a6eb
+# %% ../../nbs/launch/05_cli.ipynb #0abb726c
 _usage = """usage: fastdist launch [options] script.py [arguments of the script]
        fastdist launch [options] -m module [arguments of the module]
 
@@ -47,13 +45,12 @@ options, before the script:
                              stays if a worker fails
   --tee 3                    show what all workers print
   --cpu                      use no GPU
-  --dry-run                  print the command that would run, and run nothing
-  --mixed_precision, ...     `accelerate launch --help` lists its options: all
-                             are passed on"""
+  --dry-run                  print what each worker would run, and run nothing
+  --mixed_precision, ...     `accelerate launch --help` lists its options"""
 
-# %% ../../nbs/launch/05_cli.ipynb #bc2a26c6
+# %% ../../nbs/launch/05_cli.ipynb #ed66b041
 def _parse(args):
-    "Parse the command line, as (parser, arguments, those before the script that are Accelerate's)"
+    "Parse the command line, as (parser, arguments)"
     from accelerate.commands.launch import launch_command_parser
     p = own_options(launch_command_parser())
     p.prog,p.usage = 'fastdist launch',_usage.partition('\n\n')[0].removeprefix('usage: ')
@@ -62,302 +59,9 @@ def _parse(args):
         known = sorted({o.replace('_', '-') for action in p._actions for o in action.option_strings}) # both are taken
         meant = nearest(unknown[0].partition('=')[0].replace('_', '-'), known, '`fastdist launch --help` lists them')
         p.error(f"{unknown[0]}: there is no such option: {meant}")
-    before = args[:len(args)-len(a.training_script_args)-1]
-    rest = own_options(Parser(add_help=False, allow_abbrev=False)).parse_known_args(before)[1]
-    return p,a,[o for o in rest if o not in ('--','--cpu','--multi_gpu','--multi-gpu')] # `_plan` sets these
+    return p,a
 
-# %% ../../nbs/launch/05_cli.ipynb #7532a7a1
-def _n_workers(a, conf, nodes, gpus):
-    "(option, number of workers on all nodes); by default one for each GPU. A `ValueError` if it cannot be"
-    per_node = a.nproc_per_node and a.nproc_per_node*nodes
-    given = {k:v for k,v in (('-n',a.n), ('--num_processes',a.num_processes), ('--nproc-per-node',per_node)) if v is not None}
-    if len(set(given.values())) > 1: raise ValueError(' and '.join(f'{k} {v}' for k,v in given.items()) + ' workers: give one of them')
-    name,n = next(iter(given.items()), ('-n',conf('num_processes') or max(1, gpus)*nodes))
-    if n < 1: raise ValueError(f"{name} {n}: at least 1 worker is needed")
-    if n%nodes: raise ValueError(f"{name} {n}: it is the number of all workers, and cannot be divided by {nodes} nodes")
-    return name,n
-
-def _is_other(a, conf=lambda name: None):
-    "Does Accelerate launch in a mode of its own, such as DeepSpeed?"
-    mode = str(conf('distributed_type') or '').split('.')[-1]
-    return mode in ('FSDP','DEEPSPEED','MEGATRON_LM','XLA') or a.use_deepspeed or a.use_fsdp or a.use_megatron_lm or a.tpu
-
-# %% ../../nbs/launch/05_cli.ipynb #9faee408
-def _worker_env(a, cpu, n, cores, screen):
-    "What is added to the environment of the `n` workers here. `screen`: is rank 0 one of them? `None` where nothing is redirected"
-    res = dict(ACCELERATE_USE_CPU='true') if cpu else {}
-    if 'PYTHONFAULTHANDLER' not in os.environ: res['PYTHONFAULTHANDLER'] = '1' # a crash in C says where in Python it was
-    res.update(**quiet_env(), **hash_env())
-    if a.num_cpu_threads_per_process is None: res.update(thread_env(cores, n))
-    if screen is not None: res['PET_REDIRECTS'] = ','.join(f"{i}:{0 if i==0 and screen else 3}" for i in range(n))
-    return res
-
-def _options(a, want):
-    "Those of `want` that are not on the command line already"
-    given = [k for k in getattr(a, 'nondefault', ()) if k in want and getattr(a, k)==want[k]]
-    return [o for k,v in want.items() if v is not None and k not in given for o in (f'--{k}',str(v))]
-
-# %% ../../nbs/launch/05_cli.ipynb #abc59761
-def _plan_srun(a, rest, srun):
-    "Start a launcher on each node of Slurm's job"
-    own = [f'--{k}={v}' for k in ('nproc_per_node','node_rank','rdzv_endpoint') if (v := getattr(a, k)) is not None]
-    number = ['-n', str(a.n)] if a.n is not None else []
-    command = [*srun, sys.executable, '-m', 'fastdist', 'launch', *number, *own, *(['--cpu'] if a.cpu else []), *rest]
-    nodes = os.environ.get('SLURM_JOB_NODELIST')
-    return SimpleNamespace(command=command, env={}, nodes=None,
-                           summary=f"this job of Slurm's has nodes {nodes}: srun starts a launcher on each")
-
-def _summary(a, n, cpu, env, want):
-    threads = a.num_cpu_threads_per_process or env.get('OMP_NUM_THREADS') or os.environ['OMP_NUM_THREADS']
-    n_nodes,nodes = want['num_machines'],''
-    if n_nodes > 1: nodes = (f" on {a.nnodes or n_nodes} nodes, "
-                             f"rendezvous at {want['main_process_ip']}:{want['main_process_port']}")
-    return f"{starting(n, cpu, threads)}{nodes}"
-
-# %% ../../nbs/launch/05_cli.ipynb #4fd6c328
-def _check_watch(a, many):
-    from torch.distributed.elastic.multiprocessing import Std
-    if a.max_restarts < 0: raise ValueError(f"--max-restarts {a.max_restarts}: it is at least 0")
-    if a.max_restarts and not many:
-        raise ValueError(f"--max-restarts {a.max_restarts}: Accelerate's launcher watches over 2 workers or more; "
-                         f"type `torchrun --nproc-per-node 1 --max-restarts {a.max_restarts} ...` for one")
-    if (t := a.num_cpu_threads_per_process) is not None and t < 1: raise ValueError(
-        f"--num_cpu_threads_per_process {t}: it is at least 1; without it the cores are divided among the workers")
-    try: Std.from_str(a.tee)
-    except ValueError: raise ValueError(f"--tee {a.tee}: it is 1 (what all workers print), 2 (their errors) or 3 (both); "
-                                        "or, of some of this machine, like 1:3,2:3") from None
-
-# %% ../../nbs/launch/05_cli.ipynb #55bc7403
-def _check_left(n):
-    "A `ValueError` where the environment has workers whom this machine, which is to start all `n`, does not start"
-    size,rank = (os.environ.get(o) for o in ('WORLD_SIZE','RANK'))
-    if size in (None,'1',str(n)) and (n > 1 or rank in (None,'0')): return # a cluster may count machines
-    left = [o for o in ('RANK','WORLD_SIZE') if o in os.environ]
-    raise ValueError(f"{', '.join(f'{o}={os.environ[o]}' for o in left)} in the environment: if an earlier job has left it there, type "
-                     f"`unset {' '.join(left)}`; if this is one of several machines, give --nnodes, --node-rank and --rdzv-endpoint")
-
-# %% ../../nbs/launch/05_cli.ipynb #521d8b6e
-def _plan_here(a, rest, conf, n_gpus, n_cores):
-    "Start the workers of this node"
-    why = why_cpu(n_gpus, a.cpu or bool(conf('use_cpu')))
-    cpu = why is not None
-    if a.gpu_ids not in (None,'all'):
-        if cpu: raise ValueError(f"--gpu_ids {a.gpu_ids}: {why}; without it workers train on the CPU")
-        n_gpus = len(a.gpu_ids.split(','))
-    want = rendezvous(a, conf)
-    name,n = _n_workers(a, conf, want['num_machines'], 0 if cpu else n_gpus)
-    local,other = n//want['num_machines'],_is_other(a, conf)
-    if not cpu and not a.use_deepspeed: check_gpus(local, n_gpus, 'add --cpu', f'{name} {n}: ')
-    many = n > 1 or other
-    _check_watch(a, many)
-    if want['num_machines']==1 and (n==1 or (a.nnodes,a.num_machines)==(None,None)): _check_left(n)
-    want.update(num_processes=n, mixed_precision=a.mixed_precision or conf('mixed_precision') or 'no',
-                dynamo_backend=a.dynamo_backend or (conf('dynamo_config') or {}).get('dynamo_backend', 'no').lower())
-    # `--multi_gpu` is Accelerate's word for many processes, on the CPU too
-    flags = [] if other else ['--multi_gpu'] if n > 1 else ['--cpu'] if cpu else []
-    changing = node_range(a) is not None # rank 0 may be on any of them: each shows its first worker
-    env = _worker_env(a, cpu, local, n_cores, changing or not want.get('machine_rank') if many else None)
-    return SimpleNamespace(command=['accelerate','launch',*flags,*_options(a, want),*rest], env=env, summary=_summary(a, n, cpu, env, want),
-                           nodes=a.nnodes if changing else None)
-
-# %% ../../nbs/launch/05_cli.ipynb #6e97717d
-def _plan(args, n_gpus, n_cores, config=None):
-    "What will be done: `command`, a list; `env`, changes to the environment; `summary`, a line. Ends the process if it cannot be"
-    p,a,rest = _parse(args)
-    try:
-        srun = slurm_srun() if a.nnodes is None and a.num_machines is None else None
-        if srun: res = _plan_srun(a, rest, srun)
-        else: res = _plan_here(a, rest, lambda k: getattr(config, k, None), n_gpus, n_cores)
-    except ValueError as e: p.error(str(e))
-    res.command += [a.training_script, *a.training_script_args]
-    return res
-
-# %% ../../nbs/launch/05_cli.ipynb #1cb3c516
-def _first_failure(failures):
-    """(rank, torch's `ProcessFailure` or `None`, `Failure` or `None`) of the worker that failed first, of a `dict` of torch's by rank:
-    one that stopped because of another has that one's `Failure` in its error record, and may have ended before it"""
-    from fastdist.world.errors import read_record
-    records = {r:read_record(o.error_file_data) for r,o in failures.items()}
-    told = any(o is not None and o.kind!='stopped' for o in records.values())
-    # the launcher has ended it because of others; torch's times are whole seconds, and may say that it was the first
-    ended = {r for r,o in failures.items() if told and records[r] is None and o.exitcode==-signal.SIGTERM}
-    first = min((r for r in failures if r not in ended), key=lambda r: failures[r].timestamp) # or that which torch saw first
-    cause = records[first]
-    if cause is None or cause.rank is None: return first,failures[first],cause
-    own = records.get(cause.rank)
-    return cause.rank,failures.get(cause.rank),own if own is not None and own.rank==cause.rank else cause
-
-# %% ../../nbs/launch/05_cli.ipynb #ce8c4116
-def _how(process, record):
-    "How a worker has ended the job, in words, and the exit status of the job"
-    code = 1 if process is None else process.exitcode
-    # one that has left a report was on its way out, if the launcher's SIGTERM, or another rank's SIGKILL, found it still there
-    if code < 0 and (record is None or record.kind=='ended'): return f"was killed by signal {-code}",128-code
-    code = max(code, 1)
-    if record is not None and record.kind=='stalled': return "was stuck",code
-    if record is not None and record.kind=='ended': return "ended without a traceback",code
-    if record is not None and (process is None or process.exitcode < 0): return f"failed ({record.type or record.kind})",code
-    return f"failed with exit status {code}",code
-
-# %% ../../nbs/launch/05_cli.ipynb #b94d1d48
-def _why(rank, record, logs, status=1):
-    "What is to be shown of why a worker has failed, with this exit status; `logs` are by rank. '' where rank 0's screen has it"
-    from fastdist.launch.logs import last_words
-    log = logs.get(rank)
-    # it could report nothing; or has printed why it calls `sys.exit`, perhaps after an error that it has caught
-    own = record is None or record.kind=='ended' or record.type=='SystemExit' and rank > 0 or status > 1
-    words = last_words(log) if own and log else ''
-    if not words and record is not None:
-        if record.kind=='ended': return f"fastdist: worker {rank} {record.text}" # as those that wait for it have found
-        own,words = False,(record.traceback or record.text).rstrip()
-    shown = last_words(logs[0], 1000) if logs.get(0) else ''
-    if not words or words.splitlines()[-1] in shown: return ''
-    return f"fastdist: {f'the end of what worker {rank} wrote' if own and log else f'worker {rank} failed'}:\n{words}"
-
-# %% ../../nbs/launch/05_cli.ipynb #1fe3f668
-def _show_failure(failures, folder, n):
-    "Show why a worker has failed, of `n` on this node, with their logs in `folder`; the exit status"
-    from fastdist.launch.logs import last_log
-    rank,process,record = _first_failure(failures)
-    start = min(r-o.local_rank for r,o in failures.items())
-    logs = {r:last_log(folder, r) for r in (0,rank) if start <= r < start+n}
-    # the others have its report, unless it had lost them; and rank 0 is on another node's screen
-    elsewhere = 0 not in logs and record is not None and record.kind!='store'
-    if not elsewhere and (why := _why(rank, record, logs, getattr(process, 'exitcode', 1))): print(why, file=sys.stderr)
-    (how,code),log = _how(process, record),logs.get(rank)
-    who = f"worker {rank} {how} first, and"
-    if record is not None and record.kind=='stalled' and record.rank is None: # nobody was first
-        who = "workers were stuck at different calls, which"
-    print(f"fastdist: {who} ended the job{f'; its output is in {log.parent}' if log else ''}", file=sys.stderr)
-    return code
-
-# %% ../../nbs/launch/05_cli.ipynb #d9f158dd
-@contextmanager
-def _late_notice(a, secs):
-    def notice():
-        if psutil.Process().children(): return # the workers
-        print(f"fastdist: after {secs:g} s, not all of {a.num_machines} nodes have come to {a.main_process_ip}:{a.main_process_port}. "
-              f"This is node {a.machine_rank}. Is the same command running on the others, and does a firewall let that port through?",
-              file=sys.stderr, flush=True)
-    timer = Timer(secs, notice)
-    timer.daemon = True
-    if a.num_machines > 1: timer.start()
-    try: yield
-    finally: timer.cancel()
-
-# %% ../../nbs/launch/05_cli.ipynb #04689752
-def _accelerate_args(command):
-    "The arguments of `accelerate launch`, with our logs"
-    from accelerate.commands.launch import launch_command_parser
-    a = launch_command_parser().parse_args(command[2:])
-    a.logs_specs = 'fastdist' # torch's launcher finds `RankLogs` by this name, in the metadata of the installed package
-    # it passes these on; USR1 is what Slurm sends before a time limit, where it was asked to
-    passed_on = signals_to_handle('SIGTERM','SIGINT','SIGHUP','SIGQUIT','SIGUSR1')
-    a.signals_to_handle = os.environ.get('PET_SIGNALS_TO_HANDLE', ','.join(passed_on))
-    try: next(iter(entry_points(group='torchrun.logs_specs', name='fastdist'))).load()
-    except (StopIteration,ImportError,AttributeError):
-        sys.exit("fastdist launch: fastdist is not installed here, or its files have moved since: "
-                 "type `pip install -e .` again in its checkout")
-    return a
-
-# %% ../../nbs/launch/05_cli.ipynb #8ed23ca6
-def _port(a):
-    "The port of the store that was asked for, or 0, for any that is free"
-    from fastdist.world.start.loopback import loopback_socket
-    if not a.main_process_port: return 0
-    try: loopback_socket(a.main_process_port).close()
-    except ConnectionError: raise
-    except OSError as e:
-        print(f"fastdist: port {a.main_process_port} cannot be used ({e.strerror}), and a free one is taken", file=sys.stderr, flush=True)
-        return 0
-    return a.main_process_port
-
-# %% ../../nbs/launch/05_cli.ipynb #35b854e1
-@contextmanager
-def _closed(a):
-    """Where this machine has all workers: they get a secret, and nothing listens where another machine could reach it.
-    The launchers of several nodes know nothing of each other, and leave it to their workers to agree on a secret"""
-    if a.num_machines > 1: yield; return
-    from accelerate.utils import patch_environment
-    from fastdist.world.secret import secret_env
-    from fastdist.world.start.elastic import loopback_rendezvous
-    if a.rdzv_backend=='static':
-        a.rdzv_backend,a.rdzv_endpoint = loopback_rendezvous(),f'127.0.0.1:{_port(a)}'
-        a.main_process_port = 0 # Accelerate's own look at it: it would take another rendezvous where it is in use
-    with patch_environment(**secret_env(a.num_processes)): yield # workers choose the interface, as they may join those of other machines
-
-# %% ../../nbs/launch/05_cli.ipynb #5e27a171
-@contextmanager
-def _watched(a, startup):
-    "What goes on beside the workers while Accelerate's launcher waits for them"
-    from fastdist.launch.logs import close_copies, copied
-    alone = a.num_processes==1 and not _is_other(a)
-    copy = copied(a.log_dir) if alone and a.log_dir else nullcontext()
-    def hidden(rank): return (rank!='0' or bool(a.machine_rank)) and a.tee not in ('2','3')
-    try:
-        with _closed(a), torch_quiet(), _late_notice(a, startup), (one_worker() if alone else nullcontext()), copy, \
-             notices_shown(hidden) as found, end_noticed(a.num_processes//a.num_machines, a.log_dir): yield found
-    finally: close_copies()
-
-# %% ../../nbs/launch/05_cli.ipynb #6c804d32
-@contextmanager
-def _changing(nodes):
-    """Let torch's launcher begin, and go on, with the `nodes` that are there, MIN:MAX: Accelerate's knows a fixed number.
-    Without the variable torch 2.15 gives nodes different stores when their number has changed"""
-    import torch.distributed.run as torchrun
-    from accelerate.utils import patch_environment
-    if nodes is None: yield; return
-    def run(args):
-        args.nnodes = nodes
-        old(args)
-    old,torchrun.run = torchrun.run,run
-    try:
-        with patch_environment(TORCH_DISABLE_SHARE_RDZV_TCP_STORE='1'): yield
-    finally: torchrun.run = old
-
-# %% ../../nbs/launch/05_cli.ipynb #36ec53ce
-def _saved_status(found, failures=None):
-    "The exit status of workers that have saved and ended, as their notices say; `None` where the first of `failures` has another"
-    status = next((o['status'] for o in reversed(found) if 'status' in o), None)
-    if failures is None or status is None: return status
-    return status if min(failures.values(), key=lambda o: o.timestamp).exitcode==status else None
-
-# %% ../../nbs/launch/05_cli.ipynb #c40455bd
-def _run(command, startup, nodes=None):
-    "Run Accelerate's launcher, on `nodes` that come and go; the exit status"
-    import torch.distributed.run
-    from accelerate.commands.launch import launch_command
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    a,found = _accelerate_args(command),[]
-    try:
-        with stopped_once(), _watched(a, startup) as found, _changing(nodes):
-            try: launch_command(a)
-            except SignalException as e: # torch forgets workers that it has started if the signal comes before the last: they end in here,
-                end_processes(psutil.Process().children(), e.sigval) # where their notices are read
-                raise
-    except ChildFailedError as e:
-        return _saved_status(found, e.failures) or _show_failure(e.failures, a.log_dir, a.num_processes//a.num_machines)
-    except SignalException as e:
-        print(f"fastdist: stopped by {e.sigval.name}", file=sys.stderr)
-        return _saved_status(found) or 128+e.sigval.value
-    except (torch.distributed.DistError,ValueError,OSError,ImportError) as e: # of the rendezvous, of the program; Accelerate's
-        print('fastdist launch:', str(e).partition('\n')[0], file=sys.stderr)
-        return 1 if isinstance(e, torch.distributed.DistError) else 2
-    except subprocess.CalledProcessError as e: # one worker, with its traceback
-        return e.returncode if e.returncode > 0 else 128-e.returncode
-    except KeyboardInterrupt: return 130
-    return 0
-
-# %% ../../nbs/launch/05_cli.ipynb #51d57e43
-def _import_torch():
-    "It reads then what its C++ code logs: a page at the end of a job, of a store that has gone with another launcher"
-    new = 'TORCH_CPP_LOG_LEVEL' not in os.environ
-    if new: os.environ['TORCH_CPP_LOG_LEVEL'] = 'ERROR'
-    import torch
-    if new: del os.environ['TORCH_CPP_LOG_LEVEL'] # workers have their own
-
-# %% ../../nbs/launch/05_cli.ipynb #7b721c1c
+# %% ../../nbs/launch/05_cli.ipynb #58df4b18
 def read_config(a):
     "Accelerate's config file, `None` where there is none; ends the process if that, or what is to be run, is not there"
     import shutil
@@ -379,51 +83,242 @@ def read_config(a):
     except Exception as e: # of the file's syntax, of what a value is, of a key: each of a class of its own
         sys.exit(f"fastdist launch: --config_file {file}: it is no file of `accelerate config`: {type(e).__name__}: {e}")
 
-# %% ../../nbs/launch/05_cli.ipynb #4d5e5321
-def _log_to(o, a):
-    "The folder of the logs, which is added to the command where it needs one and has none"
-    from fastdist.world.private import keep, new_folder
-    if a.log_dir is not None: return log_folder(a.log_dir, f"--log-dir {a.log_dir or repr('')}")
-    if 'PET_REDIRECTS' not in o.env: return
-    o.command[2:2] = '--log_dir',(folder := str(new_folder()))
-    keep(folder) # until the workers have ended well: those of a launcher that is killed say why
-    return folder
+# %% ../../nbs/launch/05_cli.ipynb #9db4285b
+def _n_workers(a, conf, nodes, gpus):
+    "(option, number of workers on all nodes); by default one for each GPU. A `ValueError` if it cannot be"
+    per_node = a.nproc_per_node and a.nproc_per_node*nodes
+    given = {k:v for k,v in (('-n',a.n), ('--num_processes',a.num_processes), ('--nproc-per-node',per_node)) if v is not None}
+    if len(set(given.values())) > 1: raise ValueError(' and '.join(f'{k} {v}' for k,v in given.items()) + ' workers: give one of them')
+    name,n = next(iter(given.items()), ('-n',conf('num_processes') or max(1, gpus)*nodes))
+    if n < 1: raise ValueError(f"{name} {n}: at least 1 worker is needed")
+    if n%nodes: raise ValueError(f"{name} {n}: it is the number of all workers, and cannot be divided by {nodes} nodes")
+    return name,n
 
-def _run_in(folder, new, o, startup):
-    "Run the plan `o`, with logs in `folder`, which goes if it is `new` and the workers end well; the exit status"
-    import shutil
-    from accelerate.utils import patch_environment
-    from fastdist.world.private import clear_left
-    status = 1
-    # torch writes what `--tee` copies, and does not flush it
-    if hasattr(sys.stdout, 'reconfigure'): sys.stdout.reconfigure(line_buffering=True)
+def _check_left(n):
+    "A `ValueError` where the environment has workers whom this machine, which is to start all `n`, does not start"
+    size,rank = (os.environ.get(o) for o in ('WORLD_SIZE','RANK'))
+    if size in (None,'1',str(n)) and (n > 1 or rank in (None,'0')): return # a cluster may count machines
+    left = [o for o in ('RANK','WORLD_SIZE') if o in os.environ]
+    raise ValueError(f"{', '.join(f'{o}={os.environ[o]}' for o in left)} in the environment: if an earlier job has left it there, type "
+                     f"`unset {' '.join(left)}`; if this is one of several machines, give --nnodes, --node-rank and --rdzv-endpoint")
+
+def _check_options(a, conf):
+    "A `ValueError` for what is no value, or what fastdist cannot do"
+    from torch.distributed.elastic.multiprocessing import Std
+    mode = str(conf('distributed_type') or '').split('.')[-1]
+    for nm,given,word in (('use_deepspeed',a.use_deepspeed,'DEEPSPEED'), ('use_megatron_lm',a.use_megatron_lm,'MEGATRON_LM'), ('tpu',a.tpu,'XLA')):
+        if given or mode==word: raise ValueError(f"--{nm} is not accepted{'' if given else ', which the config file asks for'}: fastdist "
+                                                 "shards by distrib_ctx(strategy='zero1', 'zero2' or 'fsdp'); start other scripts with `accelerate launch`")
+    if a.max_restarts < 0: raise ValueError(f"--max-restarts {a.max_restarts}: it is at least 0")
+    if (t := a.num_cpu_threads_per_process) is not None and t < 1: raise ValueError(
+        f"--num_cpu_threads_per_process {t}: it is at least 1; without it the cores are divided among the workers")
+    try: Std.from_str(a.tee)
+    except ValueError: raise ValueError(f"--tee {a.tee}: it is 1 (what all workers print), 2 (their errors) or 3 (both); "
+                                        "or, of some of this machine, like 1:3,2:3") from None
+
+def _plan(a, # Parsed arguments
+          conf, # Function from a name to its value in Accelerate's config file
+          gpus, cores, # Of this machine
+         ):
+    "What this machine is to start; a `ValueError` if it cannot be. The arguments get the values that Accelerate needs"
+    _check_options(a, conf)
+    cpu = (why := why_cpu(gpus, a.cpu or bool(conf('use_cpu')))) is not None
+    if a.gpu_ids not in (None,'all'):
+        if cpu: raise ValueError(f"--gpu_ids {a.gpu_ids}: {why}; without it workers train on the CPU")
+        gpus = len(a.gpu_ids.split(','))
+    meet = rendezvous(a, conf)
+    nodes,rank = meet['num_machines'],meet.get('machine_rank', 0)
+    name,n = _n_workers(a, conf, nodes, 0 if cpu else gpus)
+    local,between = n//nodes,node_range(a)
+    if not cpu: check_gpus(local, gpus, 'add --cpu', f'{name} {n}: ')
+    if nodes==1 and (n==1 or (a.nnodes,a.num_machines)==(None,None)): _check_left(n)
+    if a.num_cpu_threads_per_process is None:
+        a.num_cpu_threads_per_process = int(thread_env(cores, local).get('OMP_NUM_THREADS') or os.environ['OMP_NUM_THREADS'])
+    vars(a).update(meet, num_processes=n, machine_rank=rank, mixed_precision=a.mixed_precision or conf('mixed_precision') or 'no',
+                   dynamo_backend=a.dynamo_backend or (conf('dynamo_config') or {}).get('dynamo_backend', 'no').lower(), cpu=False, multi_gpu=False)
+    where = '' if nodes==1 else f" on {a.nnodes or nodes} nodes, rendezvous at {a.main_process_ip}:{a.main_process_port}; this is node {rank}"
+    return SimpleNamespace(local=local, nodes=between or (nodes,nodes), port=a.main_process_port, cpu=cpu,
+                           screen=not rank or between is not None, # rank 0 may be on any of them: each shows its first worker
+                           summary=f"{starting(n, cpu, a.num_cpu_threads_per_process)}{where}")
+
+def _worker_env(a, cpu):
+    "What is added to the environment of workers; a `ValueError`, and others, of Accelerate's"
+    from accelerate.commands.launch import _validate_launch_command
+    from accelerate.utils import check_cuda_p2p_ib_support
+    from accelerate.utils.launch import prepare_multi_gpu_env
+    env = prepare_multi_gpu_env(_validate_launch_command(a)[0])
+    env.setdefault('PYTHONFAULTHANDLER', '1') # a crash in C says where in Python it was
+    env.update(**quiet_env(), **hash_env())
+    if cpu: env['ACCELERATE_USE_CPU'] = 'true'
+    elif not check_cuda_p2p_ib_support(): env.update(NCCL_P2P_DISABLE='1', NCCL_IB_DISABLE='1', **env)
+    return {k:v for k,v in env.items() if os.environ.get(k)!=v}
+
+# %% ../../nbs/launch/05_cli.ipynb #6eeeae03
+def _first_failure(failures):
+    "(rank, torch's `ProcessFailure` or `None`, `Failure` or `None`) of the worker that failed first, of a `dict` of torch's by rank"
+    from fastdist.world.errors import read_record
+    records = {r:f for r,o in failures.items() if (f := read_record(o.error_file_data)) is not None}
+    if told := [r for r,f in records.items() if f.kind!='stopped']:
+        cause = records[by := min(told, key=lambda r: (records[r].time, records[r].rank!=r))]
+        rank = by if cause.rank is None else cause.rank
+        return rank,failures.get(rank),cause
+    ended = [r for r,o in failures.items() if o.exitcode!=-signal.SIGTERM] # not by the launcher
+    rank = min(ended or failures, key=lambda r: failures[r].timestamp)
+    return rank,failures[rank],records.get(rank)
+
+def _how(process, record):
+    "How a worker has ended the job, in words, and the exit status of the job"
+    code = 1 if process is None else process.exitcode
+    # one that has left a report was on its way out, if the launcher's SIGTERM, or another rank's SIGKILL, found it still there
+    if code < 0 and (record is None or record.kind=='ended'): return f"was killed by signal {-code}",128-code
+    code = max(code, 1)
+    if record is not None and record.kind=='stalled': return "was stuck",code
+    if record is not None and record.kind=='ended': return "ended without a traceback",code
+    if record is not None and (process is None or process.exitcode < 0): return f"failed ({record.type or record.kind})",code
+    return f"failed with exit status {code}",code
+
+def _why(rank, record, logs, status=1):
+    "What is to be shown of why a worker has failed, with this exit status; `logs` are by rank. '' where rank 0's screen has it"
+    from fastdist.launch.logs import last_words
+    log = logs.get(rank)
+    # it could report nothing; or has printed why it calls `sys.exit`, perhaps after an error that it has caught
+    own = record is None or record.kind=='ended' or record.type=='SystemExit' and rank > 0 or status > 1
+    words = last_words(log) if own and log else ''
+    if not words and record is not None:
+        if record.kind=='ended': return f"fastdist: worker {rank} {record.text}" # as those that wait for it have found
+        own,words = False,(record.traceback or record.text).rstrip()
+    shown = last_words(logs[0], 1000) if logs.get(0) else ''
+    if not words or words.splitlines()[-1] in shown: return ''
+    return f"fastdist: {f'the end of what worker {rank} wrote' if own and log else f'worker {rank} failed'}:\n{words}"
+
+def _show_failure(failures, folder, n):
+    "Show why a worker has failed, of `n` on this node, with their logs in `folder`; the exit status"
+    from fastdist.launch.logs import last_log
+    rank,process,record = _first_failure(failures)
+    start = min(r-o.local_rank for r,o in failures.items())
+    logs = {r:last_log(folder, r) for r in (0,rank) if start <= r < start+n}
+    # the others have its report, unless it had lost them; and rank 0 is on another node's screen
+    elsewhere = 0 not in logs and record is not None and record.kind!='store'
+    if not elsewhere and (why := _why(rank, record, logs, getattr(process, 'exitcode', 1))): print(why, file=sys.stderr)
+    (how,code),log = _how(process, record),logs.get(rank)
+    who = f"worker {rank} {how} first, and"
+    if record is not None and record.kind=='stalled' and record.rank is None: # nobody was first
+        who = "workers were stuck at different calls, which"
+    print(f"fastdist: {who} ended the job{f'; its output is in {log.parent}' if log else ''}", file=sys.stderr)
+    return code
+
+# %% ../../nbs/launch/05_cli.ipynb #b2248e87
+@contextmanager
+def _late_notice(a, secs):
+    def notice():
+        if psutil.Process().children(): return # the workers
+        print(f"fastdist: after {secs:g} s, not all of {a.num_machines} nodes have come to {a.main_process_ip}:{a.main_process_port}. "
+              f"This is node {a.machine_rank}. Is the same command running on the others, and does a firewall let that port through?",
+              file=sys.stderr, flush=True)
+    timer = Timer(secs, notice)
+    timer.daemon = True
+    if a.num_machines > 1: timer.start()
+    try: yield
+    finally: timer.cancel()
+
+def _config(a, o, logs):
+    "torch's, for the workers of this node"
+    from torch.distributed.launcher.api import LaunchConfig
+    from fastdist.world.start.elastic import loopback_rendezvous
+    configs,backend = dict(c.partition('=')[::2] for c in (a.rdzv_conf or '').split(',') if c),a.rdzv_backend
+    if o.nodes==(1,1) and backend=='static': backend = loopback_rendezvous() # nothing listens where another machine could reach it
+    if backend=='static': configs['rank'] = a.machine_rank
+    return LaunchConfig(*o.nodes, o.local, logs_specs=logs, run_id='fastdist', role=a.role, rdzv_backend=backend,
+                        rdzv_endpoint=f"{a.main_process_ip if max(o.nodes) > 1 else '127.0.0.1'}:{o.port}", rdzv_configs=configs,
+                        max_restarts=a.max_restarts, monitor_interval=a.monitor_interval,
+                        signals_to_handle='SIGRTMAX') # which nobody sends: `signals_raised` handles those that people do
+
+def _run(a, o, command, folder, startup):
+    "Start the workers, and wait for them; the exit status"
+    import torch.distributed as dist
+    from torch.distributed.elastic.multiprocessing import SignalException, Std
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import elastic_launch
+    from fastdist.launch.logs import RankLogs
+    logs = RankLogs(folder, {i:Std.ALL for i in range(int(o.screen), o.local)}, Std.from_str(a.tee))
+    found,status = [],lambda: next((n['status'] for n in reversed(found) if 'status' in n), None) # of workers that have saved and ended
+    def hidden(rank): return (rank!='0' or bool(a.machine_rank)) and a.tee not in ('2','3')
     try:
-        with guarded(), patch_environment(**o.env): status = _run(o.command, startup, o.nodes)
-    finally:
-        if folder and new:
-            if not status: shutil.rmtree(folder, ignore_errors=True)
-            with suppress(OSError): os.rmdir(folder) # of workers that were not started, as of options that do not go together
-        clear_left() # of workers that were killed
-    return status
+        quiet_torch()
+        with signals_raised(), _late_notice(a, startup), notices_shown(hidden) as found, end_noticed(o.local, folder):
+            try: elastic_launch(_config(a, o, logs), command[0])(*command[1:])
+            except SignalException as e: # torch forgets workers that it has started if the signal comes before the last: they end in here,
+                end_processes(psutil.Process().children(), e.sigval) # where their notices are read
+                raise
+            finally: logs.close()
+    except ChildFailedError as e:
+        saved = status() and min(e.failures.values(), key=lambda f: f.timestamp).exitcode==status()
+        return status() if saved else _show_failure(e.failures, folder, o.local)
+    except SignalException as e:
+        print(f"fastdist: stopped by {e.sigval.name}", file=sys.stderr)
+        return status() or 128+e.sigval.value
+    except (dist.DistError,ValueError,OSError) as e: # of the rendezvous, of the program
+        print('fastdist launch:', str(e).partition('\n')[0], file=sys.stderr)
+        return 1 if isinstance(e, dist.DistError) else 2
+    return 0
 
-# %% ../../nbs/launch/05_cli.ipynb #c36a6015
+# %% ../../nbs/launch/05_cli.ipynb #7fa9a507
+def _import_torch():
+    "It reads then what its C++ code logs: a page at the end of a job, of a store that has gone with another launcher"
+    new = 'TORCH_CPP_LOG_LEVEL' not in os.environ
+    if new: os.environ['TORCH_CPP_LOG_LEVEL'] = 'ERROR'
+    import torch
+    if new: del os.environ['TORCH_CPP_LOG_LEVEL'] # workers have their own
+
+# %% ../../nbs/launch/05_cli.ipynb #da45b215
+def _command(a):
+    "What each worker runs"
+    python = [] if a.no_python else [sys.executable,'-u']
+    return [*python, *(['-m'] if a.module else []), a.training_script, *a.training_script_args]
+
 def main(args # Arguments after `fastdist launch`
         ):
     "Start the workers, and wait until they have ended; the exit status"
     if args in ([], ['-h'], ['--help']): print(_usage); return 0
     _import_torch()
-    a = _parse(args)[1]
+    import shutil
+    from accelerate.utils import patch_environment
+    from fastdist.world.private import clear_left, keep, new_folder
+    from fastdist.world.secret import secret_env
+    p,a = _parse(args)
     config = read_config(a)
-    o = _plan(args, n_gpus(), n_cores(), config)
-    if a.dry_run: print(shlex.join(f'{k}={v}' for k,v in o.env.items()), shlex.join(o.command)); return 0
-    srun = o.command[0]=='srun'
-    try: startup,folder = startup_seconds(),None if srun else _log_to(o, a)
-    except ValueError as e: sys.exit(f"fastdist launch: {e}")
-    logs = f'\nfastdist: logs in {folder}' if folder else ''
-    if ':0' in o.env.get('PET_REDIRECTS', ':0'): print(f'fastdist: {o.summary}{logs}', file=sys.stderr, flush=True)
-    if srun:
-        from fastdist.world.secret import secret_env
-        os.environ.update(secret_env()) # srun gives it to all launchers
-        sys.stdout.flush()
-        os.execvp('srun', o.command)
-    return _run_in(folder, a.log_dir is None, o, startup)
+    srun = slurm_srun() if a.nnodes is None and a.num_machines is None else None
+    if srun: return _start_launchers([*srun, sys.executable, '-m', 'fastdist', 'launch', *args], a.dry_run)
+    try:
+        o,startup = _plan(a, lambda k: getattr(config, k, None), n_gpus(), n_cores()),startup_seconds()
+        env,command,new = _worker_env(a, o.cpu),_command(a),a.log_dir is None
+        if a.dry_run: print(f"fastdist: {o.summary}\n{shlex.join([*(f'{k}={v}' for k,v in env.items()), *command])}"); return 0
+        folder = new_folder() if new else log_folder(a.log_dir, f"--log-dir {a.log_dir or repr('')}")
+    except (ValueError,OSError,ImportError,RuntimeError) as e: p.error(str(e).partition('\n')[0])
+    if new: keep(folder) # until the workers have ended well: those of a launcher that is killed say why
+    if o.screen: print(f'fastdist: {o.summary}\nfastdist: logs in {folder}', file=sys.stderr, flush=True)
+    # torch writes what `--tee` copies, and does not flush it
+    if hasattr(sys.stdout, 'reconfigure'): sys.stdout.reconfigure(line_buffering=True)
+    status = 1
+    try:
+        # the launchers of several nodes know nothing of each other, and leave it to their workers to agree on a secret
+        if max(o.nodes)==1: env.update(secret_env())
+        # without it torch 2.15 gives nodes different stores when their number has changed
+        if min(o.nodes)!=max(o.nodes): env['TORCH_DISABLE_SHARE_RDZV_TCP_STORE'] = '1'
+        with guarded(), patch_environment(**env): status = _run(a, o, command, folder, startup)
+    except KeyboardInterrupt: status = 130
+    finally:
+        if new and not status: shutil.rmtree(folder, ignore_errors=True)
+        elif new:
+            with suppress(OSError): os.rmdir(folder) # of workers that were not started
+        clear_left() # of workers that were killed
+    return status
+
+def _start_launchers(command, dry_run):
+    "Become the command that starts a launcher on each node of Slurm's job"
+    if dry_run: print(shlex.join(command)); return 0
+    from fastdist.world.secret import secret_env
+    print(f"fastdist: this job of Slurm's has nodes {os.environ.get('SLURM_JOB_NODELIST')}: srun starts a launcher on each", file=sys.stderr, flush=True)
+    os.environ.update(secret_env()) # srun gives it to all launchers
+    sys.stdout.flush()
+    os.execvp('srun', command)

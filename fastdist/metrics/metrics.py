@@ -14,10 +14,8 @@ from fastai.basics import *
 from fastai.learner import AvgMetric, AvgLoss, Metric
 from fastai.metrics import (AccumMetric, CorpusBLEUMetric, Dice, DiceMulti, LossMetric, accuracy, accuracy_multi,
                             error_rate, mae, mse, msle, top_k_accuracy)
-from ..comm.call import least, route, same_call
+from ..comm.collectives import all_gather_list, bytes_in, least, route, same_call
 from ..comm.gather import concat_in_turn, gather_chunks, in_turn, interleave, same_rows
-from ..comm.objects import all_gather_list
-from ..comm.pack import bytes_in
 from ..world.ranks import get_rank
 
 # %% ../../nbs/metrics/00_metrics.ipynb #bc038214

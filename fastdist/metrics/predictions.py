@@ -9,9 +9,7 @@ __all__ = ['SharedActivation', 'GatheredPreds', 'Concatenated']
 from fastai.basics import *
 from fastai.losses import DiceLoss, FocalLossFlat, LabelSmoothingCrossEntropy, LabelSmoothingCrossEntropyFlat
 from ..comm.gather import concat_in_turn, gather_chunks, gather_tensors, in_turn, interleave, same_rows
-from ..comm.call import least, same_call
-from ..comm.objects import all_gather_list
-from ..comm.pack import bytes_in
+from ..comm.collectives import all_gather_list, bytes_in, least, same_call
 
 # %% ../../nbs/metrics/01_predictions.ipynb #e8ef0789
 _with_softmax = CrossEntropyLossFlat,FocalLossFlat,LabelSmoothingCrossEntropy,LabelSmoothingCrossEntropyFlat,DiceLoss

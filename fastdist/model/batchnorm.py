@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch.distributed as dist, torch.nn.functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from fastai.basics import *
-from ..comm.pack import named, Reduced
+from ..comm.collectives import named, Reduced
 from ..world.ranks import get_rank
 from ..world.state import current_world
 

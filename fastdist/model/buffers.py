@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 from fastai.basics import *
-from ..comm.call import least
-from ..comm.pack import checksum
+from ..comm.collectives import checksum, least
 from ..world.ranks import get_rank, get_world_size
 from ..world.state import current_world
 

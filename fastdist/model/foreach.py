@@ -11,7 +11,7 @@ from functools import partial
 from fastai.basics import *
 from fastai.optimizer import *
 from fastai.optimizer import average_grad,average_sqr_grad,debias # and what is in no `__all__`
-from ..comm.pack import buckets
+from ..comm.collectives import buckets
 
 # %% ../../nbs/model/04_foreach.ipynb #4ceeeffd
 class _Same:

@@ -14,10 +14,8 @@ import torch.distributed as dist
 from fastai.basics import *
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
-from ..comm.call import route, same_and_most, same_text, who_has
-from ..comm.objects import all_gather_list, from_rank0
-from ..comm.pack import as_bytes, bucket_bytes, checksums, tensors_in
-from ..comm.shards import is_dtensor
+from ..comm.collectives import (all_gather_list, as_bytes, bucket_bytes, checksums, from_rank0, is_dtensor,
+                                       route, same_and_most, same_text, tensors_in, who_has)
 from ..model.batchnorm import has_global_stats
 from ..model.params import ModelParams
 from ..model.buffers import average_buffers
@@ -29,8 +27,8 @@ class _InBatch:
     unsynced = False # are gradients still this worker's own?
     def begin_batch(self, sync # As for `forward`
                    ): "Before callbacks see the batch: look after the backward passes that they make"
-    def before_backward(self): "When the loss has been computed, and weighed: `learn.loss_grad`"
-    def begin_backward(self): "When the backward pass of the batch's own loss begins, where `Backwards` is used"
+    def before_backward(self): "When the loss has been computed: `learn.loss_grad`"
+    def begin_backward(self, loss): "When the backward pass of the batch's own loss begins: returns the loss to propagate"; return loss
     def end_backward(self, own # That of the batch's own loss?
                     ): "When any backward pass has ended, where `Backwards` is used"
     def check_used(self): "Before the optimizer steps: raise a `RuntimeError` if a parameter got no gradient"
@@ -46,7 +44,7 @@ class Strategy(_InBatch):
     moves = False # Does `setup` bring the model to the device, part by part, and `close` back to where it was? Else it is there, whole
     splits = () # What is in shards when the optimizer steps: 'parameters', 'gradients'
     loose,of_model = (),None # parameters that the optimizer has beside the model's; `ModelParams` of this, once somebody has asked
-    share_scale = staticmethod(lambda added=False: 1.) # what the loss of this worker's share, or what is added to it, is multiplied by
+    share_scale = staticmethod(lambda root=None: 1.) # what is propagated backward of this worker's share is multiplied by
     learn = model = device = None # from `setup` on
     def setup(self, learn, # `Learner` whose context begins; its weights are the same in all workers
               device, # This worker's `torch.device`

@@ -5,83 +5,99 @@
 # %% auto #0
 __all__ = ['Replica']
 
-# %% ../../nbs/strategy/03_ddp.ipynb #692d61ca
-import re
-from contextlib import contextmanager
-
+# %% ../../nbs/strategy/03_ddp.ipynb #bb1d5c29
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from fastai.basics import *
 from .base import Strategy, check_trainable, needs_closure, put_method, unused_error
-from .backward import Backwards, average_grads, average_used
-from .forward_proxy import ForwardProxy
+from .backward import Backwards, average_grads, average_used, graph_nodes
 from ..world.errors import refuse
-from ..world.ranks import get_rank
 
-# %% ../../nbs/strategy/03_ddp.ipynb #1316c146
-class _SetAside:
-    "Gradients of `params`, taken away until `add`: one that is `None` after a backward is of a parameter that the loss does not depend on"
-    def __init__(self, params=()):
-        self.grads = [(p,p.grad) for p in params if p.requires_grad and p.grad is not None]
-        for p,_ in self.grads: p.grad = None
+# %% ../../nbs/strategy/03_ddp.ipynb #844fb485
+class _Parameters(nn.Module):
+    "What `DistributedDataParallel` wraps: its forward gives back the loss that it is called with"
+    def __init__(self, params):
+        super().__init__()
+        self.params = nn.ParameterList(params)
+    def forward(self, loss): return loss
 
-    def add(self):
-        "Give them back, as a backward does: it adds to what is there"
-        # Zeros matter too: fastai's optimizers step parameters whose gradient is not `None`
-        for p,g in self.grads: p.grad = g if p.grad is None else p.grad+g
-        self.grads = []
-
-# %% ../../nbs/strategy/03_ddp.ipynb #5e838759
-@contextmanager
-def _without_empty(model):
-    "Let a `DistributedDataParallel` that is made meanwhile leave out parameters without elements, which get no gradient"
-    nm = '_ddp_params_and_buffers_to_ignore'
-    before = vars(model).get(nm)
-    empty = [k for k,p in model.named_parameters() if not p.numel()]
-    setattr(model, nm, [*(before or ()), *empty, *(f'.{k}' for k in empty)]) # of the model's own, DDP puts a dot before the name
-    try: yield
-    finally:
-        if before is None: delattr(model, nm)
-        else: setattr(model, nm, before)
-
-# %% ../../nbs/strategy/03_ddp.ipynb #8af718ea
-class _Replicated(DistributedDataParallel):
-    def _passing_sync_batchnorm_handle(self, module): "torch's `SyncBatchNorm` runs on the CPU, too, in `global_batch_norm`: no error"
-
-def _make_ddp(learn, device, handler):
-    "A `DistributedDataParallel` of the model, for the parameters that need gradients now, with the hook of `handler`"
-    # Buffers are batch norm's in nearly all models, and those agree already; any others are made to once an epoch
-    kwargs = dict(broadcast_buffers=False) if handler is None else handler.to_dict()
-    with _without_empty(learn.model), warnings.catch_warnings():
+def _make_ddp(params, handler):
+    "A `DistributedDataParallel` of `params`, with the arguments and the hook of `handler`"
+    kwargs = {} if handler is None else handler.to_dict()
+    with warnings.catch_warnings():
         warnings.filterwarnings('ignore', message='.*broadcast_buffers') # its new name is not known to all torch versions supported
-        ddp = _Replicated(learn.model, device_ids=None if device.type=='cpu' else [device], **kwargs)
+        ddp = DistributedDataParallel(_Parameters(params), **kwargs)
     if handler is not None: handler.register_comm_hook(ddp)
     return ddp
 
-# %% ../../nbs/strategy/03_ddp.ipynb #028dd1dd
+# %% ../../nbs/strategy/03_ddp.ipynb #2bf186e7
+def _sparse_params(model):
+    "Parameters of embeddings whose gradients are sparse: `DistributedDataParallel` cannot see that of a parameter"
+    return {p for m in model.modules() if isinstance(m, (nn.Embedding,nn.EmbeddingBag)) and m.sparse for p in m.parameters()}
+
 class Replica(Strategy):
-    "`'ddp'`: the model wrapped in a `DistributedDataParallel` that follows freezing and unfreezing"
+    "`'ddp'`: gradients are averaged by a `DistributedDataParallel` that follows freezing and unfreezing"
     name = 'ddp'
     def __init__(self, handler=None # Accelerate's `DistributedDataParallelKwargs`
                 ):
-        self.handler,self.ddp,self.trained,self.proxy,self.by_closure = handler,None,None,None,None
-        self.checked,self.old_grads,self.backwards = True,_SetAside(),Backwards(self)
+        if handler is not None and handler.static_graph: refuse(
+            'static_graph', True, "the parameters alone are wrapped, whose use torch does not see to change: leave it out")
+        self.handler,self.ddp,self.trained,self.by_closure = handler,None,None,None
+        self.allows_unused = handler is not None and handler.find_unused_parameters
+        self.params,self.sparse = [],[] # those that `ddp` averages, and others
+        self.backwards = Backwards(self)
 
     def begin_batch(self, sync):
-        self.sync,self.reduced = sync,False
+        "Be ready for a backward pass"
+        self.sync = sync
         self.backwards.begin_batch()
 
     def forward(self, sync):
+        "Callbacks may have frozen, or unfrozen, some of the model"
         trained = self.trained_params()
-        if self.ddp is None or trained!=self.trained:
-            self._wrap(trained)
-            self.begin_batch(sync)
-        # as in its `no_sync`: what it reduces is the backward of the batch's own loss, not whichever comes first after the forward
-        self.ddp.require_backward_grad_sync = sync and self.ddp.static_graph
-        self.ddp.require_forward_param_sync = sync
-        self.proxy = ForwardProxy(self.learn, self.ddp)
+        if self.ddp is not None and trained==self.trained: return
+        check_trainable(self.model)
+        self.average()
+        self._drop_ddp()
+        sparse = _sparse_params(self.model)
+        ps = [p for p in self.model_params() if p.requires_grad and p.numel()] # one without elements gets no gradient
+        self.params,self.sparse = [p for p in ps if p not in sparse],[p for p in ps if p in sparse]
+        if self.params: self.ddp = _make_ddp(self.params, self.handler)
+        self.trained = trained
 
-# %% ../../nbs/strategy/03_ddp.ipynb #1313cf3b
+    def before_backward(self):
+        "Note which loss is the batch's own"
+        self.backwards.loss = self.learn.loss_grad
+
+    def begin_backward(self, loss):
+        "Let `DistributedDataParallel` average what the parameters have after this backward pass; torch refuses gradients with a graph"
+        return self.ddp(loss) if self._by_ddp() else loss
+
+    def end_backward(self, own):
+        "Average what `DistributedDataParallel` has not: gradients of another pass, and those of parameters that the model has not"
+        self.unsynced = not self.sync
+        if not self.sync: return
+        if not (own and self._by_ddp()): return self._average_all()
+        self._check_used()
+        average_used([*self.sparse, *self.loose])
+
+    def _drop_ddp(self):
+        # Not left to the garbage collector: where an error comes between its call and the end of the backward, its hooks wait for others
+        if self.ddp is not None: self.ddp._remove_autograd_hooks()
+        self.ddp = None
+
+    def _by_ddp(self): return self.sync and self.ddp is not None and not self.backwards.recorded
+
+# %% ../../nbs/strategy/03_ddp.ipynb #c449cceb
+@patch
+def _check_used(self:Replica):
+    "A `RuntimeError` that names the parameters that got no gradient: others, which were to be sent with them, are each worker's own still"
+    if self.allows_unused: return
+    try: self.ddp.reducer._check_reducer_finalized() # torch looks when the next pass begins: after the step
+    except RuntimeError:
+        used = {id(o.variable) for o in graph_nodes(self.backwards.loss) if hasattr(o, 'variable')}
+        raise unused_error(self.model, [p for p in self.params if id(p) not in used]) from None
+
 @patch
 def average(self:Replica):
     "In one message, for batches in which `DistributedDataParallel` sends nothing, and looks for no unused parameters"
@@ -90,101 +106,28 @@ def average(self:Replica):
 
 @patch
 def _average_all(self:Replica):
-    self.unsynced = False
-    if getattr(self.handler, 'find_unused_parameters', False): return average_used(self.all_params())
+    if self.allows_unused: return average_used(self.all_params())
     average_grads(self.model_params())
     average_used(self.loose)
 
 @patch
-def on_zero(self:Replica):
-    "Forget the gradients that there were before"
-    self.old_grads = _SetAside()
-
-@patch
 def after_batch(self:Replica):
-    "Give the learner its model back"
-    if self.proxy is not None: self.proxy.restore() # where the forward was cancelled
+    "Backward passes are torch's again"
     self.backwards.end_batch()
-
-# %% ../../nbs/strategy/03_ddp.ipynb #4e775b8a
-@patch
-def _wrap(self:Replica, trained):
-    check_trainable(self.model)
-    self.average()
-    self.end_fit()
-    # where unused ones are allowed nobody looks for them, and callbacks have to see what there was
-    if not getattr(self.handler, 'find_unused_parameters', False): self.old_grads = _SetAside(self.model.parameters())
-    self.ddp = _make_ddp(self.learn, self.device, self.handler)
-    self.trained,self.checked = trained,False
 
 @patch
 def end_fit(self:Replica):
-    "Drop the wrapper, and its hooks on the parameters with it"
-    self.old_grads.add()
-    # Not left to the garbage collector: between a forward and its backward, which an error may separate, they wait for other workers
-    if self.ddp is not None: self.ddp._remove_autograd_hooks()
-    self.ddp = None
+    "The next fit makes it anew"
+    self._drop_ddp()
     self.backwards.end_batch()
 
 @patch
 def close(self:Replica, group=None):
-    "Give the model and the optimizer back"
-    self.after_batch()
+    "Give the optimizer back"
     self.end_fit()
     self.release(group)
 
-# %% ../../nbs/strategy/03_ddp.ipynb #fdde1016
-@patch
-def before_backward(self:Replica):
-    "Note whether this batch is averaged, and which loss is its own; an error where its forward was not that of `learn.model`"
-    if not self.proxy.called: raise RuntimeError(
-        f"rank {get_rank()}: the forward of this batch did not go through learn.model(...), so its gradients would not be averaged; "
-        "call learn.model in `_do_one_batch`, not a part of it")
-    self.unsynced = not self.sync
-    self.backwards.loss = self.learn.loss_grad
-
-# %% ../../nbs/strategy/03_ddp.ipynb #72d2cad6
-@patch
-def check_used(self:Replica):
-    "After a backward: raise an error that names the parameters that got no gradient"
-    if self.checked: return self._check_reduced()
-    if all(p.grad is None for p in self.model.parameters()): return # a callback has cancelled the backward
-    unused = [p for p in self.model.parameters() if p.requires_grad and p.grad is None and p.numel()]
-    self.old_grads.add()
-    if unused and not self.ddp.find_unused_parameters and not self.ddp.static_graph: raise unused_error(self.model, unused)
-    self.checked = True
-
-@patch
-def _check_reduced(self:Replica):
-    "A later batch: gradients that were to be sent with one that did not come are each worker's own still"
-    if self.ddp.find_unused_parameters or self.ddp.static_graph: return
-    try: self.ddp.reducer._check_reducer_finalized()
-    except RuntimeError as e:
-        trained = [p for p in self.model.parameters() if p.requires_grad and p.numel()]
-        at = re.search(r'not receive grad for rank \d+: ([\d ]+)', str(e))
-        raise unused_error(self.model, [trained[int(o)] for o in at[1].split()] if at else trained) from None
-
-# %% ../../nbs/strategy/03_ddp.ipynb #309fa4fc
-@patch
-def begin_backward(self:Replica):
-    "Let `DistributedDataParallel` average what this backward pass adds up to"
-    if not self.sync or self.reduced or self.ddp.static_graph: return
-    if self.backwards.recorded: return # torch refuses gradients that have a graph
-    self.ddp.reducer.prepare_for_backward([self.learn.loss_grad] if self.ddp.find_unused_parameters else [])
-
-@patch
-def end_backward(self:Replica, own):
-    "Average what `DistributedDataParallel` does not: the gradients of another pass, and those of parameters that the model has not"
-    if not own and getattr(self.handler, 'static_graph', False): raise RuntimeError(
-        f"rank {get_rank()}: a backward pass beside that of the batch's loss, and static_graph=True says that there is none: leave it out")
-    if not self.sync:
-        self.unsynced = True
-        return
-    if not own or self.reduced or self.backwards.recorded: self._average_all()
-    else: average_used(self.loose) # the others are on their way
-    self.reduced |= own
-
-# %% ../../nbs/strategy/03_ddp.ipynb #c1b49692
+# %% ../../nbs/strategy/03_ddp.ipynb #63ad5698
 @patch
 def _check_views(self:Replica, opt):
     views = self.handler is not None and self.handler.gradient_as_bucket_view
@@ -193,7 +136,7 @@ def _check_views(self:Replica, opt):
         'gradient_as_bucket_view', True, f"{type(opt).__name__}.zero_grad, which is fastai's, detaches gradients in place, and torch "
         "refuses that for views: give the class a zero_grad of its own, or leave it False")
 
-# %% ../../nbs/strategy/03_ddp.ipynb #5d1f0a06
+# %% ../../nbs/strategy/03_ddp.ipynb #90b4c125
 @patch
 def set_opt(self:Replica, opt):
     "Let an optimizer that needs a closure step by the loss of all workers"

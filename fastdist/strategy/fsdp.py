@@ -13,9 +13,7 @@ import torch.distributed as dist
 from fastai.basics import *
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
-from ..comm.call import same_text
-from ..comm.pack import buckets
-from ..comm.shards import local
+from ..comm.collectives import buckets, local, same_text
 from ..model.blocks import units
 from .base import Strategy, check_trainable, put_method, unused_error
 from .backward import Backwards, BeforeAdding, average_used
@@ -184,7 +182,7 @@ def _load_rows(self:FullyShard, module, state_dict, prefix, *_):
 def _penalty(self:FullyShard, p, g):
     "The gradient of a loss of the shards, as it would be without the share's weight"
     if not self.backwards.running: return
-    self.penalized,scale = True,self.share_scale(added=self.backwards.running=='own')
+    self.penalized,scale = True,self.share_scale()
     self._check_penalty(scale)
     if scale!=1: return g/scale
 
@@ -346,7 +344,7 @@ def _check_forward(self:FullyShard):
 def before_backward(self:FullyShard):
     "Note that the backward of this batch runs, and which loss is its own"
     self.unsynced,self.ran = not self.synced,True
-    if self.penalized: self._check_penalty(self.share_scale(added=True))
+    if self.penalized: self._check_penalty(self.share_scale())
     self.backwards.loss = self.learn.loss_grad
 
 @patch

@@ -11,8 +11,7 @@ import dataclasses
 import psutil
 from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
 from fastai.basics import *
-from ..comm.call import least, same_text
-from ..comm.objects import all_gather_list
+from ..comm.collectives import all_gather_list, least, same_text
 from ..fault.supervisor import monitor
 from .base import Strategy, state_tensors
 from .ddp import Replica

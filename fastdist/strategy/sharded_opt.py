@@ -14,8 +14,7 @@ from fastai.basics import *
 from fastai.optimizer import *
 from fastai.optimizer import average_grad,average_sqr_grad,debias # and what is in no `__all__`
 from ..model.foreach import ForeachOptimizer
-from ..comm.pack import buckets
-from ..comm.shards import is_dtensor, local
+from ..comm.collectives import buckets, is_dtensor, local
 from .base import inner_opt
 from .shards.sharding import gather_rows, gathered_at_once, send_rows, shard_like
 from .shards.whole import whole_numbers

@@ -8,8 +8,7 @@ __all__ = ['ShardedGradients']
 # %% ../../nbs/strategy/05_zero.ipynb #b31e5017
 import torch.distributed as dist
 from fastai.basics import *
-from ..comm.pack import buckets
-from ..comm.shards import is_dtensor, local
+from ..comm.collectives import buckets, is_dtensor, local
 from .base import Strategy, check_trainable, unused_error
 from .backward import Backwards, BeforeAdding, average_used, used_elsewhere
 from .shards.sharding import Rows, explain_shards, gather_rows, gathered_at_once, mesh_of, row_messages
@@ -138,11 +137,12 @@ def before_backward(self:ShardedGradients):
     self.backwards.loss = self.learn.loss_grad
 
 @patch
-def begin_backward(self:ShardedGradients):
+def begin_backward(self:ShardedGradients, loss=None):
     "Nothing of this pass has been sent yet"
     self.next = 0
     self.sums.clear()
     self.waiting = [set(b) for b in self.buckets]
+    return loss
 
 @patch
 def _send(self:ShardedGradients):

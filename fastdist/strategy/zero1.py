@@ -8,8 +8,7 @@ __all__ = ['owners_of', 'send_owned', 'OwnedSteps', 'Zero1']
 # %% ../../nbs/strategy/04_zero1.ipynb #81bfe127
 import torch.distributed as dist
 from fastai.basics import *
-from ..comm.call import route
-from ..comm.pack import as_bytes, bucket_bytes, buckets, gather_single, pack, unpack
+from ..comm.collectives import as_bytes, bucket_bytes, buckets, gather_bytes, gather_single, pack, route, unpack
 from ..fault.same_call import all_at
 from .base import inner_opt, put_method
 from .ddp import Replica
@@ -54,15 +53,11 @@ def send_owned(params, # The same in all workers
 def _from_all(o, group=None):
     "What each worker has, also in a group that torch does not know, as `gather_group` makes one after a failure"
     if get_world_size()==1: return [o]
-    def gather(t):
-        t = t.to(route(t.device, group))
-        every = t.new_empty(get_world_size()*len(t))
-        gather_single(every, t, group=group)
-        return every.cpu().view(-1, len(t))
-    start,flat = pack(o)
-    sizes = gather(torch.tensor([start,len(flat)])).tolist()
-    every = gather(F.pad(flat, (0,max(k for _,k in sizes)-len(flat))))
-    return [unpack(start, t[:k].clone()) for (start,k),t in zip(sizes, every)]
+    mine = pack(o)
+    mine = mine.to(route(mine.device, group))
+    sizes = torch.empty(get_world_size(), dtype=torch.int64, device=mine.device)
+    gather_single(sizes, torch.full((1,), len(mine), device=mine.device), group=group)
+    return [unpack(b) for b in gather_bytes(mine, sizes.tolist(), group)]
 
 # %% ../../nbs/strategy/04_zero1.ipynb #314201d2
 _replaced = 'step','state_dict','load_state_dict' # methods of the optimizer
@@ -76,7 +71,7 @@ class OwnedSteps:
         self.owner,self.steps = owners_of(self.params, self.n),0
         self.before = {nm:vars(opt).get(nm) for nm in _replaced} # what a script has put on it
         self.undo = [put_method(opt, nm, getattr(self, nm)) for nm in _replaced]
-        self._drop_others()
+        self.drop_others()
 
     def owns(self, p): return self.owner[p]==self.rank
 
@@ -104,7 +99,7 @@ class OwnedSteps:
 
 # %% ../../nbs/strategy/04_zero1.ipynb #6f4209e2
 @patch
-def _drop_others(self:OwnedSteps):
+def drop_others(self:OwnedSteps):
     "Remember no tensors of parameters that other workers own; what a script has said of them stays"
     state = self.inner.state
     for p in [p for p in self.owner if p in state and not self.owns(p)]:
@@ -162,7 +157,7 @@ def state_dict(self:OwnedSteps, keep=True # Does this worker want it? All worker
 def load_state_dict(self:OwnedSteps, sd):
     "Load the state of all parameters, of which this worker keeps that of its own"
     res = self._call('load_state_dict', sd)
-    self._drop_others()
+    self.drop_others()
     return res
 
 @patch
@@ -185,6 +180,7 @@ class Zero1(Replica):
     def set_opt(self, opt):
         "Share out the steps and the state of `opt`"
         self._find_loose(opt)
+        self._check_views(opt)
         if self.sharded is not None and self.sharded.opt is opt: return
         self.release()
         if opt is not None: self.sharded = OwnedSteps(opt)

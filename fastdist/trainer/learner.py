@@ -15,7 +15,7 @@ import torch.distributed as dist
 from fastai.basics import *
 from ..callbacks.data_parallel import ParallelTrainer, check_device_ids
 from ..callbacks.patches.fastai_patches import device_of, trainer_of
-from ..comm.call import OutOfStep, same_call
+from ..comm.collectives import OutOfStep, same_call
 from ..checkpoint.resume import Resume, resume_of
 from ..fault.cancel import cancels
 from ..fault.same_call import all_at
@@ -24,7 +24,6 @@ from ..data.dl import DistributedDL
 from ..metrics.predictions import SharedActivation
 from ..model.batchnorm import norm_scope_of
 from ..strategy.base import check_trainable
-from ..strategy.forward_proxy import ForwardProxy
 from .args.accelerate_args import explained
 from .loaders import plain_dls
 from .fit.hooks import draws_of
@@ -388,7 +387,7 @@ def _users_state(trainer, state):
     cbs = [o for o in trainer.learn.cbs if not any(o is p for p in ours)]
     if trainer.loggers is not None: cbs = trainer.loggers.put_back(cbs)
     res = {k:v for k,v in state.items() if not any(v is p for p in ours)}
-    res.update(cbs=L(cbs), model=model.model if isinstance(model, ForwardProxy) else model, dls=plain_dls(trainer.learn.dls))
+    res.update(cbs=L(cbs), model=model, dls=plain_dls(trainer.learn.dls))
     if isinstance(dl, DistributedDL): res['dl'] = dl.dl
     return res
 

@@ -8,16 +8,15 @@ __all__ = ['SharedLoaders', 'plain_dls', 'move_learner', 'back_on_device']
 # %% ../../nbs/trainer/00_loaders.ipynb #0d14fa54
 from contextlib import contextmanager
 from copy import copy
-from weakref import WeakSet
 
 from fastai.basics import *
 from fastai.data.load import DataLoader as FastaiDataLoader
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.data import DataLoader as TorchDataLoader
 from ..callbacks.patches.fastai_patches import has_state, leave_on_cpu
-from ..data.dl import DistributedDL
+from ..data.dl import DistributedDL, Place
 from ..data.fastai_dl import reads_rows
-from ..data.loaders import loaders_in, n_batches, reads_in_processes
+from ..data.loaders import is_stream, n_batches
 from ..metrics.losses import GlobalBatchLoss
 from ..metrics.metrics import EpochTotals
 from ..strategy.sharded_opt import move_state
@@ -49,13 +48,13 @@ class SharedLoaders:
                 ):
         self.learn,self.split_batches = learn,split_batches
         self.device = None if device.type=='cpu' else device
-        self.made = WeakSet() # the parts, and what is made of them: a script may keep some
+        self.place = Place(get_rank(), get_world_size()) # of the parts, and of what is made of them: a script may keep some
 
     def can_share(self, dl # Loader, not a `DistributedDL`
                  ):
         "Can workers share an evaluation of `dl`? Otherwise all of them evaluate all of it, which takes longer, and gives the same numbers"
-        # each would read a stream, or have statistics or a count, of its own
-        if reads_in_processes(dl) or _trains_norms(self.learn) or _counts_batches(dl): return False
+        # each would have statistics or a count of its own; and all read all of a stream
+        if is_stream(dl) or _trains_norms(self.learn) or _counts_batches(dl): return False
         if not reads_rows(dl): return not _keeps_state(self.learn)
         if isinstance(self.learn.loss_func, GlobalBatchLoss): return False # of whole batches, whatever it is
         # one file for each whole batch
@@ -64,22 +63,19 @@ class SharedLoaders:
 
 # %% ../../nbs/trainer/00_loaders.ipynb #08cd11cd
 @patch
-def part(self:SharedLoaders, dl, evaluate, rank, world_size):
-    "`DistributedDL` of `dl`; the one that is given, where it is that already"
-    if isinstance(dl, DistributedDL):
-        if (dl.evaluate,dl.rank,dl.world_size)==(evaluate,rank,world_size):
-            if self.device not in (None,vars(dl)['_device']): dl.to(self.device) # a script has sent it elsewhere
-            return dl
-        dl = dl.dl
-    place = (0,1) if world_size==1 else () # those of the process group
-    res = DistributedDL(dl, *place, device=self.device, split_batches=self.split_batches, evaluate=evaluate)
-    return res._found(self.made)
+def part(self:SharedLoaders, dl, evaluate, alone=False):
+    "`DistributedDL` of `dl`, all of it where this worker is to read it `alone`; the one that is given, where it is that already"
+    place = Place(0, 1) if alone else self.place
+    if isinstance(dl, DistributedDL) and dl.evaluate==evaluate and not alone: res = dl.at(place) # it may be of a class of the script's
+    else: res = DistributedDL(dl, place.rank, place.world_size, self.device, self.split_batches, evaluate).at(place)
+    if self.device not in (None,res.part.device): res.to(self.device) # a script has sent it elsewhere
+    return res
 
 # %% ../../nbs/trainer/00_loaders.ipynb #45e9e2ab
 def _check_steps(dl):
     n,bs = getattr(dl, 'n', None),getattr(dl, 'bs', None)
     if not n or not bs or len(dl): return
-    n = len(dl.plan.order) # those of an epoch: a loader may leave some out
+    n = dl.plan.n # those of an epoch: a loader may leave some out
     if n>=bs: raise ValueError(
         f"rank {get_rank()}: {n} samples do not fill one global batch of {dl.global_bs} (bs={bs} on each of {dl.world_size} workers) "
         "and drop_last=True, so nothing would be trained: use a smaller bs, or split_batches=True, by which bs is the global batch")
@@ -94,7 +90,7 @@ def _check_lengths(learn):
 def train(self:SharedLoaders, dl # Loader of the learner's
          ):
     "This worker's part of `dl`, to train; a `ValueError` where its samples are too few for a step, a `TypeError` where it has no length"
-    res = self.part(dl, False, get_rank(), get_world_size())
+    res = self.part(dl, False)
     _check_steps(res)
     _check_lengths(self.learn)
     return res
@@ -105,9 +101,8 @@ def evaluate(self:SharedLoaders, dl, # Loader of the learner's, or a list of bat
             ):
     "This worker's part of `dl`, to evaluate. A single batch is evaluated by all: that needs no message (`predict` in rank 0 alone)"
     inner = dl.dl if isinstance(dl, DistributedDL) else dl
-    if not isinstance(inner, (FastaiDataLoader,TorchDataLoader)) and not loaders_in(inner): return inner # batches
-    every = alone or n_batches(inner) in (0,1) or not self.can_share(inner)
-    return self.part(dl, True, *((0,1) if every else (get_rank(),get_world_size())))
+    if not isinstance(inner, (FastaiDataLoader,TorchDataLoader)): return inner # a list of batches, or an object that makes them
+    return self.part(dl, True, alone or n_batches(inner) in (0,1) or not self.can_share(inner))
 
 # %% ../../nbs/trainer/00_loaders.ipynb #d680ee91
 def plain_dls(dls # `DataLoaders`
@@ -169,15 +164,18 @@ def on_learner(self:SharedLoaders):
     learn,user = self.learn,self.learn.dls
     shared = copy(user)
     first,*others = user.loaders
-    shared.loaders = [self.part(first, False, get_rank(), get_world_size()), *map(self.evaluate, others)]
+    shared.loaders = [self.part(first, False), *map(self.evaluate, others)]
     if self.device is not None: shared._device = self.device
     learn.dls,parts,noted = shared,[*shared.loaders],dict(vars(shared))
+    had = [(vars(dl), {*vars(dl)}) for dl in parts if isinstance(dl, FastaiDataLoader)]
     try: yield
     finally:
         _give_back(user, shared, parts, noted)
         if learn.dls is shared: learn.dls = user
         else: learn.dls.loaders = plain_dls(learn.dls).loaders
         for dl in parts: getattr(dl, 'close', noop)()
+        for attrs,before in had: # what fastai notes at the first pass over a loader
+            for nm in {'it','_n_inp','_types'}-before: attrs.pop(nm, None)
         dl = vars(learn).get('dl')
         if isinstance(dl, DistributedDL): learn.dl = dl.dl
-        for o in [*self.made]: o._make_whole()
+        self.place.rank,self.place.world_size = 0,1 # whatever the script has kept of them reads all from here on

@@ -120,7 +120,7 @@ def _share_model(self:SetupSteps):
     "Replicate or shard the model, as the strategy does"
     learn,device,ddp = self.learn,self.device,self.settings.ddp
     if self.strategy is None: self._choose() # the model has changed
-    self.strategy.share_scale = lambda **kwargs: self.step.share_scale(**kwargs)
+    self.strategy.share_scale = lambda root=None: self.step.share_scale(root)
     each = ddp is not None and (ddp.find_unused_parameters or ddp.static_graph) # what the last batch does not use would not be averaged
     self.hooks = StrategyHooks(self, self.strategy, each)
     self.add(self.hooks)

@@ -15,11 +15,10 @@ from ..callbacks.patches.activation_stats import ActivationStats, gather_stats
 from ..callbacks.data_parallel import ParallelTrainer
 from ..callbacks.patches.device_loss import device_losses
 from ..callbacks.precision import autocast_kept, synchronize_rng
-from ..comm.call import same_call
+from ..comm.collectives import same_call
 from ..comm.rank0 import check_outside
 from ..data.rng import rank0_stream, rejoin_streams
 from ..fault.supervisor import catchable, check_watchdog, handler_kept, interrupt_deferred, raise_root_cause, rejoin, scope, watchdog_time
-from ..metrics.losses import losses_apart
 from ..model.batchnorm import norm_scope_of, set_norm_scope
 from ..strategy.base import Strategy, inner_opt
 from .args.accelerate_args import accelerator_args, check_args, check_launch, check_own, check_precision, not_default, worker_device
@@ -57,7 +56,6 @@ class DistributedTrainer(SetupSteps):
         self.hypers = self.seen = self._accelerator = None
         self.trains = None # the loader of the epoch, while that is trained
         self.asked = {} # of the next evaluation, by `get_preds`: see `Evaluation`
-        self._fastdist_own = {*vars(self),'thread'} # of this process alone: `Resume` saves what a subclass has beside it
 
 # %% ../../nbs/trainer/03_trainer.ipynb #6261f72b
 @patch(as_prop=True)
@@ -129,7 +127,6 @@ def _attach_together(self:DistributedTrainer):
 def attach(self:DistributedTrainer):
     "Set up the learner for many workers; with one worker there is nothing to share, and what else the arguments say is done"
     if self.undo is not None: return
-    before = {*vars(self)}
     if self.learn._grab_cbs(ParallelTrainer): raise ValueError(
         f"rank {get_rank()}: this learner is in parallel_ctx (or to_parallel), which uses all GPUs from one process; "
         "leave it before distrib_ctx")
@@ -137,7 +134,6 @@ def attach(self:DistributedTrainer):
     self.join_group()
     if get_world_size() > 1: self.device = worker_device(self.settings, self.args.get('cpu', False))
     with self._attach_together(): self.set_up(self.steps())
-    self._fastdist_own |= {*vars(self)}-before
 
 # %% ../../nbs/trainer/03_trainer.ipynb #e60ff0b0
 @patch(as_prop=True)
@@ -215,7 +211,7 @@ def before_train(self:DistributedTrainer):
     self.in_training = True
     if not self.decisions.inner: rejoin_streams()
     with self.random.entered(): synchronize_rng(self.settings.rng_types)
-    if self.step is not None: self.step.late = None # what was pressed in an earlier fit is no stop of this one
+    if self.step is not None: self.step.flags = None # what was pressed in an earlier fit is no stop of this one
     self.learn.dl = self.trains = self.loaders.train(self.learn.dl)
     self.totals.reset()
 
@@ -243,7 +239,7 @@ def before_batch(self:DistributedTrainer):
     "Work out what this worker's share of the batch weighs, or the number of the batch in the data set"
     if not self.training: return self.evaluation.number_batch()
     s = self.step = TrainingStep(self.learn, self.learn.dl.counts, self.device, self.step)
-    set_norm_scope('global', s.counts, s.empty)
+    set_norm_scope('global', s.counts, s.some_empty)
     self.buffers_stale = True
     self.hooks.begin_batch()
 
@@ -261,13 +257,13 @@ def after_loss(self:DistributedTrainer):
 @patch
 def after_backward(self:DistributedTrainer):
     "What callbacks decide by `learn.loss` from here on, they decide by that of the global batch"
-    self.step.receive_loss(ends=False)
+    self.step.receive_loss()
 
 @patch
 def before_step(self:DistributedTrainer):
-    "Count the samples of all workers where gradients are accumulated"
+    "Scale gradients of a batch of which samples have been left out"
     self.strategy.check_used()
-    self.step.count_rows()
+    self.step.scale_gradients()
 
 @patch
 def after_step(self:DistributedTrainer):
@@ -285,8 +281,9 @@ def after_cancel_step(self:DistributedTrainer):
 def after_batch(self:DistributedTrainer):
     "Make `learn.loss` the loss of the global batch, and keep what metrics need"
     if not self.training: return self.evaluation.add_batch()
-    self.step.send_loss(self.decisions.interrupted) # not yet, where a callback has cancelled the batch after the loss
+    self.step.send_loss(self.decisions.flags) # not yet, where a callback has cancelled the batch after the loss
     self.step.receive_loss()
+    if self.step.ends is not None: self.decisions.end_together(self.step.ends)
     self.step.keep_metrics(self.totals)
 
 @patch
@@ -353,7 +350,7 @@ def validate_together(self:DistributedTrainer):
     self.evaluation = Evaluation(learn, self.decisions, self.strategy.shards_params, **asked)
     try:
         alone = self.in_fit or self.is_inner or not self.evaluation.shared
-        with nullcontext() if alone else self._fail_together(), losses_apart(), self.evaluation.together():
+        with nullcontext() if alone else self._fail_together(), self.evaluation.together():
             # each evaluates all of it; or its rows of each batch; or batches of its own, in which nothing is to train
             source = 'local' if not self.evaluation.shared else 'global' if self.evaluation.by_rows else 'evaluation'
             with norm_scope_of(source): yield

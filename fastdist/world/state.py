@@ -30,7 +30,6 @@ class World:
         self.number = before.number if before else 0 # of process groups that fastdist has made here; the same in all ranks
         mine = before and before.pid==self.pid
         self.rendezvous = before.rendezvous if mine else None # where this process has found the others, which outlives the group
-        self.secrets = before.secrets if before else {} # that this process has agreed on with others, by where they were
         self.alone = False # does this process do something that the others do not do? Then nothing of it is sent
         self._store,self._ends = store,[]
         group = get_default_group()

@@ -123,25 +123,22 @@ def test_batch_norm(world):
 def synced(how):
     "For each batch: were gradients averaged in it?"
     import fastdist.all
+    from accelerate.utils import DistributedDataParallelKwargs
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-    from fastdist.strategy.ddp import Replica
-    n, res, wrap = [0], [], Replica._wrap
-    def counted(self, frozen):
-        wrap(self, frozen)
-        def hook(state, bucket):
-            n[0] += 1
-            return allreduce_hook(None, bucket)
-        self.ddp.register_comm_hook(None, hook)
-    Replica._wrap = counted
+    n, res = [0], []
+    class Counted(DistributedDataParallelKwargs):
+        def register_comm_hook(self, model):
+            def hook(state, bucket):
+                n[0] += 1
+                return allreduce_hook(None, bucket)
+            model.register_comm_hook(None, hook)
     class Looks(Callback):
         run_valid, order = False, -500
         def before_batch(self): n[0] = 0
         def after_batch(self): res.append(n[0])
     cbs, ctx = ([GradientAccumulation(10)], {}) if how == 'callback' else ([], dict(gradient_accumulation_steps=2))
     learn = quiet(learner(n=23, bs=5, cbs=[Looks(), *cbs]))
-    try:
-        with learn.distrib_ctx(split_batches=True, **ctx): learn.fit(1)
-    finally: Replica._wrap = wrap
+    with learn.distrib_ctx(split_batches=True, kwargs_handlers=[Counted()], **ctx): learn.fit(1)
     return res
 
 

@@ -39,21 +39,6 @@ def compare(tmp_path, make, what, ends=(15,), every=None, **kwargs):
     return said
 
 
-class Averages(Callback):
-    "A mean of the weights, from an epoch on"
-    start, mean = 1, None
-    def after_epoch(self):
-        if self.epoch < self.start: return
-        if self.mean is None: self.mean = AveragedModel(self.model)
-        self.mean.update_parameters(self.model)
-
-
-class MakesOnce(Averages):
-    "Only in that epoch, so that it is never made after a restart behind it"
-    def after_epoch(self):
-        if self.epoch == self.start: self.mean = AveragedModel(self.model)
-
-
 class MadeAtFit(Callback):
     mean = None
     def before_fit(self):
@@ -61,12 +46,23 @@ class MadeAtFit(Callback):
     def after_step(self): self.mean.update_parameters(self.model)
 
 
+class LateAverage(Callback):
+    "Makes its average after an epoch, when the checkpoint of that epoch's end has been put back already"
+    mean = None
+    def after_epoch(self):
+        if self.mean is None: self.mean = AveragedModel(self.model)
+
+
 def means(learn): return [[p.tolist() for p in cb.mean.state_dict().values()] for cb in learn.cbs if getattr(cb, 'mean', None) is not None]
 
 
-@pytest.mark.parametrize('ends,every', [([21], None), ([15, 17], 1)], ids=['of an epoch', 'twice before it is made again'])
-def test_what_a_callback_makes_late(ends, every, tmp_path):
-    assert not compare(tmp_path, lambda f: simple(f, Averages()), means, ends, every)
+@pytest.mark.parametrize('ends,every', [([15], None), ([9, 15], 1)])
+def test_what_a_callback_makes_at_the_beginning(ends, every, tmp_path): assert not compare(tmp_path, lambda f: simple(f, MadeAtFit()), means, ends, every)
+
+
+def test_what_a_callback_makes_late_is_told(tmp_path):
+    fitted(tmp_path, lambda f: simple(f, LateAverage()), means, 15)
+    with pytest.raises(ValueError, match=r'LateAverage\.mean of a callback cannot take the state .* in __init__, or in before_fit'): fitted(tmp_path, lambda f: simple(f, LateAverage()), means)
 
 
 class SharesLists(Callback):
@@ -80,29 +76,18 @@ def test_what_two_attributes_share(tmp_path):
     assert not compare(tmp_path, lambda f: simple(f, SharesLists()), lambda learn: (learn.shares_lists.seen, learn.shares_lists.last))
 
 
-def test_what_a_callback_makes_no_more(tmp_path):
-    fitted(tmp_path, lambda f: simple(f, MakesOnce()), means, 15)
-    said, _, got = fitted(tmp_path, lambda f: simple(f, MakesOnce()), means)
-    assert got == [] and any('MakesOnce.mean' in o and 'in __init__' in o for o in said), said
-
-
-class OwnState(Averages):
-    "With a state of its own, which reads what an epoch makes"
-    def state_dict(self): return self.mean.state_dict()
-    def load_state_dict(self, d): self.mean.load_state_dict(d)
-
-
 class OwnAtFit(MadeAtFit):
     "With a state of its own, which reads what the beginning of a fit makes"
     def state_dict(self): return self.mean.state_dict()
     def load_state_dict(self, d): self.mean.load_state_dict(d)
 
 
-@pytest.mark.parametrize('cb,ends,every', [(OwnState, [21], None), (OwnState, [15, 17], 1), (OwnAtFit, [9], 2), (OwnAtFit, [9, 15], 1)])
-def test_a_state_of_its_own_that_is_made_late(cb, ends, every, tmp_path):
-    "It is asked for when it is there, and put back when it is there again; what has none yet is told"
-    said = compare(tmp_path, lambda f: simple(f, cb()), means, ends, every)
-    assert not any('OwnAtFit' in o for o in said), said
+def test_a_state_that_is_no_data(tmp_path):
+    "Is an error, which names the callback"
+    class Odd(OwnAtFit):
+        def state_dict(self): return dict(folder=tmp_path)
+    with pytest.raises(TypeError, match=r'Odd\.state_dict.*PosixPath.*numbers, texts, tensors'): fitted(tmp_path, lambda f: simple(f, Odd()), means)
+    assert not list(tmp_path.glob('*/step-*'))
 
 
 def own_at_fit(folder, at, strategy): return fitted(folder, lambda f: simple(f, OwnAtFit()), means, at, 2, strategy)
@@ -114,80 +99,6 @@ def test_a_state_of_its_own_in_two_workers(world2, tmp_path):
     for (_, *a), (said, *b) in zip(want, world2(own_at_fit, tmp_path/'part', None, 'ddp')): assert repr(a) == repr(b) and not said, said
 
 
-def by_own_trainer(folder, at=None):
-    "A fit by a trainer that counts, which ends at batch `at`; what it has in the checkpoint, beside what is of its process alone, as the thread that trains"
-    import fastdist.all
-    from fastdist.checkpoint.files.folder import checkpoints
-    from fastdist.trainer import DistributedTrainer
-    class Mine(DistributedTrainer):
-        def __init__(self):
-            super().__init__()
-            self.counted = []
-        def after_batch(self):
-            super().after_batch()
-            if self.training: self.counted.append(self.learn.train_iter)
-    res = fitted(folder, lambda f: simple(f, Mine()), lambda l: l.distributed_trainer.counted, at, 2)
-    every = torch.load(checkpoints(folder/'ckpt')[0].path/'rank-0.pt', weights_only=True)['callbacks']
-    return res, [[*o['attributes']] for k, o in every.items() if 'Mine' in k]
-
-
-def test_a_trainer_of_a_class_of_its_own(world2, tmp_path):
-    "What a subclass has beside the trainer's own is a user's to remember"
-    want = world2(by_own_trainer, tmp_path/'whole')
-    for res, _ in world2(by_own_trainer, tmp_path/'part', 9): assert res is None
-    for (one, _), (many, names) in zip(want, world2(by_own_trainer, tmp_path/'part')):
-        assert not many[0] and repr(one[1:]) == repr(many[1:]) and names == [['counted']], (one, many, names)
-
-
-def several(folder, at=None):
-    "Two fits, of which the second ends at batch `at`"
-    import fastdist.all
-    from fastdist.checkpoint.resume import Resume
-    from_the_start()
-    learn = simple(folder, OwnAtFit())
-    learn.fit(2, cbs=Resume(folder/'ckpt'))
-    learn.add_cb(Ends(at))
-    try: learn.fit(2, cbs=Resume(folder/'ckpt', every=1))
-    except ZeroDivisionError: return
-    return {k: v.tolist() for k, v in weights(learn).items()}, means(learn)
-
-
-@pytest.mark.parametrize('at', [0, 7])
-def test_a_state_of_its_own_after_a_fit_that_has_ended(at, tmp_path):
-    "Nothing of that fit is made again, and the next one makes it"
-    want = several(tmp_path/'whole')
-    assert several(tmp_path/'part', at) is None
-    assert repr(several(tmp_path/'part')) == repr(want)
-
-
-def test_a_state_that_cannot_be_read(tmp_path):
-    "Is told, as nothing of it is saved"
-    class Wrong(OwnAtFit):
-        def state_dict(self): return self.means.state_dict()
-    said = fitted(tmp_path, lambda f: simple(f, Wrong()), means)[0]
-    assert any('Wrong' in o and 'AttributeError' in o and 'means' in o for o in said), said
-
-
-def test_a_state_that_is_no_data(tmp_path):
-    "Is an error before the fit, which names the callback"
-    class Odd(OwnAtFit):
-        def state_dict(self): return dict(folder=tmp_path)
-    with pytest.raises(TypeError, match=r'Odd\.state_dict.*PosixPath.*numbers, texts, tensors'): fitted(tmp_path, lambda f: simple(f, Odd()), means)
-    assert not list(tmp_path.glob('*/step-*'))
-
-
-def test_a_fit_that_has_ended_makes_nothing(tmp_path):
-    "It is said, and a later fit has it"
-    def make(folder): return simple(folder, MadeAtFit())
-    want = fitted(tmp_path, make, means)[2]
-    learns = []
-    said, _, got = fitted(tmp_path, make, lambda l: learns.append(l) or means(l))
-    assert got == [] and any('MadeAtFit.mean' in o for o in said), said
-    cb, = learns[0]._grab_cbs(MadeAtFit)
-    cb('before_fit')
-    assert repr([[p.tolist() for p in cb.mean.state_dict().values()]]) == repr(want)
-
-
 class Own(torch.utils.data.Sampler):
     "Draws from a generator of its own"
     def __init__(self, n): self.n, self.g = n, np.random.default_rng(3)
@@ -195,22 +106,9 @@ class Own(torch.utils.data.Sampler):
     def __iter__(self): return iter(self.g.permutation(self.n).tolist())
 
 
-class Stream(torch.utils.data.IterableDataset):
-    def __init__(self): self.g = torch.Generator().manual_seed(3)
-    def __len__(self): return 22
-    def __iter__(self):
-        for _ in range(22):
-            x = torch.randn(4, generator=self.g).double()
-            yield x, TensorCategory((x.sum() > 0).long())
-
-
 T = torch.utils.data
-DRAW = dict(
-    own=lambda ds: T.DataLoader(ds, 4, sampler=Own(22)),
-    batches=lambda ds: T.DataLoader(ds, batch_sampler=T.BatchSampler(Own(22), 4, False)),
-    weighted=lambda ds: T.DataLoader(ds, 4, sampler=T.WeightedRandomSampler(torch.arange(1., 23), 22, generator=torch.Generator().manual_seed(5))),
-    stream=lambda ds: T.DataLoader(Stream(), 4),
-    fastai_stream=lambda ds: DataLoader(Stream(), bs=4))
+DRAW = dict(own=lambda ds: T.DataLoader(ds, 4, sampler=Own(22)), counts=lambda ds: T.DataLoader(ds, 4, sampler=PerEpoch(22)),
+            weighted=lambda ds: T.DataLoader(ds, 4, sampler=T.WeightedRandomSampler(torch.arange(1., 23), 22, generator=torch.Generator().manual_seed(5))))
 
 
 def drawing(kind, folder):
@@ -220,32 +118,23 @@ def drawing(kind, folder):
 
 
 @pytest.mark.parametrize('kind', DRAW)
-def test_generators_of_samplers_and_streams(kind, tmp_path): compare(tmp_path, partial(drawing, kind), lambda l: None)
-
-
-def drawing_by_all(folder, at, strategy='ddp'): return fitted(folder, partial(drawing, 'own'), lambda l: None, at, strategy=strategy)
-
-
-def test_generators_of_a_sampler_of_two_workers(world2, tmp_path):
-    want = world2(drawing_by_all, tmp_path/'whole', None)
-    assert world2(drawing_by_all, tmp_path/'part', 15) == [None]*2
-    assert repr(world2(drawing_by_all, tmp_path/'part', None)) == repr(want)
+@pytest.mark.parametrize('end,every', [(15, None), (9, 1)], ids=['of an epoch', 'in the middle'])
+def test_samplers_of_ones_own(kind, end, every, tmp_path): compare(tmp_path, partial(drawing, kind), lambda l: None, [end], every)
 
 
 class Collects(Callback):
-    "The last losses, counts and lists by batch"
-    def __init__(self): self.last, self.times, self.by_batch = collections.deque(maxlen=3), collections.Counter(), collections.defaultdict(list)
+    "The last losses, and counts by batch"
+    def __init__(self): self.last, self.times, self.array = collections.deque(maxlen=3), collections.Counter(), np.zeros(2)
     def after_batch(self):
         if not self.training: return
-        self.last.append(self.loss.item()), self.times.update([self.iter]), self.by_batch[self.iter].append(self.epoch)
+        self.last.append(self.loss.item()), self.times.update([self.iter])
+        self.array = self.array+self.iter
 
 
-def collected(learn):
-    cb, = learn._grab_cbs(Collects)
-    return cb.last, cb.times, cb.by_batch
-
-
-def test_collections(tmp_path): assert not compare(tmp_path, lambda f: simple(f, Collects()), collected)
+def test_collections(tmp_path):
+    "What a checkpoint cannot have is told, at the beginning"
+    said = compare(tmp_path, lambda f: simple(f, Collects()), lambda l: (l.collects.times, l.collects.array))
+    assert len(said) == 1 and 'Resume does not save Collects.last: no data' in said[0], said
 
 
 class Skips(Callback):
@@ -285,45 +174,25 @@ def trained(learn): return learn.opt.frozen_idx, [p.requires_grad for p in learn
 def test_what_a_callback_unfreezes(end, every, tmp_path): compare(tmp_path, frozen, trained, [end], every)
 
 
-def unfrozen(folder, at, strategy, every): return fitted(folder, frozen, trained if strategy != 'fsdp' else lambda l: l.opt.frozen_idx, at, every, strategy)
-
-
-@pytest.mark.parametrize('strategy', STRATEGIES)
-def test_what_a_callback_unfreezes_in_two_workers(world2, strategy, tmp_path):
-    every = 1 if strategy in ('ddp', 'zero2') else None
-    want = world2(unfrozen, tmp_path/'whole', None, strategy, None)
-    assert world2(unfrozen, tmp_path/'part', 10 if every else 15, strategy, every) == [None]*2
-    assert repr([o[1:] for o in world2(unfrozen, tmp_path/'part', None, strategy, every)]) == repr([o[1:] for o in want])
-
-
 class Enough(Callback):
-    "Doubles the gradients until it switches itself off; and another one on"
+    "Doubles the gradients until it switches itself off"
     def after_backward(self):
         for p in self.model.parameters():
             if p.grad is not None: p.grad *= 2
     def after_batch(self):
-        if self.training and self.learn.train_iter == 7: self.run, self.learn.adds.run = False, True
-
-
-class Adds(Callback):
-    "Off at first"
-    order = 3000
-    def before_epoch(self):
-        if self.epoch == 0: self.run = False
-    def after_backward(self): self.learn.model[0].weight.grad += 1
+        if self.training and self.learn.train_iter == 7: self.run = False
 
 
 @pytest.mark.parametrize('end,every', [(15, None), (9, 1)], ids=['of an epoch', 'in the middle'])
-def test_a_callback_that_is_off(end, every, tmp_path): compare(tmp_path, lambda f: simple(f, [Enough(), Adds()]), lambda l: [o.run for o in l.cbs], [end], every)
+def test_a_callback_that_is_off(end, every, tmp_path): compare(tmp_path, lambda f: simple(f, Enough()), lambda l: [o.run for o in l.cbs], [end], every)
 
 
-def test_after_a_fit_that_has_ended_all_are_on(tmp_path):
-    class Last(Enough): order = 3000  # behind Resume, whose checkpoint of the end has it off
-    def run(folder): return fitted(folder, lambda f: simple(f, [Last(), Adds()]), lambda l: [o.run for o in l.cbs])
-    assert run(tmp_path)[2] == run(tmp_path)[2]  # passed over
+class Counts:
+    def state_dict(self): return {k: v for k, v in vars(self).items() if k in ('epoch', 'seen')}
+    def load_state_dict(self, state): vars(self).update(state)
 
 
-class PerEpoch(torch.utils.data.Sampler):
+class PerEpoch(Counts, torch.utils.data.Sampler):
     "Another order in each epoch, by its own number; and from the second one on, another one by what it has seen"
     def __init__(self, n): self.n, self.epoch, self.seen = n, 0, []
     def __len__(self): return self.n
@@ -333,52 +202,17 @@ class PerEpoch(torch.utils.data.Sampler):
         return iter(torch.randperm(self.n, generator=torch.Generator().manual_seed(sum(self.seen))).tolist())
 
 
-class StreamPerEpoch(T.IterableDataset):
-    def __init__(self): self.epoch = 0
-    def __len__(self): return 22
-    def __iter__(self):
-        self.epoch += 1
-        g = torch.Generator().manual_seed(self.epoch)
-        for _ in range(22):
-            x = torch.randn(4, generator=g).double()
-            yield x, TensorCategory((x.sum() > 0).long())
+class Forgets(PerEpoch): state_dict = None
 
 
-COUNT = dict(
-    sampler=lambda ds: T.DataLoader(ds, 4, sampler=PerEpoch(22)),
-    batches=lambda ds: T.DataLoader(ds, batch_sampler=T.BatchSampler(PerEpoch(22), 4, False)),
-    stream=lambda ds: DataLoader(StreamPerEpoch(), bs=4))
-
-
-def counting(kind, folder):
-    learn = simple(folder)
-    learn.dls.loaders = [COUNT[kind](learn.dls.train_ds), T.DataLoader(learn.dls.valid_ds, 4, sampler=PerEpoch(9))]
-    return learn
-
-
-@pytest.mark.parametrize('kind', COUNT)
-@pytest.mark.parametrize('end,every', [(15, None), (3, 1), (9, 1)], ids=['of an epoch', 'in the first', 'in the middle'])
-def test_samplers_that_count(kind, end, every, tmp_path):
-    compare(tmp_path, partial(counting, kind), lambda l: vars(l.dls[1].sampler)['seen'], [end], every)
-
-
-def counting_by_all(folder, at, every): return fitted(folder, partial(counting, 'sampler'), lambda l: None, at, every, strategy='ddp')
-
-
-def test_samplers_that_count_in_two_workers(world2, tmp_path):
-    want = world2(counting_by_all, tmp_path/'whole', None, None)
-    assert world2(counting_by_all, tmp_path/'part', 10, 1) == [None]*2
-    assert repr(world2(counting_by_all, tmp_path/'part', None, 1)) == repr(want)
-
-
-def test_what_has_not_changed_is_that_of_the_script(tmp_path):
-    "More samples than before"
-    def make(n, folder):
-        learn = simple(folder, n=n)
-        learn.dls.loaders[0] = T.DataLoader(learn.dls.train_ds, 4, sampler=PerEpoch(n))
+def test_a_sampler_that_counts_and_has_no_state(tmp_path):
+    "Its order is another one after a restart, so that it cannot go on in the middle of it"
+    def make(folder):
+        learn = simple(folder)
+        learn.dls.loaders[0] = T.DataLoader(learn.dls.train_ds, 4, sampler=Forgets(22))
         return learn
-    fitted(tmp_path, partial(make, 22), None, 15)
-    assert fitted(tmp_path, partial(make, 30), lambda l: (l.dls[0].sampler.n, l.dls[0].sampler.epoch))[2] == (30, 4)
+    fitted(tmp_path, make, None, 9, 1)
+    with pytest.raises(ValueError, match='in another order than the 22 of this one. Make it of the same data, and give a sampler'): fitted(tmp_path, make, None, None, 1)
 
 
 class Links(Callback):
@@ -439,51 +273,27 @@ class Graph(nn.Module):
         return self.b(self.a((self.kept[0] @ x.t()).t()))
 
 
-@pytest.mark.parametrize('kind', ['coo', 'csr'])
-def test_sparse_tensors(kind, tmp_path):
-    compare(tmp_path, lambda f: simple(f, model=lambda: Graph(kind).double()), lambda l: l.model.kept[0].to_dense().tolist(), [9], 2)
-
-
 def test_buffers_that_cannot_be_saved_are_an_error_at_once(tmp_path):
     with pytest.raises(ValueError, match=r'adj of the model are sparse tensors, .* nor Resume save: make them plain attributes'):
         fitted(tmp_path, lambda f: simple(f, model=lambda: Graph('buffer').double()), noop)
 
 
-class Caches(nn.Module):
-    "With a buffer that grows in the fit, is made in its first forward, or is given up in it"
-    def __init__(self, kind):
+class Grows(nn.Module):
+    "With a buffer that grows in the fit"
+    def __init__(self):
         super().__init__()
-        self.a, self.b, self.kind = nn.Linear(4, 4), nn.Linear(4, 3), kind
-        if kind != 'made': self.register_buffer('sums', torch.zeros(0 if kind == 'grows' else 4), persistent=kind == 'grows')
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 3)
+        self.register_buffer('sums', torch.zeros(0))
     def __iter__(self): return iter([self.a, self.b])
     def __getitem__(self, i): return [self.a, self.b][i]
     def forward(self, x):
-        if self.kind == 'made' and not hasattr(self, 'sums'): self.register_buffer('sums', torch.zeros(4).to(x))
-        if self.training and self.kind == 'grows' and len(self.sums) < 40: self.sums = torch.cat([self.sums, torch.ones(4).to(x)/9])
-        if self.training and self.kind == 'made': self.sums += 1
-        if self.training and self.kind == 'given up' and self.sums is not None:
-            self.sums = None
-            with torch.no_grad(): self.a.weight.div_(2)
-        return self.b(self.a(x)*(1 if self.sums is None else 1+self.sums.sum()/9))
+        if self.training: self.sums = torch.cat([self.sums, torch.ones(4).to(x)])
+        return self.b(self.a(x))
 
 
-CACHES = 'grows', 'made', 'given up'
-def caching(kind, folder): return simple(folder, model=lambda: Caches(kind).double())
-def cached(learn): return {k: b.tolist() for k, b in learn.model.named_buffers()}, [*learn.model.state_dict()]
-
-
-@pytest.mark.parametrize('kind', CACHES)
-def test_buffers_that_change_in_a_fit(kind, tmp_path): compare(tmp_path, partial(caching, kind), cached, [9], 2)
-
-
-def caching_by_all(folder, kind, strategy, at): return fitted(folder, partial(caching, kind), cached, at, 2, strategy=strategy)
-
-
-@pytest.mark.parametrize('kind,strategy', [('grows', 'ddp'), ('made', 'fsdp')])
-def test_buffers_that_change_in_two_workers(world2, kind, strategy, tmp_path):
-    want = world2(caching_by_all, tmp_path/'whole', kind, strategy, None)
-    assert world2(caching_by_all, tmp_path/'part', kind, strategy, 9) == [None]*2
-    assert repr([o[1:] for o in world2(caching_by_all, tmp_path/'part', kind, strategy, None)]) == repr([o[1:] for o in want])
+def test_a_buffer_that_grows_is_told(tmp_path):
+    fitted(tmp_path, lambda f: simple(f, model=lambda: Grows().double()), noop, 9, 2)
+    with pytest.raises(ValueError, match=r'model\.sums has shape \(0,\), and .* has it with \(32,\): register buffers'): fitted(tmp_path, lambda f: simple(f, model=lambda: Grows().double()), noop)
 
 
 @pytest.mark.parametrize('what', ['callback', 'layers', 'extra', 'loss'])
@@ -528,16 +338,6 @@ def in_the_middle(kind, folder):
 
 @pytest.mark.parametrize('kind', ['first', 'noisy', 'varies'])
 def test_goes_on_in_the_middle(kind, tmp_path): compare(tmp_path, partial(in_the_middle, kind), lambda l: None, [15], 2)
-
-
-def in_the_middle_of_all(folder, kind, every, at=None): return fitted(folder, partial(in_the_middle, kind), lambda l: None, at, every, 'ddp')
-
-
-@pytest.mark.parametrize('kind,every', [('first', 2), ('noisy', 2), ('noisy', None)])
-def test_goes_on_in_the_middle_in_two_workers(world2, kind, every, tmp_path):
-    want = world2(in_the_middle_of_all, tmp_path/'whole', kind, every)
-    assert world2(in_the_middle_of_all, tmp_path/'part', kind, every, 15) == [None]*2
-    assert repr(world2(in_the_middle_of_all, tmp_path/'part', kind, every)) == repr(want)
 
 
 class Exports(Callback):
@@ -618,21 +418,3 @@ def test_goes_on_after_a_validation_in_the_middle(world2, tmp_path):
         assert repr(world(validating, tmp_path/f'part{k}')) == repr(want), k
 
 
-def fails_while_writing(folder):
-    "Of this worker, after a fit that has failed while a checkpoint was written: (does it hold the folder, after that has been written, what there is)"
-    import fastdist.all
-    from fastdist.checkpoint.files import saving, shared_folder
-    from fastdist.checkpoint.files.folder import FolderLock, checkpoints
-    from_the_start()
-    write, saving.Saver._write = saving.Saver._write, lambda self, *args: (time.sleep(.5), write(self, *args))
-    try: assert fitted(folder, simple, lambda l: None, 3, 2, 'ddp') is None
-    finally: saving.Saver._write = write
-    held = lambda: folder/'ckpt'/'.lock' in FolderLock.held
-    first, ending = held(), shared_folder._fits[folder/'ckpt'].ending
-    if ending is not None: ending.join()
-    return first, held(), [o.verify().path.name for o in checkpoints(folder/'ckpt')]
-
-
-def test_the_folder_stays_held_while_something_is_written(world2, tmp_path):
-    "Who took it then deleted files of a checkpoint that was put in its place a moment later, which was damaged so"
-    assert world2(fails_while_writing, tmp_path)[0] == (True, False, ['step-00000002'])

@@ -46,23 +46,16 @@ class Trained(Callback):
     def after_step(self): self.steps.append(1)
 
 
-def two_fits(learn, **kw):
-    "The script looks at what the first has recorded"
-    learn.fit(1, **kw)
-    learn.first_fit = [list(o) for o in learn.recorder.values], [float(o) for o in learn.recorder.losses], list(learn.final_record)
-    learn.fit(1, **kw)
-
-
-FITS = dict(two_fits=two_fits, fit=lambda l, **kw: l.fit(2, **kw), one_cycle=lambda l, **kw: l.fit_one_cycle(2, 1e-2, **kw), flat_cos=lambda l, **kw: l.fit_flat_cos(2, 1e-2, **kw),
+FITS = dict(fit=lambda l, **kw: l.fit(2, **kw), one_cycle=lambda l, **kw: l.fit_one_cycle(2, 1e-2, **kw), flat_cos=lambda l, **kw: l.fit_flat_cos(2, 1e-2, **kw),
             fine_tune=lambda l, **kw: l.fine_tune(1, 1e-2, freeze_epochs=1, **kw))
 
 
 def found(learn):
     "All that a fit leaves, to be compared bit for bit"
     rec, csv = learn.recorder, learn.path/'log.csv'
-    res = dict(weights={k: v.tolist() for k, v in weights(learn).items()}, opt={k: v.tolist() for k, v in state_of(learn.opt).items()},
+    res = dict(weights={k: v.tolist() for k, v in weights(learn).items()}, opt={k: v.tolist() for k, v in sorted(state_of(learn.opt).items())},
                hypers=[dict(o) for o in learn.opt.hypers], values=[list(o) for o in rec.values], losses=[float(o) for o in rec.losses], lrs=rec.lrs, iters=rec.iters,
-               hps=getattr(rec, 'hps', None), first=vars(learn).get('first_fit'), rng=(random.random(), np.random.rand(), torch.rand(1).item()), csv=[o.rpartition(',')[0] for o in csv.read_text().splitlines()] if csv.exists() else None)
+               hps=getattr(rec, 'hps', None), rng=(random.random(), np.random.rand(), torch.rand(1).item()), csv=[o.rpartition(',')[0] for o in csv.read_text().splitlines()] if csv.exists() else None)
     for cb in learn.cbs:
         if isinstance(cb, Seen): res.update(drawn=cb.drawn, mean=[o.tolist() for o in cb.mean])
         if hasattr(cb, 'best'): res[cb.name] = cb.best, getattr(cb, 'wait', None)
@@ -76,7 +69,7 @@ def each_checkpoint(run, tmp_path, at=None, plain=True):
     "Results of `run(folder, cbs)`: without `Resume`, with it, and gone on with from each of its checkpoints"
     import fastdist.all
     from fastdist.checkpoint.resume import Resume
-    from fastdist.checkpoint.files.folder import checkpoints
+    from fastdist.checkpoint.files import checkpoints
     from fastdist.world import get_rank, get_world_size
     def put(c, folder):
         if get_rank() == 0: shutil.copytree(c, folder/'ckpt'/c.name), (shutil.copy(tmp_path/'all'/'log.csv', folder) if (tmp_path/'all'/'log.csv').exists() else None)
@@ -350,45 +343,40 @@ class Fails(Callback):
 
 
 def accumulated(folder, strategy, at, resume=True):
-    "Two fits in which batches of the end of an epoch wait for those of the next one, 8 samples to a step; what has a gradient is stepped, frozen or not"
+    "A fit in which batches of the end of an epoch wait for those of the next one, 8 samples to a step: it is saved after that step"
     import fastdist.all
     from fastdist.checkpoint.resume import Resume
     from_the_start()
     learn = made(folder, dropout=0, cbs=[GradientAccumulation(8), *([Fails(at)] if at else [])], more=False, Data=Items)
     with learn.distrib_ctx(**ctx_of(strategy)) if strategy else contextlib.nullcontext():
         try:
-            for n in (2, 1):
-                learn.fit(n, cbs=Resume(folder/'ckpt') if resume else None)
-                learn.freeze()
+            learn.fit(3, cbs=Resume(folder/'ckpt') if resume else None)
         except ZeroDivisionError: return
     return weights(learn)
 
 
 @pytest.mark.parametrize('strategy', STRATEGIES)
-@pytest.mark.parametrize('at', [8, 14], ids=['in the second epoch', 'in the second fit'])
-def test_what_waits_for_a_step(worlds, strategy, at, tmp_path):
+def test_what_waits_for_a_step(worlds, strategy, tmp_path):
     want = accumulated(tmp_path/'one', None, None, resume=False)
-    assert worlds(2)(accumulated, tmp_path/'many', strategy, at) == [None]*2
+    assert worlds(2)(accumulated, tmp_path/'many', strategy, 8) == [None]*2
     i = STRATEGIES.index(strategy)
-    last = worlds(3)(accumulated, tmp_path/'many', STRATEGIES[i-1], None) if at == 8 else [accumulated(tmp_path/'many', None, None)]
-    for w in last: assert diff(want, w) < 2e-7
+    for w in worlds(3)(accumulated, tmp_path/'many', STRATEGIES[i-1], None): assert diff(want, w) < 2e-7
 
 
 def again_at_once(folder, slow):
     "A fit that fails in all workers while they write, and the same one again in the same processes, as in a notebook whose workers stay"
     import fastdist.all
-    from fastdist.checkpoint.files.folder import Draft
+    import fastdist.checkpoint.files as files
     from fastdist.checkpoint.resume import Resume
-    from fastdist.checkpoint.files.saving import Saver
     from fastdist.world import get_rank
     from_the_start()
-    real = Draft.finish_part
-    def finish_part(self, *args, **kwargs):
-        if get_rank() and '00000002-' in self.dir.name:
+    real = files.file_sum
+    def file_sum(file):
+        if get_rank() and '00000002-' in str(file):
             if slow is None: raise OSError('the disk has gone')
             time.sleep(slow)
-        return real(self, *args, **kwargs)
-    Draft.finish_part, Saver.patience = finish_part, 10 if slow else .5
+        return real(file)
+    files.file_sum, files.Saver.patience = file_sum, 10 if slow else .5
     learn, texts, Trained.steps = made(folder, dropout=0, cbs=[Fails(3), Trained()], more=False, Data=Items), [], []
     try:
         with learn.distrib_ctx(split_batches=True), warnings.catch_warnings(record=True) as said:
@@ -400,7 +388,7 @@ def again_at_once(folder, slow):
                     learn.remove_cbs(Fails)
                     Trained.steps = []
             texts.append(len(Trained.steps))
-    finally: Draft.finish_part, Saver.patience = real, 10
+    finally: files.file_sum, files.Saver.patience = real, 5
     return weights(learn), texts, [str(o.message) for o in said if 'damaged' in str(o.message)]
 
 
@@ -415,7 +403,7 @@ def test_a_failure_while_it_is_written(world2, slow, left, tmp_path):
 
 @pytest.mark.parametrize('strategy', STRATEGIES)
 def test_two_workers(world2, strategy, tmp_path):
-    for bad, names in world2(many, tmp_path, strategy, dict(zero1='two_fits', zero2='fine_tune').get(strategy, 'one_cycle'), [1, 5, 6, 8], plain=strategy == 'ddp'):
+    for bad, names in world2(many, tmp_path, strategy, dict(zero2='fine_tune').get(strategy, 'one_cycle'), [1, 5, 6, 8], plain=strategy == 'ddp'):
         assert not bad and len(names) == 4, (bad, names)
 
 
@@ -436,7 +424,8 @@ def part(folder, strategy=None, opt=Adam):
     return SimpleNamespace(weights=weights(learn), opt=state_of(learn.opt), losses=[float(o) for o in learn.recorder.losses], values=[list(o) for o in learn.recorder.values], n=len(Trained.steps))
 
 
-PLACES = dict(adam=[(2, 'ddp', 0), (1, None, 2), (3, 'fsdp', 4), (2, 'ddp', 8)], adamw=[(2, 'fsdp', 0), (3, 'zero1', 3)], lookahead=[(3, 'zero2', 0), (2, 'fsdp', 7)])
+PLACES = dict(adam=[(2, 'ddp', 0), (1, None, 2), (3, 'fsdp', 4), (2, 'zero1', 6), (2, 'ddp', 8)],
+              adamw=[(2, 'fsdp', 0), (3, 'zero1', 3), (2, 'zero1', 5), (1, None, 8)], lookahead=[(3, 'zero1', 0), (2, 'zero2', 4), (2, 'fsdp', 7)])
 
 
 @pytest.mark.parametrize('opt', PLACES)
@@ -487,18 +476,15 @@ def test_each_learner_a_folder_of_its_own(tmp_path):
 
 
 def test_a_folder_by_two_names(tmp_path):
-    "It is one folder, whatever links lead there: the second fit is the second; a link that leads nowhere is an error, and makes nothing"
+    "It is one folder, whatever links lead there: the second fit is the second"
     import fastdist.all
     from fastdist.checkpoint.resume import Resume
     (tmp_path/'real').mkdir()
-    for nm, to in (('link', 'real'), ('gone', 'nowhere')): (tmp_path/nm).symlink_to(to)
+    (tmp_path/'link').symlink_to('real')
     Trained.steps.clear()
     learn = made(tmp_path, n=8, more=False, cbs=Trained())
     for nm in ('real', 'link', 'link/../real'): learn.fit(1, cbs=Resume(tmp_path/nm))
     assert len(Trained.steps) == 6
-    for nm in ('gone', 'gone/ckpt'):
-        with pytest.raises(ValueError, match='gone is a link to nowhere, which is not there: make that folder'): Resume(tmp_path/nm)
-    assert not (tmp_path/'nowhere').exists()
 
 
 def test_with_a_bar(tmp_path, capsys):
@@ -571,18 +557,3 @@ def test_without_a_recorder(world2, tmp_path):
     assert all(world2(without_recorder, tmp_path/'part', 5))
     got, n = without_recorder(tmp_path/'part')
     assert diff(want, got) < 2e-7 and n == 2
-
-
-def test_a_validation_loader_whose_processes_persist(tmp_path):
-    "Draws a seed at its first pass of a process: that epochs after a restart have another order is told"
-    import fastdist.all
-    from fastdist.checkpoint.resume import Resume
-    def said(persistent):
-        from_the_start()
-        learn = made(tmp_path/f'{persistent}', more=False)
-        learn.dls = DataLoaders(TorchDL(Items(8), batch_size=4, shuffle=True), TorchDL(Items(5), batch_size=4, num_workers=1, persistent_workers=persistent))
-        with warnings.catch_warnings(record=True) as found:
-            warnings.simplefilter('always')
-            learn.fit(1, cbs=Resume(tmp_path/f'{persistent}'/'ckpt'))
-        return any('persistent_workers' in str(o.message) for o in found)
-    assert (said(False), said(True)) == (False, True)

@@ -133,7 +133,7 @@ def test_evaluations_are_no_fits(tmp_path):
     import torch
     from fastai.basics import Callback
     from fastai.test_utils import synth_learner
-    from fastdist.checkpoint.files.folder import checkpoints
+    from fastdist.checkpoint.files import checkpoints
     from fastdist.checkpoint.resume import Resume
     import fastdist.trainer.learner
 
@@ -159,7 +159,7 @@ def test_a_signal_at_the_end_of_a_fit(tmp_path):
     from fastai.basics import Callback
     from fastai.test_utils import synth_learner
     from fastdist.checkpoint.resume import Resume
-    from fastdist.checkpoint.files.folder import checkpoints
+    from fastdist.checkpoint.files import checkpoints
     from fastdist.world.errors import Stopped
     class Asked(Callback):
         def after_fit(self): os.kill(os.getpid(), signal.SIGTERM)

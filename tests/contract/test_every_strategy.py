@@ -94,6 +94,7 @@ class MoreIn(Callback):
 def many_in_and_out(within):
     "Several inputs, a `None` among them; a nest of outputs"
     def loss(o, y): return (F.cross_entropy(o[0], y)+.1*o[2]['h'].pow(2).mean()*o[2]['n']).float()
+    loss.loss_divisor = None
     learn = quiet(learner(n=22, bs=5, loss=loss, cbs=MoreIn(), model=lambda: (torch.manual_seed(3), ManyIn().double())[1]))
     with within(learn): learn.fit(2)
     return result(learn)

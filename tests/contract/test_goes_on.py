@@ -4,7 +4,7 @@ from table import *
 
 class Stops(Callback):
     "Ends the fit before a batch, in all workers or in one; counts the steps. By the class: what a callback itself has is in a checkpoint"
-    order, at, exc, rank, steps, run_valid = 5, None, KeyError, None, 0, False
+    order, at, exc, rank, steps, run_valid, sync_cancel = 5, None, KeyError, None, 0, False, True
     def before_batch(self):
         from fastdist.all import get_rank
         if self.learn.train_iter == Stops.at and Stops.rank in (None, get_rank()): raise Stops.exc('stopped')

@@ -146,7 +146,7 @@ class Tags(Items):
     def __init__(self, n, *_, seed=0, **__):
         g = torch.Generator().manual_seed(seed)
         self.x, self.y = torch.randn(n, 6, 4, dtype=torch.float64, generator=g), torch.randint(0, 3, (n, 6), generator=g)
-class OfTags(Double):
+class OfTags(OwnDouble):
     def __call__(self, inp, targ, **kwargs): return super().__call__(inp.reshape(-1, 3), targ.reshape(-1), **kwargs)
 
 

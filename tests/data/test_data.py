@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from loaders import *
 from fastdist.data.dl import DistributedDL
-from fastdist.data.partition import BatchPartition, Partition
+from fastdist.data.partition import Plan
 
 # Other examples in each run, so that many runs see many; hypothesis shrinks a failure to its smallest. As many as show each planted fault in one run
 N, BS, WORLD = st.integers(0, 10**6), st.integers(1, 5000), st.integers(1, 4096)
@@ -21,13 +21,13 @@ def some_ranks(size, data): return sorted({0, size-1, data.draw(st.integers(0, s
 def test_steps_of_large_worlds(n, bs, size, drop_last, split, start, data):
     "Without making the batches: all workers make the same steps, whose shares partition the global batch and differ by one sample at most"
     gbs, start = bs if split else bs*size, min(start, n)
-    partitions = [Partition(range(n), bs, r, size, global_bs=gbs, drop_last=drop_last, start=start) for r in some_ranks(size, data)]
+    plans = [Plan(range(n), bs, r, size, global_bs=gbs, drop_last=drop_last, start=start) for r in some_ranks(size, data)]
     steps = (n-start)//gbs if drop_last else math.ceil((n-start)/gbs)
-    assert {len(d) for d in partitions} == {steps}
+    assert {len(d) for d in plans} == {steps}
     for k in {0, steps//2, steps-1} if steps else ():
         lo, hi = start+k*gbs, min(start+(k+1)*gbs, n)
-        assert partitions[0].global_batch(k) == range(lo, hi) and partitions[0].done(k+1) == hi
-        for d in partitions:
+        assert plans[0].global_batch(k) == range(lo, hi) and plans[0].done(k+1) == hi
+        for d in plans:
             c = d.counts(k)
             mine = range(lo+d.rank, hi, size)
             assert (c.mine, c.total, c.empty) == (len(mine), hi-lo, hi-lo < size)
@@ -36,12 +36,12 @@ def test_steps_of_large_worlds(n, bs, size, drop_last, split, start, data):
 
 
 @settings(max_examples=80)
-@given(n=st.integers(0, 600), bs=st.integers(1, 100), size=st.one_of(st.integers(1, 40), st.just(257)), split=st.booleans(), mode=st.sampled_from(Partition.modes))
-def test_partition(n, bs, size, split, mode):
+@given(n=st.integers(0, 600), bs=st.integers(1, 100), size=st.one_of(st.integers(1, 40), st.just(257)), split=st.booleans(), mode=st.sampled_from(['steps', 'batches', 'slices']))
+def test_plan(n, bs, size, split, mode):
     "Over an epoch each sample comes exactly once, but for those that fill up and count for nothing"
     seen = []
     for r in range(size):
-        d = Partition(range(n), bs, r, size, mode, global_bs=bs if split else None)
+        d = Plan(range(n), bs, r, size, mode, global_bs=bs if split else None)
         for k in range(len(d)):
             assert len(d.local_batch(k)) > 0
             seen.extend(d.local_batch(k)[:d.counts(k).mine])
@@ -49,18 +49,17 @@ def test_partition(n, bs, size, split, mode):
 
 
 @settings(max_examples=80)
-@given(lens=st.lists(st.integers(1, 9), max_size=30), size=st.integers(1, 9), split=st.booleans(), mode=st.sampled_from(Partition.modes), start=st.integers(0, 30))
-def test_partition_of_made_batches(lens, size, split, mode, start):
+@given(lens=st.lists(st.integers(1, 9), max_size=30), size=st.integers(1, 9), split=st.booleans(), mode=st.sampled_from(['steps', 'batches']), start=st.integers(0, 30))
+def test_plan_of_made_batches(lens, size, split, mode, start):
     c = count()
-    batches = [list(islice(c, n)) for n in lens]
-    start = 0 if mode == 'slices' else min(start, len(lens))
-    partitions = [BatchPartition(batches, r, size, mode, split, start) for r in range(size)]
-    seen = [o for d in partitions for k in range(len(d)) for o in d.local_batch(k)[:d.counts(k).mine]]
+    batches, start = [list(islice(c, n)) for n in lens], min(start, len(lens))
+    plans = [Plan(batches, 1, r, size, mode, 1 if split else None, start=start, made=True) for r in range(size)]
+    seen = [o for d in plans for k in range(len(d)) for o in d.local_batch(k)[:d.counts(k).mine]]
     assert sorted(seen) == sum(batches[start:], [])
-    if mode != 'batches':
-        assert len({len(d) for d in partitions}) == 1
-        for k in range(len(partitions[0])):
-            counts = [d.counts(k) for d in partitions]
+    if mode == 'steps':
+        assert len({len(d) for d in plans}) == 1
+        for k in range(len(plans[0])):
+            counts = [d.counts(k) for d in plans]
             assert {(c.total, c.empty) for c in counts} == {(sum(c.mine for c in counts), 0 in [c.mine for c in counts])}
 
 
@@ -115,14 +114,12 @@ class Numbers(IterableDataset):
 
 
 @settings(max_examples=50)
-@given(**sizes, split=st.booleans(), evaluate=st.booleans(), torchs=st.booleans())
-def test_streams_of_unknown_length(n, bs, size, drop_last, split, evaluate, torchs):
+@given(**sizes, split=st.booleans(), torchs=st.booleans())
+def test_streams_of_unknown_length(n, bs, size, drop_last, split, torchs):
     "All workers stop together, and together they have had all of the stream"
     def make(bs): return TorchDL(Numbers(n), batch_size=bs, drop_last=drop_last) if torchs else FastaiDL(Numbers(n), bs=bs, drop_last=drop_last)
-    one = batches(make(bs if split or evaluate else bs*size))
-    parts = [counted(DistributedDL(make(bs), r, size, split_batches=split, evaluate=evaluate)) for r in range(size)]
-    if evaluate: assert [[b for b, _ in p] for p in parts] == [one[r::size] for r in range(size)]
-    else: assert joined(parts) == one
+    one = batches(make(bs if split else bs*size))
+    assert joined([counted(DistributedDL(make(bs), r, size, split_batches=split)) for r in range(size)]) == one
 
 
 @settings(max_examples=50)
@@ -251,7 +248,7 @@ def test_loaders_with_an_order_of_their_own():
             dl = DistributedDL(make(cls, **kw), r, 3, split_batches=True)
             set_seed(5); make(cls, **kw)
             parts.append(counted(dl))
-            assert isinstance(dl, cls) and len(dl) == len(one)
+            assert isinstance(dl, cls) and (len(dl) == len(one) or 'get_idxs' in kw)
         assert joined(parts) == one
 
 
@@ -309,9 +306,9 @@ def test_says_what_it_cannot_split(make, why):
     assert str(e.value).startswith('rank 0: ')
 
 
-def test_streams_in_processes_are_not_dealt_out_for_evaluation():
-    for dl in FastaiDL(Numbers(5), bs=2, num_workers=2), TorchDL(Numbers(5), batch_size=2, num_workers=2):
-        with pytest.raises(TypeError, match='use num_workers=0'): DistributedDL(dl, 0, 2, evaluate=True)
+def test_streams_are_not_dealt_out_for_evaluation():
+    for dl in FastaiDL(Numbers(5), bs=2), TorchDL(Numbers(5), batch_size=2):
+        with pytest.raises(TypeError, match='evaluate it in each of them'): DistributedDL(dl, 0, 2, evaluate=True)
 
 
 def test_a_collate_function_that_has_no_rows():
@@ -341,8 +338,8 @@ def test_a_list_with_a_dict_for_each_sample():
 
 
 @pytest.mark.parametrize('size', [1, 2, 3, 7])
-@pytest.mark.parametrize('how', [dict(split_batches=True), dict(split_batches=False), dict(split_batches=True, evaluate=True), dict(split_batches=False, evaluate=True), {}],
-                         ids=['split', 'own', 'evaluate', 'evaluate_own', 'slices'])
+@pytest.mark.parametrize('how', [dict(split_batches=True), dict(split_batches=False), dict(split_batches=True, evaluate=True), dict(split_batches=False, evaluate=True)],
+                         ids=['split', 'own', 'evaluate', 'evaluate_own'])
 def test_streams_of_text_go_on_from_batch_to_batch(how, size):
     "In each row of a worker's batches, from the first to the last; and together they are those of one process"
     corpus = Corpus(60)
@@ -358,18 +355,16 @@ def test_streams_of_text_go_on_from_batch_to_batch(how, size):
         it = [(x, y, dl.counts) for x, y in dl]
         assert len(it) == len(dl) and all(len(x) == len(it[0][0]) for x, _, _ in it)
         for i, ((_, y, _), (x, _, _)) in enumerate(zip(it, it[1:])):
-            if how or r*len(it)+i+1 != len(one): assert torch.equal(y[:, -1], x[:, 0])  # slices begin again where they are filled up
+            assert torch.equal(y[:, -1], x[:, 0])
         parts.append(it)
-    if how:
-        for i, (x, y) in enumerate(one):
-            for j, (row, targ) in enumerate(zip(x, y)):
-                px, py, c = parts[j % size][i]
-                assert px[j//size].tolist() == row and py[j//size].tolist() == targ and c.total == len(x)
-    else: assert [x.tolist() for p in parts for x, _, _ in p][:len(one)] == [x for x, _ in one]
+    for i, (x, y) in enumerate(one):
+        for j, (row, targ) in enumerate(zip(x, y)):
+            px, py, c = parts[j % size][i]
+            assert px[j//size].tolist() == row and py[j//size].tolist() == targ and c.total == len(x)
 
 
 def test_short_texts_and_places():
-    with pytest.raises(ValueError, match='too short for 500 streams'): DistributedDL(LMDataLoader(Corpus(3), bs=5, seq_len=4), 0, 100, split_batches=False)
+    with pytest.raises(ValueError, match='too short for 500 streams'): len(DistributedDL(LMDataLoader(Corpus(3), bs=5, seq_len=4), 0, 100, split_batches=False))
     for o in TorchDL([1, 2]), dl(ds=[1, 2]):
         for b in DistributedDL(o, 0, 2, device='meta', split_batches=True): assert b.device.type == 'meta'
 

@@ -49,14 +49,11 @@ def check_all(many, one, name):
         assert [sum(o) for o in zip(*rows)] == [5]*len(rows[0]) and max(rows[0])-min(rows[-1]) == 1
 
 
-# The kind of loader is one thing, how batches are shared out and among how many another: each kind meets both ways and both sizes, in turn
-SPLIT = [(name, 2 + i % 2) for i, name in enumerate(KINDS)]
-# How an order is drawn, what a sample is and which process reads it is the same where batches are the workers' own: kinds that differ in that alone
-# meet `split_batches` only. (The batches of torch_eager_batch_sampler do not depend on `k`.)
-ALIKE = set('''weighted partial_set own_get_idxs_class own_get_idxs_argument own_shuffle several_inputs_and_targets siamese tabular fastai_stream_processes
-    torch_random torch_random_generator torch_weighted torch_own_sampler torch_collate torch_stream_processes torch_eager_batch_sampler'''.split())
-assert ALIKE < set(KINDS)
-OWN = [(name, 3 - i % 2) for i, name in enumerate(KINDS) if name not in ALIKE]
+# The contract has the other kinds. Each kind meets both sizes, in turn
+SPLIT = [(name, 2 + i % 2) for i, name in enumerate(
+    'own_get_idxs_argument two_views curriculum torch_explicit_batch_sampler torch_eager_batch_sampler torch_own_batch_sampler torch_prebatched'.split())]
+OWN = [(name, 3 - i % 2) for i, name in enumerate(
+    'two_views curriculum torch_explicit_batch_sampler torch_own_batch_sampler torch_prebatched prebatched language_model create_batch_pads drop_last'.split())]
 
 
 @pytest.mark.parametrize('name,size', SPLIT)
@@ -317,75 +314,22 @@ def test_looking_at_a_loader_in_one_rank(world2):
     assert diff(a, b) == 0
 
 
-class SaysBatches(TorchDL):
-    "A loader that says by itself how many batches there are"
-    def __len__(self): return self.n_batches
-
-def of_length(ds, bs, n_batches, num_workers=0):
-    "`n_batches`: as many as the data set says, or the loader does, or `None` where neither does"
-    if n_batches is None: return TorchDL(ds, batch_size=bs, num_workers=num_workers)
-    if isinstance(n_batches, str): return FastaiDL(ds, bs=bs, n=int(n_batches)*bs, num_workers=num_workers)
-    dl = SaysBatches(ds, batch_size=bs, num_workers=num_workers)
-    dl.n_batches = n_batches
-    return dl
-
-def said_lengths(distrib, fsdp, lengths, num_workers=0):
-    "Fits over streams of 5 and 5 batches, or so many samples, that say another length; what there is in the end, and in evaluation"
-    class Left(Callback):
-        "By an evaluation: the loss, the number of its last batch, and of all"
-        def __init__(self): self.found = []
-        def after_epoch(self): self.found.append((float(self.loss), self.iter, self.n_iter))
-    def one(trn, val, n_val=13):
-        set_seed(7)
-        learn = learn_of(of_length(Stream(22, sized=False), 5, trn, num_workers), of_length(Stream(n_val, sized=False, shuffle=False, seed=1), 3, val, num_workers))
-        with (learn.distrib_ctx(split_batches=True, watchdog=60, **kwargs) if distrib else contextlib.nullcontext()):
-            learn.fit(2, cbs=(left := Left()))
-            values = [list(v) for v in learn.recorder.values]
-            preds = learn.get_preds(dl=learn.dls.valid, reorder=False)
-        return SimpleNamespace(weights=weights(learn), values=values, preds=preds, left=left.found)
-    kwargs = {}
-    if distrib: import fastdist.all
-    if fsdp:
-        from accelerate import FullyShardedDataParallelPlugin # each layer is gathered by itself, in each forward
-        kwargs = dict(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy='size_based_wrap', min_num_params=10, reshard_after_forward=True))
-    with warnings.catch_warnings():
-        warnings.simplefilter('ignore') # torch says that there are more samples than there should be
-        return [one(*o) for o in lengths]
-
-
-@pytest.mark.parametrize('fsdp', [False, True])
-@pytest.mark.parametrize('world', [2, 3])
-def test_streams_that_say_another_length(worlds, world, fsdp):
-    "5 batches, or one, of which some workers have none: as many, fewer and more than it has been said"
-    lengths = [(5, 5), (1, 1), (9, 11), ('5', '7'), (5, 8, 2)]
-    one = said_lengths(False, fsdp, lengths)
-    for m in worlds(world)(said_lengths, True, fsdp, lengths):
-        for a, b in zip(one, m, strict=True):
-            assert diff(a.weights, b.weights) < 2e-7 and diff(a.values, b.values) < 1e-6
-            for (loss, *numbers), (other, *others) in zip(a.left, b.left, strict=True): assert diff(loss, other) < 1e-6 and numbers == others
-            for p, q in zip(a.preds, b.preds, strict=True): assert diff(p, q) < 1e-6
-
-
-def unsized(where, num_workers):
-    "A loader whose length nobody knows: what a fit says, how many batches were trained, and whether `lr_find` goes"
+def unsized():
+    "A validation set whose length nobody knows: what a fit says, and whether `lr_find` goes"
     import fastdist.all
-    lengths = {'train': (None, 5), 'valid': (5, None)}[where]
-    learn = learn_of(of_length(Stream(22, sized=False), 5, lengths[0], num_workers), of_length(Stream(13, sized=False), 3, lengths[1], num_workers))
-    said = []
+    learn, said = learn_of(TorchDL(Stream(22), batch_size=5), TorchDL(Stream(13, sized=False), batch_size=3)), []
     for f in (lambda: learn.fit(2), lambda: learn.lr_find(num_it=12, stop_div=False, show_plot=False)):
         try:
             with learn.distrib_ctx(split_batches=True): said.append(f())
         except TypeError as e: said.append(str(e))
-    return said, len(learn.recorder.losses)
+    return said
 
 
-@pytest.mark.parametrize('where,num_workers', [('train', 0), ('train', 2), ('valid', 0), ('valid', 2)])
-def test_streams_of_unknown_length_in_a_fit(world2, where, num_workers):
-    "fastai has to know it, in one process too: here all workers say so before they train anything, but `lr_find` needs that of the training set only"
-    for r, ((fit, found), n) in enumerate(world2(unsized, where, num_workers)):
+def test_a_validation_stream_of_unknown_length(world2):
+    "fastai has to know it, in one process too: here all workers say so before they train anything, but `lr_find` goes"
+    for r, (fit, found) in enumerate(world2(unsized)):
         assert f'rank {r}: torch.utils.data.dataloader.DataLoader reads an iterable data set whose length is not known' in fit and 'give the data set a __len__' in fit
-        assert 'length is not known' in str(found) if where == 'train' else found.valley > 0, found
-        assert n == 0 or where == 'valid'
+        assert found.valley > 0, found
 
 
 def part_of_an_epoch():
@@ -441,23 +385,6 @@ def test_documents_agree_after_a_look_in_one_rank(world2):
     assert a == b
 
 
-def set_in_a_fit(distrib):
-    class Set(Callback):
-        def before_epoch(self):
-            self.learn.dls.train.bs = 3+self.epoch
-            self.learn.dls.train.shuffle = self.epoch == 1
-    set_seed(1)
-    learn = learn_of(dl(), dl(n=5), cbs=Set())
-    if distrib: import fastdist.all
-    with (learn.distrib_ctx(split_batches=True) if distrib else contextlib.nullcontext()): learn.fit(3)
-    return weights(learn), learn.dls.train.bs, len(learn.recorder.losses)
-
-
-def test_attributes_set_in_a_fit(world2):
-    w, bs, n = set_in_a_fit(False)
-    for w1, bs1, n1 in world2(set_in_a_fit, True): assert diff(w, w1) < 2e-7 and bs == bs1 and n == n1
-
-
 class Beside(Callback):
     "Reads a batch of the training loader in the middle of an epoch, or of a loader `like` it"
     run_valid = False
@@ -507,18 +434,20 @@ class Two:
     def __iter__(self): return (x for x, _ in zip(*self.dls))
 
 
-def held(i):
-    "The error for an object of two loaders that trains, or validates"
+def held():
+    "The error for an object of two loaders that trains, and the numbers of one that validates"
     import fastdist.all
     learn = quiet(learner(n=22))
-    learn.dls.loaders[i] = Two(learn.dls.loaders[i])
+    with learn.distrib_ctx(): one = learn.validate()
+    learn.dls.loaders[1] = Two(learn.dls.loaders[1])
+    with learn.distrib_ctx(): two = learn.validate()
+    learn.dls.loaders[0] = Two(learn.dls.loaders[0])
     with pytest.raises(TypeError) as e, learn.distrib_ctx(): pass
-    return str(e.value)
+    return str(e.value), diff(one, two)
 
 
 def test_an_object_of_two_loaders(world2):
-    for i in range(2):
-        for r, o in enumerate(world2(held, i)): assert f'rank {r}: ' in o and "Two is no DataLoader of fastai's or PyTorch's" in o and 'give a single one' in o and '(dls)' in o, o
+    for r, (o, off) in enumerate(world2(held)): assert f'rank {r}: ' in o and "Two is no DataLoader of fastai's or PyTorch's" in o and 'give a single one' in o and off < 1e-6, (o, off)
 
 
 def read_alone(make):
@@ -545,19 +474,3 @@ def sevens(dl):
 
 def test_what_a_worker_reads_alone(world2):
     assert world2(read_alone, sevens) == [[[(6, [7.]), (6, [7.]), (6, [7.]), (4, [7.])]], []]
-
-
-def looked(distrib):
-    "A fit in which a callback looks at the first batch while another one is on, before anything else sees that"
-    class Look(Callback):
-        order = -10**6
-        def before_batch(self): self.dls.train.one_batch()
-    learn = quiet(learner(n=15, bs=6, n_val=5, shuffle=False, cbs=Look()))
-    if distrib: import fastdist.all
-    with (learn.distrib_ctx(split_batches=True) if distrib else contextlib.nullcontext()): learn.fit(1)
-    return weights(learn), [float(o) for o in learn.recorder.losses]
-
-
-def test_a_look_at_the_first_batch(world2):
-    w, losses = looked(False)
-    for w1, losses1 in world2(looked, True): assert diff(w, w1) < 1e-8 and diff(losses, losses1) < 1e-6

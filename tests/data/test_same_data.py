@@ -111,12 +111,6 @@ class Wraps:
 def wrapped(): return learner(DataLoaders.from_dsets(*map(Wraps, halves()), bs=8))
 
 
-def numbers_of_names():
-    "What the names of classes stand for, as where they are listed of a set"
-    ds = Wraps(list(zip(*torchs())), mean=tensor(.5), ids={o: i for i, o in enumerate(np.random.permutation(list('abcdef')).tolist())})
-    return learner(DataLoaders.from_dsets(ds, ds, bs=8))
-
-
 def series():
     "Windows of a series, which is longer than their number"
     class Series(Wraps):
@@ -126,7 +120,7 @@ def series():
 
 
 KINDS = dict(tabular=tabular, collab=collab, block=block, random_split=random_split, numbered=numbered, windows=windows, wrapped=wrapped,
-             numbers_of_names=numbers_of_names, series=series,
+             series=series,
              **{f'permuted_{o}': partial(permuted, o) for o in ('tensors', 'own', 'arrays', 'lists')})
 
 
@@ -155,9 +149,6 @@ def as_before(n):
     from fastdist.world import all_reduce, all_reduce_dict, get_world_size
     setup_distrib()
     rank, size, res = get_rank(), get_world_size(), {}
-    torch.manual_seed(rank)
-    dl = TfmdDL(list(range(n)), bs=3, shuffle=True, num_workers=0)  # shuffled otherwise in each
-    res['each'] = [torch.cat(list(DistributedDL(dl, r, size+2, split_batches=True))).tolist() for r in range(size+2)]  # of other workers than these
     gathered, dl = {}, TfmdDL(list(range(n)), bs=3, num_workers=0)
     for split in (None, False, True):
         ddl = DistributedDL(dl, split_batches=split)
@@ -184,35 +175,12 @@ def as_before(n):
     return res
 
 
-def parts_of_its_own(epochs=2):
-    "What each worker reads of a loader by the rank and size that it has, shuffled alike and otherwise, with what was warned of"
-    from fastdist.all import DistributedDL, get_rank, setup_distrib
-    from fastdist.world import get_world_size
-    setup_distrib()
-    res = {}
-    for nm, seed in (('alike', 5), ('otherwise', 5+get_rank())):
-        set_seed(seed)
-        dl = DistributedDL(TfmdDL(list(range(11)), bs=3, shuffle=True, num_workers=0), get_rank(), get_world_size(), split_batches=True)
-        with warnings.catch_warnings(record=True) as told:
-            warnings.simplefilter('always')
-            parts = [[i for b in dl for i in b.tolist()] for _ in range(epochs)]
-        res[nm] = parts, [str(o.message) for o in told]
-    return res
-
-
-def test_parts_by_numbers_that_a_script_gives(world3):
-    every = world3(parts_of_its_own)
-    assert all(not o['alike'][1] and {i for r in every for i in r['alike'][0][e]} == set(range(11)) for o in every for e in range(2))
-    assert [len(o['otherwise'][1]) for o in every] == [0, 1, 1] and all('has drawn another order than rank 0' in o['otherwise'][1][0] for o in every[1:])
-
-
 @pytest.mark.parametrize('size', [2, 3])
 def test_as_their_first_users_know_them(worlds, size):
     one = small_learner(n=13, n_val=7, bs=5)
     rows = {tuple(o.tolist()): i for i, o in enumerate(one.model(one.dls.train_ds.x).detach().float())}
     every = worlds(size)(as_before, 31)
     for rank, r in enumerate(every):
-        assert {o for part in r['each'] for o in part} == set(range(31))
         for split, (ids, same, grad) in r['gathered'].items():
             assert ids == same and not grad
             if split is None: assert set(ids) == set(range(31)) and len(ids) <= 31+size

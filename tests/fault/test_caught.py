@@ -5,7 +5,7 @@ from strategies import *
 
 class Fails(Callback):
     "In the third batch of a fit, or in the second of an evaluation, in these ranks; or when the workers have put its results together, if `late`"
-    order, may_cancel = 3000, False
+    order = 3000
     def __init__(self, ranks, late): self.ranks, self.late = ranks, late
     def fail(self, now):
         from fastdist.world import get_rank
@@ -114,7 +114,7 @@ def test_gradients_of_a_fit_that_has_failed(worlds, strategy, at, accumulated):
 
 class Waits(Callback):
     "The first rank fails where the others wait for it, in what is to be undone: one in torch.no_grad, one in a finally of its own"
-    may_cancel, undone = False, 0
+    undone = 0
     def undo(self): self.undone += 1
     def after_loss(self):
         import torch.distributed as dist

@@ -13,7 +13,7 @@ OUTSIDE = ['before_fit', 'before_epoch', 'before_train', 'after_train', 'before_
 INSIDE = ['before_batch', 'after_pred', 'after_loss', 'before_backward', 'after_backward', 'before_step', 'after_step', 'after_batch']
 
 
-def raises(event, exc, ranks, training=True, at=1, order=0):
+def raises(event, exc, ranks, training=True, at=1, order=0, asks=True):
     "A callback that raises `exc` in `event` of the first epoch, from batch `at` on, in some workers"
     def f(self):
         from fastdist.world import get_rank
@@ -23,7 +23,7 @@ def raises(event, exc, ranks, training=True, at=1, order=0):
         from fastai.callback.core import CancelBackwardException, CancelBatchException, CancelEpochException, CancelFitException, CancelStepException, CancelTrainException, CancelValidException
         raise dict(CancelFit=CancelFitException, CancelEpoch=CancelEpochException, CancelTrain=CancelTrainException, CancelValid=CancelValidException,
                    CancelBatch=CancelBatchException, CancelStep=CancelStepException, CancelBackward=CancelBackwardException)[exc]()
-    return type('Raises', (Callback,), {event: f, 'order': order})()
+    return type('Raises', (Callback,), {event: f, 'order': order, 'sync_cancel': asks})()
 
 
 class Seen(Callback):
@@ -200,7 +200,7 @@ def one_only():
     res = []
     for ranks, ev in [([0], 'after_batch'), ([1], 'before_batch'), ([1], 'after_epoch'), ([0], 'after_backward')]:
         learn = quiet(learner(bn=True))
-        with learn.distrib_ctx(): learn.fit(2, cbs=raises(ev, 'CancelFit', ranks, order=5) if get_rank() in ranks else None)
+        with learn.distrib_ctx(): learn.fit(2, cbs=raises(ev, 'CancelFit', ranks, order=5, asks=False) if get_rank() in ranks else None)
         res.append((weights(learn), len(learn.recorder.losses), learn.epoch))
     return res
 
@@ -215,7 +215,7 @@ def test_a_callback_of_one_worker_alone(worlds):
 class Hides(Callback):
     "Raises what its code does not show: `exc` in the ranks of `ranks`, the `at`th time of `event`"
     def __init__(self, event, exc, ranks, at=3, asked=True):
-        self.exc, self.ranks, self.at, self.n, self.may_cancel = exc, ranks, at, 0, asked
+        self.exc, self.ranks, self.at, self.n, self.sync_cancel = exc, ranks, at, 0, asked
         setattr(self, event, lambda: self._decide())
     def _decide(self):
         from fastdist.world import get_rank
@@ -273,11 +273,19 @@ def test_all_raise_what_they_are_not_asked_for(world3):
     as_one(world3(hidden, True, range(3), UNASKED, asked=False), hidden(False, [0], UNASKED))
 
 
-@pytest.mark.parametrize('event,exc', UNASKED[:2])
-def test_one_raises_what_it_is_not_asked_for(world3, event, exc):
+@pytest.mark.parametrize('rank', [0, 2])
+def test_one_ends_a_loop_unasked(world3, rank):
+    "All end it together, after that batch or the next"
+    cases = [*UNASKED, ('after_loss', 'CancelEpochException'), ('after_backward', 'CancelFitException')]
+    one, (first, *others) = hidden(False, [0], cases), world3(hidden, True, [rank], cases, asked=False)
+    as_one(others, first)
+    for (_, n, epoch, _), (_, n1, epoch1, _) in zip(one, first): assert n <= n1 <= n+1 and epoch <= epoch1 <= epoch+1
+
+
+def test_one_skips_what_others_do(world3):
     from harness import WorkerError
-    with pytest.raises(WorkerError) as e: world3(hidden, True, [1], [(event, exc)], asked=False, grace=2)
-    assert f'Hides.{event} raised {exc}, other ranks did not' in e.value.problems[1] and '`may_cancel = False`: leave that out' in e.value.problems[1]
+    with pytest.raises(WorkerError) as e: world3(hidden, True, [1], [('before_step', 'CancelStepException')], asked=False, grace=2)
+    assert 'Hides.before_step raised CancelStepException, other ranks did not' in e.value.problems[1] and 'sync_cancel = True' in e.value.problems[1]
 
 
 def outside(distrib, cases, **kwargs):

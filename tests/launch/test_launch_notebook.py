@@ -184,26 +184,24 @@ def keeps():
     return learn
 launch_in_notebook(keeps, n=1)
 """)
-    assert '`value.gen`, of type generator' in r.error['evalue'], r.shown
+    assert '`gen`, of type generator' in r.error['evalue'], r.shown
     assert kernel.run(f"Net().load_state_dict({re.search(r'load_state_dict.(torch.load.*?pth.*?[)])', r.error['evalue'])[1]})").status == 'ok'
 
 
 def test_what_a_cell_can(kernel):
-    "Magics and commands of the shell; prints that come too fast are joined, and none is lost; a question that nobody can answer"
+    "Magics and commands of the shell; prints that come too fast are joined, and none is lost"
     r = kernel.run("""
 def like_a_cell():
     for i in range(10000): print('line', i)
     %time print('timed')
     !echo from the shell
-    try: input('name? ')
-    except EOFError as e: print(e)
     return 6*7
 print(launch_in_notebook(like_a_cell, n=1))
 """)
     assert r.status == 'ok', r.shown
     lines = r.text.splitlines()
     assert [o for o in lines if o.startswith('line ')] == [f'line {i}' for i in range(10000)]
-    assert 'from the shell' in lines and any('Wall time' in o for o in lines) and 'rank 0: a worker cannot ask' in r.text and lines[-1] == '42', lines[10000:]
+    assert 'from the shell' in lines and any('Wall time' in o for o in lines) and lines[-1] == '42', lines[10000:]
     assert r.types.count('stream') < 100, len(r.types)
     # with a home that cannot be written IPython makes a folder of its own, which workers share
     r = kernel.run("""
@@ -266,36 +264,22 @@ def deaf():
     # while they are started, and while kept ones are ended
     r = kernel.run("""
 from unittest.mock import patch
-from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
-def popen_and_interrupt(self, *args):
-    res = popen(self, *args)
-    signal.raise_signal(signal.SIGINT)
-    return res
-popen = SubprocessHandler._popen
-with patch.object(SubprocessHandler, '_popen', popen_and_interrupt): launch_in_notebook(train, n=2)
+class InterruptedPopen(subprocess.Popen):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        signal.raise_signal(signal.SIGINT)
+with patch('subprocess.Popen', InterruptedPopen): launch_in_notebook(train, n=2)
 """)
     assert r.error['traceback'] == ['KeyboardInterrupt: the workers have been ended'] and not kernel.workers(), r.shown
     r = kernel.run("""
-from fastdist.launch.notebook.workers import NotebookWorkers
-def interrupted_close(self):
-    signal.raise_signal(signal.SIGINT)
-    close(self)
-close = NotebookWorkers.close
 launch_in_notebook(os.getpid, n=1, keep=True)
-with patch.object(NotebookWorkers, 'close', interrupted_close): end_workers()
+def killpg_and_interrupt(*args):
+    signal.raise_signal(signal.SIGINT)
+    killpg(*args)
+killpg = os.killpg
+with patch('os.killpg', killpg_and_interrupt): end_workers()
 """)
     assert r.status == 'ok' and not kernel.workers(), r.shown
-    # the bar that it was at has stopped, and says so
-    r = kernel.run("""
-def stops():
-    class Cb(Callback):
-        def after_batch(self):
-            if self.iter==1: raise MyError()
-    learn = get_learner()
-    with learn.distrib_ctx(split_batches=True): learn.fit(2, cbs=Cb())
-launch_in_notebook(stops, n=2)
-""")
-    assert 'class="progress-bar-interrupted"' in [str(c['data']) for t, c in r.msgs if t == 'update_display_data'][-1], r.msgs[-5:]
 
 
 def test_kept_workers(kernel, tmp_path):
@@ -332,21 +316,9 @@ assert d[0]!=c[0] and d[1]==22 and diff(d[5], c[5])==0, d
 e = call(1)
 assert e[0]!=d[0]
 os.kill(e[0], signal.SIGKILL)
+while psutil.Process(e[0]).status()!=psutil.STATUS_ZOMBIE: time.sleep(0.01)
 f = call(1)
 assert f[0]!=e[0]
-os.kill(f[0], signal.SIGSTOP)
-h = call(1)
-assert h[0]!=f[0]
-from unittest.mock import patch
-from fastdist.launch.notebook.workers import NotebookWorkers
-def answer_and_end(self): # it is killed after it has said that it is there
-    p = psutil.Process(h[0])
-    p.kill()
-    while p.status()!=psutil.STATUS_ZOMBIE: time.sleep(0.01)
-    return True
-with patch.object(NotebookWorkers, 'answer', answer_and_end):
-    try: call(1)
-    except RemoteError as err: print(err)
 try: launch_in_notebook(lambda: 1/0, n=1, keep=True)
 except RemoteError as err: print(err.__cause__)
 g = call(1)
@@ -355,7 +327,6 @@ assert call(1, keep=False)[0]==g[0] # and they end with it
 try: call(keep=1)
 except TypeError as err: print(err)
 """)
-    assert 'rank 0 of 1 was killed by signal 9' in r.text, r.shown or r.text
     assert r.status == 'ok' and 'division by zero' in r.text and 'keep=1: it is True or False' in r.text, r.shown or r.text
     assert not kernel.workers()
     assert kernel.run("act = nn.ReLU; g = call(1); end_workers(); end_workers()").status == 'ok'
@@ -431,18 +402,13 @@ def test_script(tmp_path):
 
 
 DIES = """
-import os
+import os,time
 from fastdist.all import *
-from fastdist.launch.notebook import workers
 
-receives = '''
-if os.environ['RANK']=='1': # it is killed where it has said that it is there, and reads what it has to do
-    from multiprocessing.connection import Client
-    Client(sys.argv[1], 'AF_UNIX', os.environ['FASTDIST_SECRET'].encode()).send(1)
-    os.kill(os.getpid(), 9)
-'''
-workers._program = workers._program.replace('from fastdist', 'import os' + receives + 'from fastdist')
-try: launch_in_notebook(len, bytes(10**7), n=2)
+class Dies: # as it is received
+    def __reduce__(self): return (lambda: os.kill(os.getpid(), 9) if os.environ['RANK']=='1' else None),()
+def waits(*args): time.sleep(100)
+try: launch_in_notebook(waits, bytes(10**7), Dies(), n=2)
 except RemoteError as e: print(e)
 """
 
@@ -473,63 +439,30 @@ def test_a_handler_that_python_does_not_know(tmp_path):
 
 
 def test_forks(kernel, default_port):
-    "Accelerate's `notebook_launcher` with 3 workers and with 1, after torch's threads were used; `check_fork` says what stands in its way"
+    "Accelerate's `notebook_launcher` with 3 workers and with 1, after torch's threads were used"
     r = kernel.run("""
-from accelerate import Accelerator, notebook_launcher
-from accelerate.state import AcceleratorState
+from accelerate import notebook_launcher
 set_seed(5)
 with (one := get_learner()).no_bar(): one.fit(1)
 
 def fork_train():
     set_seed(5) # a fork's `random` begins anew
-    for _ in range(50): print('one', 'of', 'three')
     learn = get_learner()
     with learn.distrib_ctx(split_batches=True, in_notebook=True): learn.fit(1)
     assert not torch.distributed.is_initialized()
     learn.save('forked')
     global kept
     kept = learn, get_world_size()
-check_fork()
+    print('trained')
+    if os.environ.get('RANK')=='2': display('of rank 2')
 """)
     assert r.status == 'ok', r.shown
     r = kernel.run("notebook_launcher(fork_train, num_processes=3)")
     assert r.status == 'ok', r.shown
-    assert r.text.count('one of three\n') == 150, r.text  # their lines are not mixed
+    assert r.text.count('trained') == 3 and 'fork' not in r.text, r.text
+    assert any('of rank 2' in c['data']['text/plain'] for t, c in r.msgs if t == 'display_data')
     assert r.text.count('valid_loss') + sum('valid_loss' in str(c['data']) for t, c in r.msgs if t == 'display_data') <= 1
-    r = kernel.run("""
-import matplotlib.pyplot as plt
-%matplotlib inline
-def draw():
-    rank = int(os.environ['RANK'])
-    plt.plot([rank]); plt.show() if rank==1 else None
-    list(DataLoader(list(range(6)), num_workers=1)) # its processes are forks too
-    if rank==2: display('of rank 2')
-    plt.plot([7])
-plt.plot([1,2])
-notebook_launcher(draw, num_processes=3)
-""")
-    shown = [c['data'] for t, c in r.msgs if t == 'display_data']
-    # rank 1's by plt.show(), rank 0's at its end, the cell's own at the cell's
-    assert r.status == 'ok' and sum('image/png' in o for o in shown) == 3 and any('of rank 2' in o['text/plain'] for o in shown), (r.shown, r.msgs)
-    assert 'fork' not in r.text, r.text
     r = kernel.run("assert diff(weights(one), weights(get_learner().load('forked'))) < 1e-7\nassert 'kept' not in globals()")
     assert r.status == 'ok', r.shown
     r = kernel.run("assert notebook_launcher(fork_train, num_processes=1) is None\nassert diff(weights(kept[0]), weights(one)) < 1e-7 and kept[1]==1")
     assert r.status == 'ok', r.shown
-    r = kernel.run("acc = Accelerator(cpu=True)\nget_ipython().execution_count")
-    assert r.status == 'ok'
-    r = kernel.run("try: check_fork()\nexcept RuntimeError as e: print(e)")
-    assert re.search(r'There is an Accelerator in this process: `acc` \(set in In\[\d+\]\)', r.text) and 'launch_in_notebook' in r.text, r.text
-    r = kernel.run("notebook_launcher(fork_train, num_processes=2)")
-    assert 'Accelerator' in r.error['evalue']  # it is right: Accelerate refuses
-    r = kernel.run("""
-del acc
-AcceleratorState._reset_state(True)
-check_fork()
-torch.distributed.init_process_group('gloo', store=torch.distributed.HashStore(), rank=0, world_size=1)
-try: check_fork()
-except RuntimeError as e: print(e)
-teardown_distrib()
-check_fork()
-""")
-    assert r.status == 'ok' and 'in a process group, as rank 0 of 1' in r.text, r.shown or r.text

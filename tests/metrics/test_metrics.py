@@ -207,7 +207,7 @@ def test_gathered_in_chunks(world, n):
 
 
 def concatenated(n):
-    "In one tensor, sent at once and in many messages: what differs from what it should be"
+    "In one tensor: what differs from what it should be"
     from fastdist.comm.gather import concat_in_turn, same_rows
     from fastdist.world import get_rank, get_world_size, init_group
     init_group()
@@ -215,9 +215,8 @@ def concatenated(n):
     kinds = dict(dtypes=[torch.float64, torch.bfloat16, torch.bool, torch.int64, torch.complex64], shapes=[(), (3,), (2, 1, 4), (0,)])
     for dtype, shape in itertools.product(*kinds.values()):
         every = [(torch.arange(r*math.prod(shape), dtype=torch.float64).view(r, *shape)+i).to(dtype) for i, r in enumerate(([0, 5, 2, 4, 7, 1]*n)[:n])]  # where a worker's first is empty, too
-        for nbytes in (2**24, 100, 1):
-            got, want = concat_in_turn(every[rank::size], same_rows(every[rank::size]), nbytes), torch.cat(every)
-            if not (got.dtype == want.dtype and got.equal(want)): res.append((dtype, shape, nbytes))
+        got, want = concat_in_turn(every[rank::size], same_rows(every[rank::size])), torch.cat(every)
+        if not (got.dtype == want.dtype and got.equal(want)): res.append((dtype, shape))
     return res
 
 

@@ -617,7 +617,7 @@ def to_rank_0(sizes):
     "What rank 0 receives of unequal parts, and by which collectives, in a group that has nccl alone"
     import torch.distributed as dist
     from fakegpu import nccl
-    from fastdist.comm.call import Call
+    from fastdist.comm.collectives import Call
     from fastdist.world import get_rank, setup_distrib
     setup_distrib()
     r, group = get_rank(), dist.new_group(backend='nccl')
@@ -639,7 +639,7 @@ def test_what_one_worker_gathers_makes_no_communicators(fake_gpu_worlds):
 def own_nccl():
     "A group of the script's own, that has nccl alone: of its nodes, and what rank 0 sends"
     import torch.distributed as dist
-    from fastdist.comm.objects import from_rank0
+    from fastdist.comm.collectives import from_rank0
     from fastdist.world import get_rank, node_group
     dist.init_process_group('nccl')
     try: return dist.get_process_group_ranks(node_group()), from_rank0(get_rank())
@@ -651,7 +651,7 @@ def test_a_group_of_nccl_alone(fake_gpu_worlds): assert fake_gpu_worlds(2)(own_n
 
 def from_rank0_by_default():
     "What rank 0 sends, small and large, where tensors are made on the GPU by default"
-    from fastdist.comm.objects import from_rank0
+    from fastdist.comm.collectives import from_rank0
     from fastdist.world import get_rank, setup_distrib
     setup_distrib()
     torch.set_default_device(own_gpu())

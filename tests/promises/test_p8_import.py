@@ -10,7 +10,7 @@ for o in names: assert globals()[o] is getattr(ours, o) is getattr(theirs, o) an
 for o in 'to_parallel detach_parallel parallel_ctx to_distributed detach_distributed distrib_ctx'.split():
     assert getattr(Learner, o).__module__.startswith('fastdist'), o
 from torch.nn.parallel import DataParallel, DistributedDataParallel
-assert DataParallel.reset.__module__ == DistributedDataParallel.reset.__module__ == 'fastdist.strategy.forward_proxy'
+assert DataParallel.reset.__module__ == DistributedDataParallel.reset.__module__ == 'fastdist.callbacks.data_parallel'
 import torch, threading
 import sys
 assert torch.nn.utils.get_total_norm.__code__.co_filename.startswith(torch.__path__[0]), 'replaced outside of a context'
@@ -66,7 +66,7 @@ import sys
 import fastdist.world as world, fastdist.comm
 from importlib import import_module
 for o in 'state ranks store errors start.rendezvous start.process_group'.split(): import_module(f'fastdist.world.{o}')
-for o in 'pack call objects reduce gather rank0'.split(): import_module(f'fastdist.comm.{o}')
+for o in 'collectives gather rank0'.split(): import_module(f'fastdist.comm.{o}')
 for o in world.__all__:
     if o != 'fail_together': getattr(world, o)
 assert not {'fastai', 'accelerate', 'pandas', 'torchvision', 'torch._dynamo'} & set(sys.modules), {'fastai', 'accelerate', 'pandas', 'torchvision', 'torch._dynamo'} & set(sys.modules)

@@ -234,6 +234,7 @@ class GivesObject(nn.Module):
 
 
 def of_object(o, y): return F.cross_entropy(o.logits, y).float()
+of_object.loss_divisor = None # a mean over samples
 
 
 CASES = dict(seen=lambda: dict(cbs=Seen()), decides=lambda: dict(cbs=Decides()), signs=lambda: dict(cbs=Signs()), inits=lambda: dict(cbs=Inits()), noise=lambda: dict(cbs=Noise()),

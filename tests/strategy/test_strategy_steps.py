@@ -281,10 +281,10 @@ def sent(ctx, depth):
         return nn.Sequential(nn.Linear(4, 7), *[nn.Linear(7, 7) for _ in range(depth)], nn.Linear(7, 3)).double()
     learn, counts, res = quiet(learner(n=20, bs=5, opt=Adam, model=model)), collections.Counter(), []
     class Step(Callback):
-        order, may_cancel = -1000, False  # it is not asked for a message
+        order = -1000
         def before_batch(self): counts.clear()
     class StepEnd(Callback):
-        order, may_cancel = 2000, False
+        order = 2000
         def after_batch(self):
             if self.training: res.append(dict(counts))
     PG, was = dist.ProcessGroup, {}

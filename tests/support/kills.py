@@ -73,7 +73,7 @@ def _strike(proc, folder, n, rng, who, when):
 def killed(fit, folder, hits, seed, *args, how=((2, 'ddp'),)):
     """What `test_kills.fit(folder, strategy, *args)` returns in the end, by rank, and the `Kill`s: one for each (who, when) of `hits`. The starts have the numbers
     of workers and strategies of `how` in turn"""
-    from fastdist.checkpoint.files.folder import checkpoints
+    from fastdist.checkpoint.files import checkpoints
     folder, rng, told = Path(folder), random.Random(seed), []
     folder.mkdir(exist_ok=True)
     (folder/'s.py').write_text(SCRIPT)

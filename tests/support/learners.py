@@ -23,8 +23,19 @@ class Items:
     def __getitem__(self, i): return self.x[i], self.y[i]
 
 
-class Double(CrossEntropyLossFlat):
-    "Computes in float64; only its result is a float32, as fastai's recorder needs"
+def as_single(module, args, loss): return loss.float()
+
+
+def Double(**kwargs):
+    "torch's cross entropy, with what fastai's has beside, computed in float64; only its result is a float32, as fastai's recorder needs"
+    loss = nn.CrossEntropyLoss(**kwargs)
+    loss.register_forward_hook(as_single)
+    loss.y_int, loss.decodes, loss.activation = True, partial(torch.argmax, dim=-1), partial(torch.softmax, dim=-1)
+    return loss
+
+
+class OwnDouble(CrossEntropyLossFlat):
+    "The same as a class of the user's, to be derived from"
     def __call__(self, inp, targ, **kwargs): return self.func(inp.as_subclass(torch.Tensor), targ.as_subclass(torch.Tensor), **kwargs).float()
 
 
@@ -85,7 +96,7 @@ def counted_collectives(counts):
     """Count in the `Counter` `counts` what process groups are called for, as where there are many workers: small tensors are not gathered. All of
     torch.distributed's functions end there, but for DDP's own, which are called from C++"""
     import torch.distributed as dist
-    from fastdist.comm import pack
+    from fastdist.comm import collectives as pack
     PG, was, few = dist.ProcessGroup, {}, pack._few
     pack._few = 0
     def counted(nm, real):
@@ -104,10 +115,8 @@ def counted_collectives(counts):
 
 
 def from_the_start():
-    "As in a new process, once what was being written has been: the one place where the contract reaches into the package"
-    from fastdist.checkpoint.files.shared_folder import _fits
-    for o in _fits.values():
-        if o.ending is not None: o.ending.join()
+    "As in a new process: the one place where the contract reaches into the package"
+    from fastdist.checkpoint.resume import _fits
     _fits.clear()
 
 

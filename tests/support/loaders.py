@@ -19,7 +19,7 @@ def kind(f):
     return f
 
 
-class CE(Double):
+class CE(OwnDouble):
     "For outputs of any number of dimensions, computed in float64"
     def __call__(self, inp, targ, **kwargs): return super().__call__(inp.reshape(-1, inp.shape[-1]), targ.reshape(-1).long(), **kwargs)
 

@@ -416,7 +416,7 @@ def collectives(n_val):
     import collections
     import torch.distributed as dist
     import fastdist.all
-    from fastdist.comm import pack
+    from fastdist.comm import collectives as pack
     counts, res = collections.Counter(), []
     class Keeps(Metric): # of an unknown kind
         def reset(self): self.n = 0
@@ -425,14 +425,14 @@ def collectives(n_val):
         def value(self): return self.n
     learn = quiet(learner(n=40, bs=5, n_val=n_val, val_bs=2, metrics=[accuracy, worst, F1Score(average='macro'), Keeps()]))
     class Step(Callback):
-        order, may_cancel = -1000, False
+        order = -1000
         def before_batch(self):
             if self.training: counts.clear()
         def before_validate(self): counts.clear()
     class Asked(Callback):
         def after_batch(self): self.seen = self.iter
     class StepEnd(Callback):
-        order, may_cancel = 2000, False
+        order = 2000
         def after_batch(self): res.append(('step' if self.training else 'batch', dict(counts)))
         def after_validate(self): res.append(('validate', dict(counts)))
     blocking, all_reduce, reduced = [0], dist.all_reduce, pack.Reduced.__init__

@@ -197,7 +197,7 @@ class Named(Items):
         x, y = super().__getitem__(i)
         return x, dict(label=y, row=torch.tensor(i))
 
-class OfNamed(Double):
+class OfNamed(OwnDouble):
     "A subclass of fastai's loss function that looks for its labels in a dict"
     def __call__(self, p, t, **kwargs): return super().__call__(p, t['label'], **kwargs)
 

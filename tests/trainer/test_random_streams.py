@@ -198,7 +198,6 @@ def test_another_generator_of_numpy(world2):
 
 class OwnGenerator(Callback):
     "Noise from a generator that has another seed in each worker"
-    may_cancel = False
     def __init__(self, seed=None): self.rng = np.random.default_rng(seed)
     def before_step(self): self.model[0].bias.grad += float(self.rng.normal())
 

@@ -138,24 +138,23 @@ def test_torchrun(hosts, script):
 
 SECRET = '''
 from pathlib import Path
-import fastdist.world.secret as secret
-if sys.argv[1] == 'apart' and os.environ['GROUP_RANK'] == '1': secret._read = lambda folder: None  # as where the home is another
+from fastdist.world.secret import SignatureError
+if sys.argv[1] == 'apart': os.environ['HOME'] += f"/{os.environ['GROUP_RANK']}"
 setup_distrib()
-found = [all_gather_list((1., 'text')) == [(1., 'text')]*4]
-try: found.append(all_gather_list(Path('a')) == [Path('a')]*4)
-except secret.SignatureError as e: found.append(['FASTDIST_SECRET' in str(e), e.rank == get_rank()])
+try: found = all_gather_list(Path('a')) == [Path('a')]*4
+except SignatureError as e: found = 'FASTDIST_SECRET' in str(e) and e.rank == get_rank()
 say(rank=get_rank(), found=found)
 '''
 
 
 @pytest.mark.parametrize('home', ['shared', 'apart'])
 def test_secret(hosts, script, home, tmp_path):
-    "Hosts agree on it by a file in the home that they share, which goes; without one plain data is sent, and the error for all else says what to do"
+    "Hosts have the one in the home that they share; where they share none, the error says what to do"
     cmd = [sys.executable, '-m', 'torch.distributed.run', '--nnodes=2', '--nproc-per-node=2', f'--master-addr={ADDRESSES[0]}', '--master-port=29513']
     cmds = [(i, [*cmd, f'--node-rank={i}', script(SECRET)[-1], home]) for i in range(2)]
     env = {**CPU, 'HOME': str(tmp_path), 'FASTDIST_SECRET': None, 'TMPDIR': str(tmp_path)}
-    assert [o['found'] for o in said(*hosts.run_all(cmds, env, TIMEOUT))] == [[True, True if home == 'shared' else [True, True]]]*4
-    assert (tmp_path/'.cache').is_dir() and not [o for o in tmp_path.rglob('fastdist_*') if o.is_dir()]
+    assert [o['found'] for o in said(*hosts.run_all(cmds, env, TIMEOUT))] == [True]*4
+    assert len([o for o in tmp_path.rglob('secret')]) == (1 if home == 'shared' else 2)
 
 
 @pytest.mark.parametrize('method', ['tcp', 'file'])

@@ -11,7 +11,7 @@ import math
 from fastai.basics import *
 from fastai.callback.hook import ActivationStats
 from .fastai_patches import trainer_of
-from ...comm.objects import all_gather_list
+from ...comm.collectives import all_gather_list
 
 # %% ../../../nbs/callbacks/patches/02_activation_stats.ipynb #2b6d0006
 _hook = ActivationStats.hook

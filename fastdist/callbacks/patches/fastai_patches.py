@@ -61,21 +61,6 @@ def before_batch(self:MixUp):
     if self.y.size(0) > 1: return _mixup(self)
     self.lam,self.yb1 = torch.ones(1, device=self.x.device),tuple(self.learn.yb)
 
-# %% ../../../nbs/callbacks/patches/00_fastai_patches.ipynb #7af7ecdd
-_accumulate_loss,_skip_step = GradientAccumulation.after_loss,GradientAccumulation.before_step
-
-@patch
-def after_loss(self:GradientAccumulation):
-    "fastai's; the loss of no samples stays as it is"
-    if find_bs(self.learn.yb): _accumulate_loss(self)
-
-@patch
-def before_step(self:GradientAccumulation):
-    "fastai's; no samples are none to count"
-    if find_bs(self.learn.yb): return _skip_step(self)
-    if self.count < self.n_acc: raise CancelBatchException()
-    self.count = 0
-
 # %% ../../../nbs/callbacks/patches/00_fastai_patches.ipynb #f974b5fa
 _loss = BaseLoss.__call__
 
@@ -103,16 +88,35 @@ def in_evaluation(learn # Any `Learner`, in an event of its callbacks
     `before_fit`, `before_epoch`, `after_epoch` and `after_fit` too"""
     return getattr(trainer_of(learn), 'is_inner', False)
 
+# %% ../../../nbs/callbacks/patches/00_fastai_patches.ipynb #7af7ecdd
+def _batch_rows(learn):
+    "Samples of the batch that is trained, of all workers"
+    rows = getattr(getattr(trainer_of(learn), 'step', None), 'global_rows', None)
+    return find_bs(learn.yb) if rows is None else rows
+
+@patch
+def after_loss(self:GradientAccumulation):
+    "fastai's, by the samples of all workers"
+    self.learn.loss_grad = self.learn.loss_grad*(_batch_rows(self.learn)/self.n_acc)
+
+@patch
+def before_step(self:GradientAccumulation):
+    "fastai's, by the samples of all workers"
+    rows = _batch_rows(self.learn)
+    if rows: self.learn.loss_grad *= self.n_acc/rows # the loss, as it is logged
+    self.count += rows
+    if self.count < self.n_acc: raise CancelBatchException()
+    self.count = 0
+
 # %% ../../../nbs/callbacks/patches/00_fastai_patches.ipynb #4a6a0dbe
 _call = Callback.__call__
 
 @patch
 def __call__(self:GradientAccumulation, event_name):
-    "fastai's; the samples of all workers count, from here on: a callback before this one may have cancelled the step"
+    "fastai's, but for the evaluations of one worker"
     if in_evaluation(self.learn) and get_world_size()>1: # maybe in one worker alone: fastai counts anew then, and this where all do
         if event_name=='before_fit': return
         if event_name=='before_validate' and trainer_of(self.learn).evaluation.shared: self.count = 0
-    if event_name=='before_step' and self.run: self.count += getattr(getattr(trainer_of(self.learn), 'step', None), 'others', 0)
     return _call(self, event_name)
 
 # %% ../../../nbs/callbacks/patches/00_fastai_patches.ipynb #79c538c3

@@ -48,7 +48,6 @@ class AccumulateSteps(QuickCallback):
         self.batch_weight = batch_weight or self._weight
         self.n,self.total,self.first,self.weight,self.ending = 0,0.,None,0.,False
         self.passed = self.weighed = False # of the batch: has its loss had a backward pass, and is it multiplied by its weight?
-        self.asked = False # is a derivative of the loss asked for, which is no such pass?
 
     def _weight(self):
         f = self.learn.loss_func
@@ -98,7 +97,6 @@ def _weigh(self:AccumulateSteps, o):
 
 @patch
 def _pass(self:AccumulateSteps, g):
-    if self.asked: return
     self.passed = True
     return g if self.weighed else self._weigh(g)
 

@@ -9,7 +9,7 @@ __all__ = ['main']
 import os,sys
 from pathlib import Path
 
-from ...checkpoint.files.folder import DamagedCheckpoint, best_of
+from ...checkpoint.files import DamagedCheckpoint, best_of
 from .inspect import find_checkpoints
 from ..machine import Parser
 

@@ -9,7 +9,7 @@ __all__ = ['find_checkpoints', 'human_size', 'describe', 'main']
 import json,sys
 from pathlib import Path
 
-from ...checkpoint.files.folder import Checkpoint, DamagedCheckpoint, ForeignCheckpoint, checkpoints
+from ...checkpoint.files import Checkpoint, DamagedCheckpoint, ForeignCheckpoint, checkpoints
 from ..machine import Parser, digits, plural
 
 # %% ../../../nbs/launch/checkpoint/00_inspect.ipynb #f554c261
@@ -56,8 +56,8 @@ def describe(c # `Checkpoint`
 def _look(c):
     "(Lines about a checkpoint, is it whole?)"
     try: return [*describe(c.verify()), '  whole     yes: sizes and checksums are those that were written'],True
-    except ForeignCheckpoint as e: return [f'{c.path}', f'  whole     it cannot be told: {e.file} {e.reason}'],False
-    except DamagedCheckpoint as e: return [f'{c.path}', f'  whole     NO: {e.file} {e.reason}'],False
+    except ForeignCheckpoint as e: return [f'{c.path}', f'  whole     it cannot be told: {e}'],False
+    except DamagedCheckpoint as e: return [f'{c.path}', f'  whole     NO: {e}'],False
     except OSError as e: return [f'{c.path}', f'  whole     it is not read: {e}'],False
 
 # %% ../../../nbs/launch/checkpoint/00_inspect.ipynb #9988faac

@@ -5,17 +5,16 @@
 # %% auto #0
 __all__ = ['main']
 
-# %% ../../../nbs/launch/notebook/01_worker.ipynb #36da65e5
-import gc,importlib,io,linecache,multiprocessing,os,pickle,queue,signal,sys,threading,time,warnings
+# %% ../../../nbs/launch/notebook/01_worker.ipynb #920c569d
+import gc,importlib,io,linecache,multiprocessing,os,queue,signal,sys,threading,time,warnings
 from contextlib import suppress
-from multiprocessing.connection import Client
+from multiprocessing.connection import Connection
 from pathlib import Path
 
-# %% ../../../nbs/launch/notebook/01_worker.ipynb #e8371c6f
+# %% ../../../nbs/launch/notebook/01_worker.ipynb #1c8d26f9
 class _Line:
     "Sends messages to the notebook, from any thread of the process that has made it"
-    def __init__(self, conn):
-        self.conn,self.pid,self.lock = conn,os.getpid(),threading.Lock()
+    def __init__(self, conn): self.conn,self.pid,self.lock = conn,os.getpid(),threading.Lock()
 
     @property
     def is_mine(self): return os.getpid()==self.pid
@@ -23,13 +22,10 @@ class _Line:
     def send(self, *msg):
         with self.lock,suppress(OSError): self.conn.send(msg) # if the notebook has gone, so will this process
 
-# %% ../../../nbs/launch/notebook/01_worker.ipynb #d01ab5f1
 class _Stream(io.TextIOBase):
     "Instead of `sys.stdout` or `sys.stderr`: what is written comes out in the notebook"
-    encoding,errors = 'utf-8','replace'
-    def __init__(self, line, name):
-        self.line,self.name,self.old = line,name,getattr(sys, f'__{name}__')
-        self.terminal = False # is it a terminal, where it comes out?
+    encoding,errors,terminal = 'utf-8','replace',False # `terminal`: does it come out in one?
+    def __init__(self, line, name): self.line,self.name,self.old = line,name,getattr(sys, f'__{name}__')
 
     def write(self, s):
         "Send it; from a loader process, put it into the log"
@@ -45,7 +41,7 @@ class _Stream(io.TextIOBase):
     @property
     def buffer(self): return self.old.buffer
 
-# %% ../../../nbs/launch/notebook/01_worker.ipynb #f505822d
+# %% ../../../nbs/launch/notebook/01_worker.ipynb #aa322039
 _widget = 'application/vnd.jupyter.widget-view+json'
 
 def _start_shell(line):
@@ -56,10 +52,10 @@ def _start_shell(line):
     class Publisher(DisplayPublisher):
         def publish(self, data, metadata=None, source=None, *, transient=None, update=False, **kwargs):
             data = {k:v for k,v in data.items() if k!=_widget} # its text is shown: the notebook's process does not have the widget
-            if line is not None and line.is_mine: line.send('display', data, metadata or {}, transient or {}, update)
+            if line is not None and line.is_mine: line.send('publish', data, metadata or {}, dict(transient=transient or {}, update=update))
             elif not update: print(data.get('text/plain', ''))
         def clear_output(self, wait=False):
-            if line is not None and line.is_mine: line.send('clear', wait)
+            if line is not None and line.is_mine: line.send('clear_output', wait)
     class NotebookWorkerShell(InteractiveShell): display_pub_class = Publisher
     main,conf = sys.modules['__main__'],Config()
     conf.HistoryManager.enabled = False # it is the notebook's
@@ -67,19 +63,17 @@ def _start_shell(line):
     shell.builtin_trap.activate() # `get_ipython` and `display`, everywhere
     return shell
 
-# %% ../../../nbs/launch/notebook/01_worker.ipynb #8873b7ed
+# %% ../../../nbs/launch/notebook/01_worker.ipynb #158a3c62
 def _listen(conn, parent, calls):
     "Put what the notebook sends into `calls`; when it has gone, end this process, and those it has started"
     try:
         while os.getppid()==parent:
-            if conn.poll(1): calls.put(conn.recv_bytes())
+            if conn.poll(1): calls.put(conn.recv())
     except (EOFError,OSError): pass
-    end = os.killpg if os.getpgrp()==os.getpid() else os.kill # has it a session of its own?
     for sig in (signal.SIGTERM,signal.SIGKILL):
-        end(os.getpid(), sig)
+        os.killpg(os.getpid(), sig) # it has a session of its own
         time.sleep(2)
 
-# %% ../../../nbs/launch/notebook/01_worker.ipynb #7b8dabb1
 def _apply_settings(s):
     "Be like the notebook's process: its modules, the text of its cells, how it starts processes, its warning filters and random numbers"
     multiprocessing.set_start_method(s['method'], force=True)
@@ -94,41 +88,27 @@ def _apply_settings(s):
     from fastdist.launch.notebook.serialize import unpack
     from fastdist.data.rng import set_rng_state
     filters,rng = unpack(s['state'])[0]
-    text = lambda o: getattr(o, 'pattern', o) or ''
     warnings.resetwarnings()
-    for action,msg,category,module,no in filters: warnings.filterwarnings(action, text(msg), category, text(module), no, append=True)
+    warnings.filters.extend(filters)
     set_rng_state(rng)
 
-# %% ../../../nbs/launch/notebook/01_worker.ipynb #da8e68ed
-def _save_weights(value, folder):
-    "A phrase with the file of the weights of a model, or learner; nothing for other values"
-    model = getattr(value, 'model', value)
-    if not hasattr(model, 'state_dict'): return ''
-    import torch
-    torch.save(model.state_dict(), file := Path(folder)/'weights.pth')
-    return f" The weights have been saved: load_state_dict(torch.load({str(file)!r}))."
-
+# %% ../../../nbs/launch/notebook/01_worker.ipynb #8333faa5
 def _send_value(line, value, known, folder, what):
     "Send the value of the function to the notebook; a `TypeError` if it cannot be, once its weights have been saved"
-    from fastdist.launch.notebook.serialize import pack, why_not
+    from fastdist.launch.notebook.serialize import pack
     try: return line.send('value', pack(value, known=known)[0])
-    except Exception as e: why = why_not(value, 'value', e)
+    except TypeError as e: why = e
+    model,saved = getattr(value, 'model', value),''
+    if hasattr(model, 'state_dict'):
+        import torch
+        torch.save(model.state_dict(), file := Path(folder)/'weights.pth')
+        saved = f" The weights have been saved: load_state_dict(torch.load({str(file)!r}))."
     raise TypeError(f"what {what} returned cannot be sent to the notebook, {why}. Return the part of it that you need, "
-                    f"or save it in the function (learn.export, learn.save).{_save_weights(value, folder)}")
+                    f"or save it in the function (learn.export, learn.save).{saved}")
 
-# %% ../../../nbs/launch/notebook/01_worker.ipynb #38c4955d
-def _redden_bars():
-    "Progress bars that a failure has stopped turn red, where they are; fastprogress does it for those that are looped over"
-    fastprogress = sys.modules.get('fastprogress.fastprogress')
-    for o in gc.get_objects() if fastprogress else ():
-        if issubclass(type(o), fastprogress.NBProgressBar) and getattr(o, 'is_active', False):
-            o.on_update(o.last_v or 0, 'Interrupted', interrupted=True)
-
-# %% ../../../nbs/launch/notebook/01_worker.ipynb #9f7873e8
 def _run(line, rank, setup, call, shell=None):
     "Call the function, and send its value or its failure; has it returned?"
     from fastdist.world.errors import Failure # imports fastai, after there is a shell
-    pid = os.getpid()
     try:
         _apply_settings(setup)
         import torch
@@ -139,24 +119,15 @@ def _run(line, rank, setup, call, shell=None):
         try: value = func(*args, **kwargs)
         finally:
             if shell is not None: shell.events.trigger('post_execute') # shows the plots that are left
-        if rank==0 and os.getpid()==pid: _send_value(line, value, known, setup['folder'], setup['name'])
+        if rank==0 and line.is_mine: _send_value(line, value, known, setup['folder'], setup['name'])
     except BaseException as e:
-        if os.getpid()!=pid: raise # a copy that the function has forked
+        if not line.is_mine: raise # a copy that the function has forked
         from fastdist.fault.watch.monitor import root_cause
-        with suppress(Exception): _redden_bars()
         line.send('failed', Failure.of(root_cause(e)))
         return False
     return True
 
-# %% ../../../nbs/launch/notebook/01_worker.ipynb #70a82204
-class _NoInput(io.TextIOWrapper):
-    "Instead of `sys.stdin`: `input` and the debugger say why nobody answers"
-    def readline(self, *args):
-        asks = sys._getframe(1).f_globals.get('__name__') # `cmd` is the debugger's: it takes an `EOFError` for "quit", and says nothing
-        raise (RuntimeError if asks=='cmd' else EOFError)(f"rank {os.environ['RANK']}: a worker cannot ask, for it has no keyboard: "
-            "ask in a cell, and pass the answer to the function; a debugger can run with the function in the notebook itself")
-
-# %% ../../../nbs/launch/notebook/01_worker.ipynb #bb840f11
+# %% ../../../nbs/launch/notebook/01_worker.ipynb #5c35ac0f
 def _tidy():
     "Leave the next call no process group, no plots, and the memory of the GPU"
     import torch
@@ -165,34 +136,29 @@ def _tidy():
     if plt := sys.modules.get('matplotlib.pyplot'): plt.close('all')
     gc.collect()
     if torch.cuda.is_initialized(): torch.cuda.empty_cache()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-# %% ../../../nbs/launch/notebook/01_worker.ipynb #cd3022d6
-def _end(line):
-    if line.is_mine: line.send('returned') # else it is a copy that the function has forked
-    sys.exit(0)
+def _user_files():
+    "The files of the modules that a user may edit"
+    from fastdist.world.errors import is_library
+    files = {getattr(o, '__file__', None) for o in list(sys.modules.values())}
+    return {o for o in files if isinstance(o, str) and not is_library(o) and os.path.exists(o)}
 
-# %% ../../../nbs/launch/notebook/01_worker.ipynb #26233073
 def main():
-    "Be a worker: the address of the notebook comes from the command line, the rank from the environment; ends the process"
+    "Be a worker: the number of the socket comes from the command line, the rank from the environment; ends the process"
     signal.signal(signal.SIGINT, signal.SIG_DFL) # until the function is called: nobody wants to see where the imports were
-    conn,rank = Client(sys.argv[1], 'AF_UNIX', os.environ['FASTDIST_SECRET'].encode()),int(os.environ['RANK'])
-    conn.send(rank)
-    line,calls = _Line(conn),queue.SimpleQueue()
+    conn,rank,calls,shell = Connection(int(sys.argv[1])),int(os.environ['RANK']),queue.SimpleQueue(),None
+    os.set_inheritable(conn.fileno(), False)
+    line,sys.argv = _Line(conn),['']
     threading.Thread(target=_listen, args=(conn,os.getppid(),calls), daemon=True).start()
-    sys.argv,sys.stdin = [''],_NoInput(open(os.devnull, 'rb'))
     streams = [_Stream(line, o) for o in ('stdout','stderr')]
     if rank==0: sys.stdout,sys.stderr = streams
-    shell = None
     while True:
-        setup,call = pickle.loads(calls.get())
-        if setup is None: # only asked whether it is there
-            line.send('done')
-            continue
+        setup,call = calls.get()
         for o in streams: o.terminal = setup['terminal']
         if setup['notebook'] and shell is None: shell = _start_shell(line if rank==0 else None)
         if not _run(line, rank, setup, call, shell): sys.exit(1)
-        if not setup['keep']: _end(line)
-        _tidy()
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        from fastdist.launch.notebook.serialize import module_files
-        line.send('done', module_files(setup['start']))
+        if not line.is_mine: sys.exit(0) # a copy that the function has forked
+        if setup['keep']: _tidy()
+        line.send('done', _user_files() if setup['keep'] else set())
+        if not setup['keep']: sys.exit(0)

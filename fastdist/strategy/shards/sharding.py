@@ -13,8 +13,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from fastai.basics import *
 from torch.distributed.device_mesh import DeviceMesh
-from ...comm.pack import as_bytes, bucket_bytes, buckets, gather_single, scatter_single
-from ...comm.shards import local
+from ...comm.collectives import as_bytes, bucket_bytes, buckets, gather_single, local, scatter_single
 from ...world.ranks import get_rank
 from ...world.backends import keep_timeout
 from ...world.start.process_group import some_ended

@@ -14,9 +14,7 @@ import torch.distributed as dist
 from fastai.basics import *
 from torch.nn.utils import clip_grad
 from torch.utils._pytree import tree_leaves, tree_map
-from ...comm.call import route, same_text
-from ...comm.pack import byte_array
-from ...comm.shards import is_dtensor, local
+from ...comm.collectives import byte_array, is_dtensor, local, route, same_text
 from ...world.ranks import get_rank
 
 # %% ../../../nbs/strategy/shards/01_whole.ipynb #16c15457

@@ -20,8 +20,7 @@ from fastai.basics import *
 from fastai.callback.fp16 import MixedPrecision, NonNativeMixedPrecision
 from .strategy_args import check_dynamo, check_mesh, check_sharding
 from ...world.errors import refuse
-from ...comm.call import first_other, same_text
-from ...comm.objects import all_gather_list
+from ...comm.collectives import all_gather_list, first_other, same_text
 from ...strategy.select import check_ddp
 from ...world.ranks import accelerate_state, get_device, get_rank, get_world_size, use_cpu, whole_number
 

@@ -9,10 +9,7 @@ __all__ = ['hypers_of', 'some_weights', 'same_hypers', 'versions', 'changed_sinc
 from numbers import Real
 
 from fastai.basics import *
-from ...comm.call import first_other, least, route, same_call
-from ...comm.pack import Reduced
-from ...comm.objects import all_gather_list
-from ...comm.shards import is_dtensor
+from ...comm.collectives import Reduced, all_gather_list, first_other, is_dtensor, least, route, same_call
 from ...data.loaders import data_of, same_data
 from ...strategy.base import same_everywhere, state_tensors, whole_model
 from ...world.ranks import get_rank

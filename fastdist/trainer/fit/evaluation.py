@@ -12,8 +12,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from fastai.basics import *
 from fastai.callback.core import GatherPredsCallback
 from ...checkpoint.weights import is_sharded
-from ...comm.call import least
-from ...comm.objects import from_rank0
+from ...comm.collectives import from_rank0, least
 from ...data.dl import DistributedDL
 from ...data.loaders import n_batches
 from ...fault.cancel import cancels

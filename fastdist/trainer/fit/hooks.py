@@ -9,10 +9,7 @@ __all__ = ['draws_of', 'StrategyHooks']
 from fastai.basics import *
 from ...callbacks.patches.fastai_patches import QuickCallback
 from ...callbacks.patches.grad_accumulation import looked_at
-from ...comm.call import same_text
-from ...comm.pack import checksum
-from ...comm.shards import is_dtensor
-from ...metrics.losses import GlobalBatchLoss
+from ...comm.collectives import checksum, is_dtensor, same_text
 from ...model.batchnorm import set_norm_scope
 from ...model.buffers import weighed_stats
 from ...world.ranks import get_rank, get_world_size
@@ -72,16 +69,18 @@ def before_batch(self:StrategyHooks):
 
 # %% ../../../nbs/trainer/fit/02_hooks.ipynb #0685d235
 @patch
+def after_pred(self:StrategyHooks):
+    "Let a loss that needs it see the global batch"
+    if self.learn.training: self.trainer.step.gather_batch()
+
+@patch
 def after_loss(self:StrategyHooks):
     "Send the loss"
-    if not self.learn.training: return
-    self.trainer.step.send_loss(self.trainer.decisions.interrupted)
-    self.trainer.step.settle_loss()
+    if self.learn.training: self.trainer.step.send_loss(self.trainer.decisions.flags)
 
 @patch
 def before_backward(self:StrategyHooks):
-    "Weigh this worker's share"
-    self.trainer.step.weigh_loss()
+    "All other callbacks have had their say in the loss"
     self.strategy.before_backward()
 
 # %% ../../../nbs/trainer/fit/02_hooks.ipynb #0670b010
@@ -126,7 +125,7 @@ def check_draws(self:StrategyHooks):
 @patch
 def _end_batch(self:StrategyHooks):
     self.fit_failed()
-    if self.training and self.trainer.step is not None: self.trainer.step.restore_metrics()
+    if self.training and self.trainer.step is not None: self.trainer.step.end_batch()
 
 # a callback that ends the pass in `after_batch` has been before this one
 StrategyHooks.after_cancel_train = StrategyHooks.after_cancel_epoch = StrategyHooks.after_cancel_fit = StrategyHooks._end_batch
@@ -143,5 +142,4 @@ def fit_failed(self:StrategyHooks, error=None # That ended the fit
     self.strategy.after_batch()
     self.weigh_stats()
     self.weigh_stats = noop # the next batch may be cancelled before its forward
-    GlobalBatchLoss.expect()
     set_norm_scope()

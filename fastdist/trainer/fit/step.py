@@ -5,19 +5,22 @@
 # %% auto #0
 __all__ = ['TrainingStep']
 
-# %% ../../../nbs/trainer/fit/01_step.ipynb #943f4a6d
+# %% ../../../nbs/trainer/fit/01_step.ipynb #ef1f0fd9
 from fastai.basics import *
 from fastai.callback.rnn import RNNRegularizer
 from fastai.callback.training import GradientAccumulation
-from ...callbacks.patches.grad_accumulation import AccumulateSteps, divisor, grads_of, scale_all
+from ...callbacks.patches.grad_accumulation import AccumulateSteps, grads_of, scale_all
 from ...callbacks.patches.device_loss import send_to_host
-from ...comm.pack import Reduced, tensors_in
-from ...metrics.losses import GlobalBatchLoss, LossCheck, is_summed, kept_labels, loss_divisor, loss_parts
+from ...comm.collectives import Reduced, tensors_in
+from ...fault.cancel import ending
+from ...metrics.losses import LossRoute, gather_batch, is_summed, kept_labels, loss_divisor, loss_parts
 from ...metrics.metrics import metric_kind
+from ...model.batchnorm import set_norm_scope
+from ...strategy.backward import is_made_of
 from ...strategy.base import callback_results, callbacks_of
 from ...world.ranks import get_rank, get_world_size
 
-# %% ../../../nbs/trainer/fit/01_step.ipynb #bc67daea
+# %% ../../../nbs/trainer/fit/01_step.ipynb #72840742
 class TrainingStep:
     "This worker's share of a global batch in training: what it weighs, and the loss of all shares together"
     def __init__(self, learn, # `Learner` whose `xb` and `yb` are the share
@@ -25,407 +28,232 @@ class TrainingStep:
                  device=None, # Where the process group takes tensors from
                  last=None, # `TrainingStep` of the batch before
                 ):
-        mine,self.total,self.empty = counts
-        self.learn,self.device,self.counts = learn,device,mine!=0
-        self.bs = find_bs(learn.yb) if len(learn.yb) else mine or find_bs(learn.xb)
-        self.n = self.samples = float(self.bs if mine is None else mine) # a batch may have several rows for each, or have lost some
-        self.rows = None if self.total is None else self.bs*self.total//max(mine, 1)
-        self.has_loss,self.loss,self.received,self.sums,self.kept,self.parts = False,None,None,None,[],{}
-        self.unread = False # is what the shares weigh on the GPU, in `n` and `sums`, and not looked at?
-        self.summed = is_summed(learn.loss_func) and not isinstance(learn.loss_func, GlobalBatchLoss)
-        self.whole,self.weighed = False,[] # is the loss that of the global batch, or a sum? Has `weigh_loss` been called?
-        self.apart,self.own,self.ratio = False,None,[] # does its mean divide by another number than that of samples? See `_weigh_apart`
-        self.made,self.all_loss = None,None # the loss function's loss, until it is sent; that of the global batch, once it is there
-        self.uneven = getattr(last, 'uneven', None) # have the shares of some batch before not added up to the samples dealt out?
-        self.before,self.late,self.stops = getattr(last, 'late', None),None,False # see `_agreed`; has Ctrl-C ended the fit of all?
-        self.waiting = getattr(last, 'waiting', False) # do gradients of batches before wait for the step that this one is part of?
-        self.others,self.wished = 0,0 # samples of other workers, for `GradientAccumulation`; what callbacks `wish` for, over all workers
-        self.check = LossCheck(learn) if last is None else last.check
-        GlobalBatchLoss.expect(self)
+        samples,self.total,self.some_empty = counts
+        self.learn,self.device,self.counts = learn,torch.device(device or 'cpu'),samples!=0
+        self.rows = find_bs(learn.yb) if len(learn.yb) else samples or find_bs(learn.xb)
+        self.samples = float(self.rows if samples is None else samples) # a batch may have several rows for each, or have lost some
+        self.planned_rows = self.global_rows = None if self.total is None else self.rows*self.total//max(samples, 1)
+        self.route = LossRoute(learn) if last is None else last.route
+        self.local = self.loss = self.message = self.received = self.sums = None # `local`: of the share, while the learner has those of all
+        self.is_global,self.parts,self.kept,self.waits_before = False,{},[],False
+        self.divisor,self.left,self.rows_left = *[self.samples*self.counts]*2,self.rows*self.counts # of this share, by `_choose_ratio`
+        self.ratio = 1. # by which the loss function's loss was multiplied
+        self.uneven = getattr(last, 'uneven', None) # have shares of a batch before not added up to the samples dealt out?
+        self.waiting = last is not None and last.waiting # do gradients of batches before wait for the step that this one is part of?
+        self.before,self.flags = getattr(last, 'flags', None),None # on a GPU flags are read a batch later
+        self.ends,self.wished = None,0 # the exception by which a worker ends a loop of all; what callbacks `wish` for, over all workers
 
-# %% ../../../nbs/trainer/fit/01_step.ipynb #bc38ead8
-def _is_on_cpu(device): return torch.device(device or 'cpu').type=='cpu'
+    @property
+    def weight(self):
+        "What a mean over this share is multiplied by, so that the mean over the workers is that of the global batch"
+        return get_world_size()*self.samples/self.total if self.counts and self.total else 0.
 
-def _has_parameters(loss_func):
-    "Has the loss function parameters that are trained?"
-    f = getattr(loss_func, 'func', loss_func) # fastai's are around one of torch's
-    return isinstance(f, nn.Module) and any(p.requires_grad for p in f.parameters())
+    def share_scale(self, root=None # Tensor that is propagated backward; by default some loss that is computed anew
+                   ):
+        "The same of `root`: one that is not made of the batch's loss divides by what that did before it was multiplied"
+        known = not isinstance(self.ratio, Tensor) and self.ratio==1
+        if known or root is not None and (root is self.learn.loss_grad or is_made_of(root, self.loss)): return self.weight
+        return self.weight*self.ratio
 
-# %% ../../../nbs/trainer/fit/01_step.ipynb #754e9def
+    def batch_weight(self):
+        "What the mean in the loss of the global batch divides by"
+        return self.total if self.sums is None else self.sums[0]
+
+    def _numbers(self, *os):
+        "One tensor of numbers, some of which are on the device"
+        if self.device.type=='cpu': return torch.tensor([float(o) for o in os], dtype=torch.float64, device='cpu')
+        kwargs = dict(dtype=torch.float64, device=self.device)
+        return torch.stack([o.to(**kwargs).reshape(()) if isinstance(o, Tensor) else torch.full((), float(o), **kwargs) for o in os])
+
+# %% ../../../nbs/trainer/fit/01_step.ipynb #155bd503
 @patch
-def _sum_weights(self:TrainingStep):
-    # Where the loader or the loss function does not know, a message adds up what the shares weigh
+def gather_batch(self:TrainingStep):
+    "After the forward, last of all: where the loss is of the global batch, let the loss function see that"
+    learn = self.learn
+    if not len(learn.yb): return
+    self.route.choose(self.global_rows or self.rows*get_world_size())
+    if not self.route.is_global: return
+    self.local = learn.pred,learn.yb
+    learn.pred,learn.yb,share = gather_batch(learn.pred, learn.yb, self.counts)
+    self.total = self.samples/share if share else find_bs(learn.yb)
+    set_norm_scope('local') # batch norm in the loss function has all samples
+
+@patch
+def restore_batch(self:TrainingStep):
+    "Give the learner the predictions and targets of its share; was the loss of the global batch?"
+    if self.local is None: return False
+    (self.learn.pred,self.learn.yb),self.local = self.local,None
+    set_norm_scope('global', self.counts, self.some_empty)
+    return True
+
+@patch
+def _choose_ratio(self:TrainingStep):
+    "Set `ratio`, `divisor` (of this share) and, where they take a message, `sums` (over all workers: divisors, samples, rows)"
     f,yb = self.learn.loss_func,self.learn.yb
-    bs,self.bs,div,kept = self.bs,find_bs(yb),loss_divisor(f, yb),kept_labels(f, yb)
-    self.by_samples = div is None
-    self.unread = self._stays_unread(div)
-    if self.counts and not self.whole: self.n = self._left(kept, bs) if div is None else self._number(div)
-    if div is None and self.total is not None and self._corrects_late(): return
-    self.apart = not self.whole and (div is not None or kept is not None)
-    self.sums = self._numbers(self.n, self.bs if self.counts else 0)
-    self.summing = Reduced(self.sums)
+    divisor = loss_divisor(f, yb)
+    kept = kept_labels(f, yb) if divisor is None else None
+    self.rows_left = find_bs(yb) # callbacks may have left some out
+    self.left = self.samples*(self.rows_left if kept is None else kept if kept.device.type!='cpu' else float(kept))/self.rows
+    if not self.counts: divisor,self.left,self.rows_left = None if divisor is None else 0.,0.,0
+    summed,on_gpu = is_summed(f),self.device.type!='cpu'
+    self.divisor = self.left if divisor is None else divisor if on_gpu else float(divisor)
+    if self.total is None or not summed and (divisor is not None or on_gpu or self._mixes_batches()):
+        self.sums = Reduced(self._numbers(self.divisor, self.left, self.rows_left)).wait()
+        if not on_gpu: self.sums = self.sums.tolist()
+        if self.total is None: self.total = int(self.sums[1])
+        if self.global_rows is None or not on_gpu: self.global_rows = int(self.sums[2])
+    if not self.counts: return
+    if summed: self.ratio = self.total/self.samples
+    elif self.sums is None: self.ratio = self.divisor/self.samples
+    else: self.ratio = self.divisor/self.sums[0]*(self.total/self.samples) if on_gpu or self.sums[0] else 0.
 
 @patch
-def _left(self:TrainingStep, kept, bs):
-    "The samples that are left of `bs` rows: callbacks may leave some out, or mark them as not to be counted"
-    on_gpu = kept is not None and kept.device.type!='cpu' # to look at a number there is to wait for it: not without cause
-    if on_gpu and not _has_parameters(self.learn.loss_func): return kept.to(self.device, torch.float64)*(self.samples/bs)
-    if kept is None or on_gpu and self.uneven is False: kept = self.bs
-    return self.samples*float(kept)/bs
-
-# %% ../../../nbs/trainer/fit/01_step.ipynb #0ef5c619
-@patch
-def _corrects_late(self:TrainingStep):
-    "May samples that are left out be seen to after the backward? Not once gradients of batches before are in the sum"
-    known = self.uneven is False
-    if callbacks_of(self.learn, GradientAccumulation): return known # it goes by the samples that it counts
-    return not self.waiting or known and not _is_on_cpu(self.device) or len(callbacks_of(self.learn, AccumulateSteps)) > 0
-
-# %% ../../../nbs/trainer/fit/01_step.ipynb #d424ecb9
-@patch
-def _stays_unread(self:TrainingStep, div):
-    "May what the shares weigh stay on the GPU? To look at a number there is to wait for it"
-    if div is None and self.total is not None or self.whole or _is_on_cpu(self.device): return False
-    # parameters of the loss have gradients that do not go through the predictions
-    if _has_parameters(self.learn.loss_func): return False
-    # it counts on the host: what is dealt out, once it is known that nothing of that is left out
-    return not callbacks_of(self.learn, GradientAccumulation) or self.uneven is False and self.total is not None
+def _mixes_batches(self:TrainingStep):
+    "Are gradients that may have to be scaled before the step added to those of batches before? `AccumulateSteps` sees to that"
+    if callbacks_of(self.learn, AccumulateSteps): return False
+    return self.uneven is not False if callbacks_of(self.learn, GradientAccumulation) else self.waiting
 
 @patch
-def _number(self:TrainingStep, t):
-    return t.to(self.device, torch.float64).reshape(()) if self.unread and t.device.type!='cpu' else float(t)
+def _set_loss(self:TrainingStep):
+    "Multiply the loss by its ratio. Where nothing of a share counts its gradients are zeros, whatever its loss: 0 times nan is nan"
+    learn,preds = self.learn,[t for t in tensors_in(self.learn.pred) if t.requires_grad]
+    counts = self.counts and self.divisor!=0
+    if counts is True and not isinstance(self.ratio, Tensor) and self.ratio==1: return
+    def scaled(loss):
+        if isinstance(counts, Tensor): res = torch.where(counts, loss*self.ratio, 0.)
+        elif counts: res = loss*self.ratio
+        else: res = sum((t*0).sum() for t in preds) if preds else loss*0
+        return res.to(loss.dtype)
+    for t in preds if isinstance(counts, Tensor) else (): t.register_hook(lambda g: torch.where(counts, g, 0.))
+    learn.loss_grad,learn.loss = scaled(learn.loss_grad),scaled(learn.loss)
+    if counts is False: self.loss = learn.loss_grad
 
-@patch
-def _numbers(self:TrainingStep, *os):
-    "One tensor of numbers, some of which are on the device"
-    if _is_on_cpu(self.device): return torch.tensor([float(o) for o in os], dtype=torch.float64, device='cpu')
-    kwargs = dict(dtype=torch.float64, device=self.device)
-    return torch.stack([o if isinstance(o, Tensor) else torch.full((), float(o), **kwargs) for o in os])
-
-# %% ../../../nbs/trainer/fit/01_step.ipynb #534a4926
-@patch
-def _note_left(self:TrainingStep, left, total):
-    self.uneven = bool(self.uneven or total is not None and left!=total)
-
-@patch
-def batch_weight(self:TrainingStep):
-    "What the mean in the loss of the global batch divides by: the number of its samples, for most losses"
-    if self.sums is None and self.total is None: self._sum_weights() # asked for before there is a loss
-    if self.sums is None: return self.total
-    if isinstance(self.sums, Tensor):
-        self.sums = self.summing.wait()
-        if self.unread: return self.sums[0]
-        self.sums,dealt = self.sums.tolist(),self.rows
-        self.rows = int(self.sums[1])
-        if not self.by_samples and dealt is not None: self._note_left(self.rows, dealt)
-        if self.total is None: self.total = self.rows
-    return self.sums[0]
-
-# %% ../../../nbs/trainer/fit/01_step.ipynb #1afb5029
-@patch
-def _weigh_apart(self:TrainingStep):
-    "What callbacks add, as `RNNRegularizer` does, is a mean over samples still: the loss alone goes by its own number"
-    learn,ratio = self.learn,self.ratio # a hook that had the learner would keep its memory
-    if self.counts and not isinstance(self.n, Tensor) and not self.n: # the mean over nothing is nan, and with it what is added
-        learn.loss_grad = (sum(t.sum() for t in tensors_in(learn.pred) if t.requires_grad)*0.).to(learn.loss.dtype)
-        learn.loss = learn.loss_grad.clone()
-    elif isinstance(self.n, Tensor): # at which nobody looks
-        learn.loss_grad = torch.where(self.n!=0, learn.loss_grad, 0.)
-        learn.loss = learn.loss_grad.clone()
-    self.own = learn.loss
-    def by_own(g): return (g*ratio[0]).to(g.dtype) if ratio else None
-    if learn.loss_grad.requires_grad: learn.loss_grad.register_hook(by_own)
-
-# %% ../../../nbs/trainer/fit/01_step.ipynb #d52f3ece
-@patch
-def _begin_weighing(self:TrainingStep):
-    learn,f = self.learn,self.learn.loss_func
-    self.summed = is_summed(f) and not isinstance(f, GlobalBatchLoss)
-    self.whole = self.summed or isinstance(f, GlobalBatchLoss)
-    self._sum_weights()
-    if self.apart: self._weigh_apart()
-    if not self.summed or not self.n: return
-    # as if all samples were like these: then it is weighed as a mean is, and what callbacks add to it counts once, not once in each worker
-    k = self.batch_weight()/self.n
-    learn.loss_grad,learn.loss = learn.loss_grad*k,learn.loss*k
-    weighed,ratio = self.weighed,self.ratio # a hook that had the learner would keep its memory
-    def unscaled(g): return None if weighed or ratio else g/k # a backward of a callback's own is weighed as a sum
-    if learn.loss_grad.requires_grad: learn.loss_grad.register_hook(unscaled)
-
-# %% ../../../nbs/trainer/fit/01_step.ipynb #1fc7c713
 @patch
 def note_loss(self:TrainingStep):
-    "Note that this batch has got as far as a loss; add what fastai's `RNNRegularizer` leaves out of a batch of one row"
-    GlobalBatchLoss.expect()
-    if len(self.learn.yb):
-        self.has_loss,self.loss,self.received,self.all_loss = True,None,None,None # of several passes over a batch the last counts
-        self.check()
-        self._begin_weighing()
-        self.made = self.learn.loss_grad
-        self.waiting = True # until the optimizer has stepped, or a callback has cancelled that
-    # a share may be of one row, and the batch not
-    for cb in callbacks_of(self.learn, RNNRegularizer):
+    "Right after the loss function: make its loss a mean over samples; add what fastai's `RNNRegularizer` leaves out of a batch of one row"
+    learn,is_global = self.learn,self.restore_batch()
+    if len(learn.yb):
+        self.message = self.received = self.sums = None # of several passes over a batch the last counts
+        self.ratio = 1.
+        if not is_global:
+            self.route.try_parts()
+            self._choose_ratio()
+        self.is_global = is_global
+        self.loss = learn.loss_grad
+        self._set_loss()
+        self.waits_before,self.waiting = self.waiting,True # until the optimizer has stepped, or a callback has cancelled that
+    for cb in callbacks_of(learn, RNNRegularizer): # a share may be of one row, and the batch not
         h = cb.rnn.raw_out
-        if not cb.beta or len(h)!=1 or self.total==1: continue
-        self.learn.loss_grad = self.learn.loss_grad + cb.beta*(h[:,1:]-h[:,:-1]).float().pow(2).mean()
+        if cb.beta and len(h)==1 and self.total!=1: learn.loss_grad = learn.loss_grad + cb.beta*(h[:,1:]-h[:,:-1]).float().pow(2).mean()
 
-# %% ../../../nbs/trainer/fit/01_step.ipynb #96c4dbbc
-@patch
-def _sum_of(self:TrainingStep, v):
-    "Of the samples of this share, whose mean is `v`"
-    if not isinstance(self.n, Tensor) and not self.n: return 0.
-    with torch._C.DisableTorchFunctionSubclass(): # each of these calls would cost fastai's `TensorBase` more than it does
-        res = v.detach().double().mean()*self.n
-    return torch.where(self.n!=0, res, 0.) if isinstance(self.n, Tensor) else res
-
-# %% ../../../nbs/trainer/fit/01_step.ipynb #0ef66ed0
-@patch
-def _factor(self:TrainingStep, loss):
-    "By what callbacks have multiplied the loss function's loss in `loss`; `None` where it is not of it, or nobody can say"
-    if not (loss.requires_grad and self.made.requires_grad): return
-    accs = callbacks_of(self.learn, AccumulateSteps)
-    for cb in accs: cb.asked = True
-    try: return torch.autograd.grad(loss.sum(), self.made, retain_graph=True, allow_unused=True)[0]
-    finally:
-        for cb in accs: cb.asked = False
-
-@patch
-def _scaled(self:TrainingStep):
-    "The same of the loss that is recorded"
-    learn = self.learn
-    if learn.loss.requires_grad: return self._factor(learn.loss)
-    k = self._factor(learn.loss_grad) # of which it is made, most likely, and which is scaled for its step by now
-    return k if k is None else k*math.prod(cb.n_acc/self.bs for cb in callbacks_of(learn, GradientAccumulation))
-
-# %% ../../../nbs/trainer/fit/01_step.ipynb #db30e967
-@patch
-def _loss_sum(self:TrainingStep):
-    "Of this share, in units of what the mean in the loss divides by"
-    loss,own = self.learn.loss,self.own
-    apart = self.apart and self.counts and loss is not own
-    k = self._scaled() if apart else None
-    self.own = self.made = None # they hold what a backward needs
-    if not apart: return self._sum_of(loss)
-    if k is not None: own = own*k
-    added = (loss-own).detach().double().mean()*(self.share_scale(added=True)/get_world_size()*self.batch_weight())
-    return self._sum_of(own)+added
-
-# %% ../../../nbs/trainer/fit/01_step.ipynb #3904776e
+# %% ../../../nbs/trainer/fit/01_step.ipynb #9cfc5188
 @patch
 def _see_replaced(self:TrainingStep):
-    """A loss that a callback has put in the place of the loss function's, as one that the model has made, divides by what that is said to:
-    by samples, where the class weights of the loss function are all that is known"""
-    loss = self.learn.loss_grad
-    if not loss.requires_grad or not (self.apart or self.check.unsaid): return
-    if self._factor(loss) is not None: return
-    self.check.divides("a callback has put another loss in the place of the loss function's")
-    if self.apart and self.check.weighs: self._go_by_rows()
-    self.apart = False
+    learn = self.learn
+    if learn.loss_grad is self.loss or not learn.loss_grad.requires_grad or is_made_of(learn.loss_grad, self.loss): return
+    self.route.check_replaced()
+    if not self.route.declared: self.ratio = 1.
+    else: self._set_loss()
+    self.loss = learn.loss_grad
 
 @patch
-def _go_by_rows(self:TrainingStep):
-    self.batch_weight() # what all have is there from now on
-    self.n,self.sums[0] = float(self.bs if self.counts else 0),self.sums[1]
+def _sum_of(self:TrainingStep, v, n):
+    "Of `n` samples, whose mean is `v`"
+    if not isinstance(n, Tensor) and not n: return 0.
+    with torch._C.DisableTorchFunctionSubclass(): # each of these calls would cost fastai's `TensorBase` more than it does
+        res = v.detach().double().mean()*n
+    return torch.where(n!=0, res, 0.) if isinstance(n, Tensor) else res
 
-# %% ../../../nbs/trainer/fit/01_step.ipynb #3264c896
 @patch
-def send_loss(self:TrainingStep, interrupted=False # Was Ctrl-C pressed in this worker?
+def send_loss(self:TrainingStep, flags=(False,)*len(ending) # For each of `ending`: does this worker ask for it?
              ):
     "Add up the losses of all workers, while the backward runs; what other callbacks make of the loss is in it"
-    if not self.has_loss or self.loss is not None: return
-    if self.made is not None and self.learn.loss_grad is not self.made: self._see_replaced()
-    wish = sum(callback_results(self.learn, 'wish'))
-    # what metrics read of the loss function; that of a `GlobalBatchLoss` is of all samples
-    self.parts = {} if self.whole else loss_parts(self.learn)
-    parts = [x for v in self.parts.values() for x in ((0.,0.) if v is None else (self._sum_of(v),self.n))] if self.parts else []
-    if callbacks_of(self.learn, GradientAccumulation): parts.append(self.bs if self.counts else 0) # for `_rows_there`
-    self.loss = self._numbers(self._loss_sum(), self.n, bool(interrupted), wish, self.samples, *parts)
-    self.sent = Reduced(self.loss)
-
-# %% ../../../nbs/trainer/fit/01_step.ipynb #82f0acf4
-@patch
-def _wait(self:TrainingStep):
-    "Wait for the message of `send_loss`; its numbers are in `received`, unless they are on a GPU"
-    self.loss = self.sent.wait()
-    if self.received is None and self.loss.device.type=='cpu': self.received = self.loss.tolist()
+    if self.loss is None or self.message is not None: return
+    self._see_replaced()
+    samples,wishes = self.samples*self.counts,sum(callback_results(self.learn, 'wish'))
+    # what metrics read of the loss function; that of a global batch is of all samples
+    self.parts = {} if self.is_global else loss_parts(self.learn)
+    parts = [x for v in self.parts.values() for x in ((0.,0.) if v is None else (self._sum_of(v, self.divisor),self.divisor))]
+    self.message = Reduced(self._numbers(self._sum_of(self.learn.loss, samples), self.left, self.rows_left, samples, *flags, wishes, *parts))
 
 @patch
-def _agreed(self:TrainingStep):
-    """(samples that are left in this batch, was Ctrl-C pressed in a worker?), the same in all;
-    on a GPU (`None`, was it in the batch before?)"""
-    total = self.total if self.by_samples else None
-    if self.loss.device.type=='cpu':
-        _,left,stops,self.wished,*_ = self.received
-        self._note_left(left, total)
-        return left,stops > 0
-    self.late = *send_to_host(self.loss[1:4]),total
-    if self.before is None: return None,False
-    copied,done,total = self.before
-    done.synchronize() # of a batch ago: it has ended, unless the host has run ahead by more than that
-    left,stops,self.wished = copied.tolist()
-    self._note_left(left, total)
-    return None,stops > 0
+def _receive(self:TrainingStep):
+    "The numbers of `send_loss`, over all workers; flags and wishes, on a GPU those of the batch before"
+    if self.received is not None: return self.received
+    self.received = numbers = self.message.wait()
+    if self.device.type=='cpu':
+        self.received = numbers.tolist()
+        *flags,self.wished = self.received[4:5+len(ending)]
+        if not self.is_global: self.global_rows = int(self.received[2])
+    else:
+        self.flags = send_to_host(numbers[4:5+len(ending)])
+        if self.before is None: return numbers
+        copied,done = self.before
+        done.synchronize() # of a batch ago: it has ended, unless the host has run ahead by more than that
+        *flags,self.wished = copied.tolist()
+    self.ends = next((exc for exc,n in zip(ending, flags) if n), None)
+    return self.received
 
-# %% ../../../nbs/trainer/fit/01_step.ipynb #8155c456
 @patch
-def _set_parts(self:TrainingStep):
-    "Let the loss function have those of the global batch"
+def receive_loss(self:TrainingStep):
+    "Make `learn.loss` that of the global batch, for whoever records it or decides by it"
+    if self.message is None: return
+    learn,(total,left,_,dealt,*_) = self.learn,self._receive()[:6]
+    if self.device.type!='cpu':
+        loss = total/self.total
+        learn.loss = (loss if self.sums is None else torch.where(self.sums[0]!=0, loss, math.nan)).to(learn.loss.dtype)
+    elif left or dealt: # else the data set has left out all: the loss is this worker's
+        by = dealt if self.is_global else self.total if is_summed(learn.loss_func) or self.sums is not None else left
+        if self.sums is not None and not self.sums[0]: by = 0 # of labels that count, as in one process
+        learn.loss = torch.tensor(total/by if by else math.nan, dtype=learn.loss.dtype, device='cpu')
     for i,(k,v) in enumerate(self.parts.items()):
         if v is None: continue
-        total,n = self.loss[5+2*i:7+2*i]
-        setattr(self.learn.loss_func, k, torch.where(n > 0, total/n, v.detach()).to(v.dtype).view(v.shape))
+        part,n = (self.received[5+len(ending)+2*i+j] for j in range(2))
+        setattr(learn.loss_func, k, torch.as_tensor(part/n, dtype=v.dtype, device=v.device).view(v.shape) if isinstance(n, Tensor) or n else v.detach())
 
-# %% ../../../nbs/trainer/fit/01_step.ipynb #ef597367
-@patch
-def _of_all(self:TrainingStep):
-    "The loss of the global batch, or this worker's, where the data set has left out all"
-    self._wait()
-    (left,self.stops),mine = self._agreed(),self.learn.loss
-    if left is None:
-        whole = self.loss[0]/(self.batch_weight() if self.summed else self.loss[1])
-        return torch.where(self.loss[1] > 0, whole, mine.detach().mean()).to(mine.dtype)
-    if not (left or self.received[4]): return mine
-    weight = self.batch_weight() if self.summed else left
-    return torch.tensor(self.received[0]/weight if weight else math.nan, dtype=mine.dtype, device='cpu')
-
-# %% ../../../nbs/trainer/fit/01_step.ipynb #0ae5fd92
-@patch
-def receive_loss(self:TrainingStep, ends=True # May Ctrl-C end the fit here?
-                ):
-    "Make `learn.loss` that of the global batch, for whoever records it or decides by it; `KeyboardInterrupt` after Ctrl-C in a worker"
-    if self.loss is None: return
-    if self.all_loss is None: self.all_loss = self._of_all()
-    self.learn.loss = self.all_loss
-    if self.parts: self._set_parts()
-    if ends and self.stops: raise KeyboardInterrupt
-
-@patch(as_prop=True)
-def interrupted(self:TrainingStep):
-    "Has the message of this batch said that Ctrl-C was pressed in some worker?"
-    return self.stops or self.loss is not None and self.sent.work.is_completed() and self.sent.wait()[2].item() > 0
-
-# %% ../../../nbs/trainer/fit/01_step.ipynb #4c7fc968
-@patch
-def _goes_unread(self:TrainingStep, scale):
-    "Is the loss to be weighed without a look at a number on the GPU?"
-    if isinstance(scale, Tensor): return True
-    return self.n==0 and not _is_on_cpu(self.learn.loss_grad.device) and not _has_parameters(self.learn.loss_func)
-
-@patch
-def _weigh_unread(self:TrainingStep, scale):
-    "A share of nothing has gradients of zeros, whatever its loss: 0 times the mean over nothing is nan, and on a GPU nobody looks"
-    learn,n = self.learn,self.n
-    added = self.apart and self.counts and self.bs # what callbacks add is a mean over its samples all the same
-    preds = [t for t in tensors_in(learn.pred) if t.requires_grad]
-    def counted(g):
-        if not isinstance(n, Tensor): return torch.zeros_like(g)
-        return torch.where((n!=0) | ~g.isnan() if added else n!=0, g, 0.)
-    for t in preds if isinstance(n, Tensor) or n==0 and not added else (): t.register_hook(counted)
-    # by a number of 64 bits, in the type of the loss
-    if learn.loss_grad.requires_grad: learn.loss_grad = (learn.loss_grad*scale).to(learn.loss_grad.dtype)
-    else: learn.loss_grad = sum(t.sum() for t in preds)*0.
-
-# %% ../../../nbs/trainer/fit/01_step.ipynb #30cf1901
-@patch
-def share_scale(self:TrainingStep, added=False # Of what callbacks add to the loss, a mean over samples, or one number in all workers?
-               ):
-    "What a loss of this share is multiplied by, so that the mean over the workers is that of the global batch"
-    all_n = self.batch_weight()
-    if added and self.apart: return get_world_size()*(self.bs/self.sums[1] if self.counts and self.bs else 0.)
-    if isinstance(self.n, Tensor): return get_world_size()*torch.where(self.n!=0, self.n/all_n, 0.)
-    return get_world_size()*(float(self.counts) if self.summed else self.n/all_n if self.n else 0.)
-
-@patch
-def _scale(self:TrainingStep):
-    "The same of `learn.loss_grad`: a sum is as if of all samples by now"
-    return self.share_scale(added=True)*(self.n/self.batch_weight() if self.summed and self.n else 1.)
-
-# %% ../../../nbs/trainer/fit/01_step.ipynb #4a165a20
-@patch
-def settle_loss(self:TrainingStep):
-    "When all callbacks have had their say in the loss, be it that they run its backward themselves"
-    learn = self.learn
-    if not self.has_loss or not self.bs: return
-    if callbacks_of(learn, GradientAccumulation): # has multiplied by this share's bs/n_acc
-        self.batch_weight()
-        learn.loss_grad = learn.loss_grad*(self.rows/self.bs)
-    if not (self.apart or self.summed) or not self.counts or not learn.loss_grad.requires_grad: return
-    own,added,weighed = self.share_scale(),self._scale(),self.weighed
-    self.ratio.append(own/added)
-    back = torch.where(own!=0, added/own, 1.) if isinstance(own, Tensor) else added/own if own else 1.
-    def as_added(g): return None if weighed else (g*back).to(g.dtype) # a backward of a callback's own is weighed as the loss itself
-    learn.loss_grad.register_hook(as_added)
-
-# %% ../../../nbs/trainer/fit/01_step.ipynb #7428e8e1
-@patch
-def weigh_loss(self:TrainingStep):
-    "Scale the loss so that the average of the workers' gradients is that of the global batch"
-    # last of all callbacks: what others have added counts too
-    learn,scale = self.learn,self._scale()
-    self.weighed.append(True)
-    if self._goes_unread(scale): return self._weigh_unread(scale)
-    # a share without samples runs its whole backward, as others wait for it in global batch norm; but 0 times the mean over nothing is nan
-    if self.n==0 and not (learn.loss_grad.requires_grad and learn.loss_grad.isfinite().all()):
-        learn.loss_grad = sum(t.sum() for t in tensors_in(learn.pred) if t.requires_grad)*0.
-    elif scale!=1: learn.loss_grad = learn.loss_grad*scale
-
-# %% ../../../nbs/trainer/fit/01_step.ipynb #bd5e5ae5
+# %% ../../../nbs/trainer/fit/01_step.ipynb #edcabf3f
 @patch
 def ends_step(self:TrainingStep):
     "Does the optimizer step after this batch? Before, gradients are accumulated without a message"
     for cb in callbacks_of(self.learn, AccumulateSteps): return cb.is_last()
-    return self.rows is None or all(cb.count+self.rows >= cb.n_acc for cb in callbacks_of(self.learn, GradientAccumulation))
-
-# %% ../../../nbs/trainer/fit/01_step.ipynb #176cd280
-@patch
-def count_rows(self:TrainingStep):
-    "Before the step: let fastai's `GradientAccumulation` count the samples of all workers, and others go by the samples that are left"
-    if callbacks_of(self.learn, GradientAccumulation): self.others = self._rows_there()-self.bs
-    elif not self.whole and self.sums is None: self._go_by_left()
+    return self.global_rows is None or all(cb.count+self.global_rows >= cb.n_acc for cb in callbacks_of(self.learn, GradientAccumulation))
 
 @patch
-def _rows_there(self:TrainingStep):
-    "The rows of the global batch. Which a callback leaves out is in the message of the loss, at which nobody looks on a GPU"
-    if self.sums is not None or self.loss is None or self.loss.device.type!='cpu': return self.rows
-    self._wait()
-    return int(self.received[-1])
-
-@patch
-def _scale_left(self:TrainingStep, left):
-    "Of the samples that the gradients were divided by, `left` are there; where no label counts the gradients are 0"
-    accs = callbacks_of(self.learn, AccumulateSteps)
-    for cb in accs: cb.weight = cb.weight*(left/self.total)
-    if not accs: scale_all(grads_of(self.learn), self.total/divisor(left))
-
-# %% ../../../nbs/trainer/fit/01_step.ipynb #5d1f0a04
-@patch
-def _go_by_left(self:TrainingStep):
-    "Where the data set or a callback has left samples out, gradients are the mean over those that are left"
-    if self.loss is None: return
-    self._wait() # the message has been there for long, with those of the gradients
-    # on a GPU it is not looked at before the step: where this worker has samples, the data set has not left out all
-    if self.loss.device.type!='cpu' and (self.counts or self.uneven is False): return self._scale_left(self.loss[1])
-    _,left,_,_,dealt,*_ = self.received or self.loss.tolist()
-    self._note_left(left, self.total) # from now on it is known
-    if left==self.total: return
+def scale_gradients(self:TrainingStep):
+    "Before the step: where samples have been left out for the first time, gradients are the mean over those that are left"
+    learn = self.learn
+    # where nobody looks at numbers: what this worker has counts, so the data set has not left out all of the batch
+    if self.message is None or self.is_global or self.device.type!='cpu' and self.counts: return
+    _,left,rows,dealt,*_ = map(float, self._receive())
     if not left and not dealt: # the data set has left out all: no batch
-        self.learn.yb = ()
+        learn.yb = ()
         raise CancelBatchException()
-    self._scale_left(left)
+    self.uneven = bool(self.uneven or left!=self.total) # then there is a message before the backward, where gradients are accumulated
+    if left==self.total or self.sums is not None or is_summed(learn.loss_func): return
+    for cb in (accs := callbacks_of(learn, AccumulateSteps)): cb.weight = left
+    # fastai's callback divides by a number of its own, whatever there is
+    scale = self.total/(left or 1)*(rows/self.planned_rows if callbacks_of(learn, GradientAccumulation) else 1)
+    if accs or scale==1: return
+    if self.waits_before: raise RuntimeError(
+        f"rank {get_rank()}: some labels of this batch do not count, for the first time since its gradients were accumulated with those of "
+        "others. Say what the mean in the loss divides by: learn.loss_func.loss_divisor = lambda y: (y!=-100).sum()")
+    scale_all(grads_of(learn), scale)
 
-# %% ../../../nbs/trainer/fit/01_step.ipynb #6cc5cf86
+# %% ../../../nbs/trainer/fit/01_step.ipynb #536b85bd
 @patch
 def keep_metrics(self:TrainingStep, totals # `EpochTotals` of the training metrics
                 ):
     "Keep predictions and targets for the metrics that need them and, where this share adds none, the state of the others"
+    self.kept = []
     mets = totals.metrics()
     if not mets or not len(self.learn.yb): return
     totals.add_batch(self.counts, rows=True)
-    if self.counts and self.bs: return # a mean of no samples is nan
+    if self.counts and self.rows_left: return # a mean of no samples is nan
     self.kept = [(m, dict(total=m.total+0., count=m.count)) for m in mets if metric_kind(m, rows=True)=='sum']
 
 @patch
-def restore_metrics(self:TrainingStep):
-    "Give metrics the state that `keep_metrics` has kept"
+def end_batch(self:TrainingStep):
+    "Give metrics the state that `keep_metrics` has kept, and let the graph of the loss go"
     for m,state in self.kept: vars(m).update(state)
-    self.kept = []
+    self.kept,self.loss = [],None
+    self.restore_batch() # where an error has ended the loss function

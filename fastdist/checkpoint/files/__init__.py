@@ -1,1 +1,0 @@
-"""A checkpoint on disk"""
