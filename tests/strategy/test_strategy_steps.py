@@ -263,7 +263,8 @@ def test_after_an_error(worlds, strategy, everywhere):
 def check_after(every, where):
     w, n = every[0]
     assert n==(4 if where!='after_validate' else 8)
-    for m, k in every: assert k==n and diff(w, m) < 1e-12 # all have the same weights, those of the steps that were made
+    def learned(o): return {k: v for k, v in o.items() if not k.endswith('num_batches_tracked')} # others were in a forward that the one that failed was not
+    for m, k in every: assert k==n and diff(learned(w), learned(m)) < 1e-12 # all have the same weights, those of the steps that were made
 
 
 def test_connections_end_before_shards_are_gathered(world3):
