@@ -710,6 +710,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                          'fastdist.data.fastai_dl._is_users': ( 'data/fastai_dl.html#_is_users',
                                                                                 'fastdist/data/fastai_dl.py'),
                                          'fastdist.data.fastai_dl._own': ('data/fastai_dl.html#_own', 'fastdist/data/fastai_dl.py'),
+                                         'fastdist.data.fastai_dl._reads_rows': ( 'data/fastai_dl.html#_reads_rows',
+                                                                                  'fastdist/data/fastai_dl.py'),
                                          'fastdist.data.fastai_dl.plain_method': ( 'data/fastai_dl.html#plain_method',
                                                                                    'fastdist/data/fastai_dl.py'),
                                          'fastdist.data.fastai_dl.reads_rows': ( 'data/fastai_dl.html#reads_rows',

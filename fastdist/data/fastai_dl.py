@@ -7,6 +7,7 @@ __all__ = ['reads_rows', 'plain_method', 'LoaderHook', 'FastaiShard']
 
 # %% ../../nbs/data/02_fastai_dl.ipynb #d7427a13
 import itertools,sys
+from functools import lru_cache
 from fastai.basics import *
 from fastai.data.load import DataLoader as FastaiDataLoader, SkipItemException, _FakeLoader, _loaders
 from fastai.learner import _ConstantFunc
@@ -15,10 +16,13 @@ from .rng import WorkerRandom, begin_batch, seed_of, shared_order
 from ..fault.stop import loader_begins
 
 # %% ../../nbs/data/02_fastai_dl.ipynb #e1885ecd
+@lru_cache(64)
+def _reads_rows(cls): return any(o.__name__=='LMDataLoader' for o in cls.__mro__) # by name: fastai.text is not imported for it
+
 def reads_rows(dl # Any loader
               ):
     "Does `dl` read streams of text side by side, one in each row?"
-    return any(o.__name__=='LMDataLoader' for o in type(dl).__mro__) # by name: fastai.text is not imported for it
+    return _reads_rows(type(dl)) # asked for each item
 
 # %% ../../nbs/data/02_fastai_dl.ipynb #02067f7b
 def _own(dl, *names):
