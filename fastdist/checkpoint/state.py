@@ -20,7 +20,6 @@ from ..data.dl import DistributedDL
 from ..data.rng import drawers, generator_states, generators_in, set_generator_states, set_stream_states, stream_states
 from ..metrics.losses import GlobalBatchLoss
 from ..strategy.base import inner_opt, whole_model
-from ..strategy.zero1 import OwnedSteps
 from ..world.ranks import get_rank, get_world_size
 
 # %% ../../nbs/checkpoint/02_state.ipynb #7f32350d
@@ -203,16 +202,11 @@ def _shard_of(t):
     writes = all(mesh.get_local_rank(i)==0 for i in range(mesh.ndim) if i not in dims)
     return (_first_row(t.shape[0], mesh.size(dims[0]), mesh.get_local_rank(dims[0])) if dims else 0),writes
 
-def _owned(opt):
-    "The `OwnedSteps` that steps for `opt`, if there is one: each worker remembers whole parameters of its own"
-    sharded = sharded_of(opt)
-    return sharded if isinstance(sharded, OwnedSteps) else None
-
 def _opt_rows(learn, p):
     """What the strategy lets this worker remember of parameter `p`: (first row, how many, is it the one that writes them?); `None` where
     that is all of it. The one place that knows how optimizers are sharded, with `_as_remembered`"""
     sharded = sharded_of(learn.opt)
-    if sharded is None or isinstance(sharded, OwnedSteps) or not p.dim(): return
+    if sharded is None or not p.dim(): return
     of = sharded.rows_of
     return _first_row(p.shape[0], of.size, of.rank),len(sharded.rows(p)),get_rank() < of.size # in another node they are the same
 
@@ -240,12 +234,9 @@ def take_tensors(learn # `Learner` with an optimizer, after a step
         start = _first_row(len(t), n, rank)
         add(nm, t.shape, start, t[start:_first_row(len(t), n, rank+1)])
     for i,(nm,t) in enumerate(_named_tensors(learn).items()): add_own(i, nm, t, id(t) in trained)
-    owned = _owned(learn.opt)
     for i,(nm,p,o) in enumerate(_opt_state(learn.opt)):
-        if owned is not None and not owned.owns(p): continue # its owner writes that, numbers too
-        rows,writes = _opt_rows(learn, p),owned is not None or rank==0
-        if owned is not None and isinstance(o, Tensor): add(nm, o.shape, 0, o)
-        elif not isinstance(o, Tensor): res += [(nm, (), 0, o)] if writes else []
+        rows = _opt_rows(learn, p)
+        if not isinstance(o, Tensor): res += [(nm, (), 0, o)] if rank==0 else []
         elif rows and not is_dtensor(o) and o.shape==(rows[1],*p.shape[1:]): add(nm, p.shape, rows[0], o, rows[2])
         else: add_own(i, nm, o)
     return res
@@ -261,16 +252,14 @@ def put_tensors(learn, # `Learner` with an optimizer, in any strategy
             "with their last shape when the model is built, or give this script a folder of its own")
         rows = stored.rows(nm, _shard_of(t)[0] if is_dtensor(t) else 0, len(local(t)) if t.dim() else None)
         with torch.no_grad(): local(t.detach() if is_dtensor(t) else t.data).copy_(rows)
-    state,slow,owned = inner_opt(opt).state,{},_owned(opt)
+    state,slow = inner_opt(opt).state,{}
     state.clear()
     for nm,p in _params(opt).items():
         for k in [k for k in stored.parts if k.startswith(f'opt.{nm}.') or k==f'slow.{nm}']:
-            if owned is not None and not owned.owns(p) and stored.shape(k) and k.startswith('opt.'): continue # not even read
             rows = _opt_rows(learn, p) if stored.shape(k)==tuple(p.shape) else None
             o = _as_remembered(learn, k, p, stored.rows(k, *rows[:2]) if rows else stored.rows(k), rows)
             if k.startswith('slow.'): slow[nm] = o
             else: state.setdefault(p, {})[k.split('.', 3)[3]] = o
-    if owned is not None: owned.drop_others()
     if slow: opt.slow_weights = L(L(slow[f'{g}.{i}'] for i in range(len(pg))) for g,pg in enumerate(opt.param_lists))
 
 # %% ../../nbs/checkpoint/02_state.ipynb #9112e988

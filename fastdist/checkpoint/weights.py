@@ -12,16 +12,15 @@ from fastai.callback.schedule import LRFinder
 from ..callbacks.patches.fastai_patches import replace_in_fastai
 from ..comm.collectives import is_dtensor
 from ..strategy.sharded_opt import ShardedOptimizer, move_state
-from ..strategy.zero1 import OwnedSteps
 from ..fault.same_call import all_at
 from ..world.ranks import get_device, get_rank, get_world_size
 
 # %% ../../nbs/checkpoint/01_weights.ipynb #7ff02e60
 def sharded_of(opt # A fastai optimizer, or `None`
               ):
-    "The `OwnedSteps` or the `ShardedOptimizer` that steps for `opt`, if there is one"
+    "The `ShardedOptimizer` that steps for `opt`, if there is one"
     res = getattr(getattr(opt, 'state_dict', None), '__self__', None)
-    return res if isinstance(res, (OwnedSteps,ShardedOptimizer)) else None
+    return res if isinstance(res, ShardedOptimizer) else None
 
 # %% ../../nbs/checkpoint/01_weights.ipynb #41a88cd7
 class _Stated:

@@ -229,11 +229,6 @@ def held(self:_OptRows):
     _each_state(self.opt, note)
     return found
 
-@patch
-def signature(self:_OptRows):
-    "The same in all workers that remember the same tensors"
-    return [(tuple(o.shape), o.o.dtype) for o in self.held().values()]
-
 # %% ../../nbs/strategy/04_sharded_opt.ipynb #a880099b
 @patch
 def _gather(self:_OptRows, group=None, keep=True):

@@ -32,13 +32,9 @@ def awkward():
 def sent_as(rows, nbytes):
     "Messages of `nbytes` at most; in `rows` of each worker, as other backends than gloo have them"
     from fastdist.comm import collectives as pack
-    from fastdist.strategy import zero1
     from fastdist.strategy.shards import sharding
     by_gloo = (lambda *_: False) if rows else sharding._by_gloo
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(put.object(sharding, '_by_gloo', by_gloo))
-        for m in (sharding,pack,zero1): stack.enter_context(put.object(m, 'bucket_bytes', nbytes))
-        yield
+    with put.object(sharding, '_by_gloo', by_gloo), put.object(sharding, 'bucket_bytes', nbytes), put.object(pack, 'bucket_bytes', nbytes): yield
 
 
 def awkward_fit(ctx=None, rows=False, nbytes=2**20, opt=Adam):

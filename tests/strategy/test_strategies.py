@@ -16,15 +16,7 @@ def fails(ctx, opt):
 
 
 def test_optimizer_that_cannot(world2):
-    for m in world2(fails, ctx_of('zero2'), 'adafactor'): assert "Adafactor cannot step parameters of which each worker has a part: use strategy='ddp'" in m
-
-
-def adafactor(ctx=None): return fit('plain', MORE_OPTS['adafactor'], ctx)
-
-
-def test_optimizer_that_needs_whole_parameters(world2):
-    one = adafactor()
-    for m in world2(adafactor, ctx_of('zero1')): assert diff(one.weights, m.weights) < 1e-7
+    for m in world2(fails, ctx_of('zero1'), 'adafactor'): assert "Adafactor cannot step parameters of which each worker has a part: use strategy='ddp'" in m
 
 
 class OwnStep:
