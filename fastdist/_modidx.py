@@ -2433,6 +2433,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                  'fastdist/trainer/fit/evaluation.py'),
                                                  'fastdist.trainer.fit.evaluation.Evaluation.__init__': ( 'trainer/fit/evaluation.html#evaluation.__init__',
                                                                                                           'fastdist/trainer/fit/evaluation.py'),
+                                                 'fastdist.trainer.fit.evaluation.Evaluation._all_evaluate': ( 'trainer/fit/evaluation.html#evaluation._all_evaluate',
+                                                                                                               'fastdist/trainer/fit/evaluation.py'),
                                                  'fastdist.trainer.fit.evaluation.Evaluation._catch_up': ( 'trainer/fit/evaluation.html#evaluation._catch_up',
                                                                                                            'fastdist/trainer/fit/evaluation.py'),
                                                  'fastdist.trainer.fit.evaluation.Evaluation._gathers': ( 'trainer/fit/evaluation.html#evaluation._gathers',

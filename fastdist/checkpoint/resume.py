@@ -46,7 +46,7 @@ class SharedFolder:
         seen = error or self.rank==0 or wait_until(mark.exists, 10)
         unseen = self.errors(None if seen else
                              "it does not see what rank 0 has written there: the folder has to be one that all workers share")
-        if self.rank==0: mark.unlink(missing_ok=True)
+        if self.rank==0 and not error: mark.unlink(missing_ok=True)
         if unseen: error = f"rank {unseen[0][0]} cannot write to it: {unseen[0][1]}"
         if error: raise OSError(f"Resume({str(self.path)!r}): {error}")
 
@@ -370,10 +370,10 @@ def around_fit(self:Resume, run, # Function that makes the fit
         _fits[self.folder] = _fits[self.folder][0],self.fit_no+1
     finally:
         self.signals.give_back()
-        free = self.shared.lock.give_back if self.shared is not None else noop
-        self.saver.abandon(free) if self.saver is not None else free()
-        self.active,self.place,self.saver,self.shared = False,None,None,None
+        saver,free = self.saver,self.shared.lock.give_back if self.shared is not None else noop
+        self.active,self.place,self.saver,self.shared = False,None,None,None # first: Ctrl-C may come while it waits
         self.wrapped.clear()
+        saver.abandon(free) if saver is not None else free()
 
 @patch
 def before_fit(self:Resume):

@@ -29,6 +29,7 @@ from ..world.state import current_world
 cancels = (KeyboardInterrupt,CancelFitException,CancelEpochException,CancelTrainException,CancelValidException,
            CancelBatchException,CancelStepException,CancelBackwardException)
 ending = cancels[:4] # those that end a loop of training
+_ended_by = {CancelTrainException:'after_train', CancelEpochException:'after_epoch'} # then there is nothing left to end
 
 # %% ../../nbs/fault/02_cancel.ipynb #00854174
 _libraries = ('fastai','fastdist')
@@ -228,7 +229,7 @@ def _cancelled(self:Decisions, cb, event, e):
         self.interrupts.held = True # the others learn of it soon
     elif isinstance(e, KeyboardInterrupt) or self.inner or _library(cb) in _libraries: raise e
     elif self.has_all(cb) and gone_on(f'{_name(cb)}.{event}') is None: self._raise_in_all(e)
-    elif isinstance(e, ending): self.pending = self.pending if self.pending and _code(e) < _code(self.pending()) else type(e)
+    elif isinstance(e, ending): self.pending = _error(max(_code(e), 0 if self.pending is None else _code(self.pending())))
     else: raise RuntimeError(
         f"rank {get_rank()}: {type(cb).__name__}.{event} raised {type(e).__name__}, other ranks did not, and have gone on. Let all "
         "raise it, or set sync_cancel = True in its class: then ranks ask each other after each of its events, and all do what one decides") from e
@@ -247,6 +248,7 @@ def _call_each(self:Decisions, event):
             if not asks: self._cancelled(cb, event, e)
             exc = e
         if asks: self._raise_in_all(exc)
+    if self.pending in _ended_by and event==_ended_by[self.pending]: self.pending = None
 
 # %% ../../nbs/fault/02_cancel.ipynb #a0f5e416
 @patch

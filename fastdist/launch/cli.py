@@ -287,7 +287,8 @@ def main(args # Arguments after `fastdist launch`
     from fastdist.world.secret import secret_env
     p,a = _parse(args)
     config = read_config(a)
-    srun = slurm_srun() if a.nnodes is None and a.num_machines is None else None
+    try: srun = slurm_srun() if a.nnodes is None and a.num_machines is None else None
+    except ValueError as e: p.error(str(e))
     if srun: return _start_launchers([*srun, sys.executable, '-m', 'fastdist', 'launch', *args], a.dry_run)
     try:
         o,startup = _plan(a, lambda k: getattr(config, k, None), n_gpus(), n_cores()),startup_seconds()

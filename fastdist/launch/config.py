@@ -332,5 +332,8 @@ def main(args # Arguments after `fastdist train`
     elif launch is None: train(c)
     else:
         from fastdist.launch import cli
+        from fastdist.world.secret import given_secret, user_secret
+        # the launchers of several machines know nothing of each other: those that share a home share this
+        if c.nodes > 1 and not given_secret(): os.environ['FASTDIST_SECRET'] = user_secret().decode()
         return cli.main(launch)
     return 0

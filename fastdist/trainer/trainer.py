@@ -207,11 +207,12 @@ def after_epoch(self:DistributedTrainer):
 def before_train(self:DistributedTrainer):
     "Take this worker's part of the training loader"
     if self.in_training: self.check_unchanged('at the beginning')
-    else: self.rewrap_if_changed() # other callbacks may have changed it before the fit
+    else:
+        self.rewrap_if_changed() # other callbacks may have changed it before the fit
+        if self.step is not None: self.step.flags = None # what was pressed in an earlier fit is no stop of this one
     self.in_training = True
     if not self.decisions.inner: rejoin_streams()
     with self.random.entered(): synchronize_rng(self.settings.rng_types)
-    if self.step is not None: self.step.flags = None # what was pressed in an earlier fit is no stop of this one
     self.learn.dl = self.trains = self.loaders.train(self.learn.dl)
     self.totals.reset()
 

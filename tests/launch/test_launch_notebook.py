@@ -317,6 +317,7 @@ e = call(1)
 assert e[0]!=d[0]
 os.kill(e[0], signal.SIGKILL)
 while psutil.Process(e[0]).status()!=psutil.STATUS_ZOMBIE: time.sleep(0.01)
+time.sleep(1) # its other threads end after it
 f = call(1)
 assert f[0]!=e[0]
 try: launch_in_notebook(lambda: 1/0, n=1, keep=True)

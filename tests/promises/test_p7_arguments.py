@@ -293,7 +293,7 @@ WRONG = ['fail_together(float("inf")).__enter__()', 'fail_together(1e12).__enter
          'DistributedDL(dl, rank="0", world_size=2)', 'Resume(None)', 'Resume("")', 'GlobalBatchLoss(None)', 'train(watchdog=float("inf"))',
          'train(watchdog=1e12)', 'train(activation_checkpointing="x")', 'parallel(0)', 'parallel([-1])', 'parallel([])', 'parallel(["gpu"])']
 NAMES = ['watchdog=inf', 'watchdog=1000000000000.0', "timeout='long'", "gpu='x'", 'init_method=3', "init_method='file://shared/meet'", 'main=3', "n='2'", 'rank0_first was given a int',
-         'rank0_read was given a int', "rank='0' and world_size=2", 'path=None', "path=''", 'loss_func=None', 'watchdog=inf', 'watchdog=1000000000000.0',
+         'rank0_read was given a int', "not '0'", 'path=None', "path=''", 'loss_func=None', 'watchdog=inf', 'watchdog=1000000000000.0',
          "activation_checkpointing='x'", 'device_ids=0', 'device_ids=[-1]', 'device_ids=[]', "device_ids=['gpu']"]
 
 

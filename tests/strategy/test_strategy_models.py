@@ -107,6 +107,7 @@ class AddNone(Callback):
 @case
 def several_inputs_and_a_tuple(ctx, path):
     def loss(o, y): return (F.cross_entropy(o[0], y)+0.1*o[2][0].pow(2).mean()*o[2][1]).float()
+    loss.loss_divisor = None
     learn = made(ManyIn, data(row(), row(3)), loss=loss, cbs=AddNone())
     with within(learn, ctx): learn.fit(2)
     return result(learn)
@@ -128,6 +129,7 @@ class TakesDict(Callback):
 @case
 def a_dict_in_and_out(ctx, path):
     def loss(o, y): return (F.cross_entropy(o['logits'], y)+0.1*o['more'][0].pow(2).mean()).float()
+    loss.loss_divisor = None
     learn = made(GivesDict, loss=loss, cbs=TakesDict(), metrics=AvgMetric(lambda o, y: accuracy(o['logits'], y)))
     with within(learn, ctx): learn.fit(2)
     return result(learn)
@@ -146,6 +148,7 @@ def tensor_subclass(ctx, path):
         def after_pred(self): seen.append((type(self.xb[0]).__name__, type(self.pred).__name__))
     def model(): return nn.Sequential(nn.Sequential(nn.Conv2d(3, 5, 3, padding=1), nn.ReLU()), nn.Conv2d(5, 3, 1))
     def loss(o, y): return (o-y).pow(2).mean().float()
+    loss.loss_divisor = None
     learn = made(model, data(picture(), ys=picture()), loss=loss, cbs=Look())
     with within(learn, ctx): learn.fit(2)
     return result(learn, seen=sorted(set(seen)))
@@ -170,6 +173,7 @@ def language_model(ctx, path):
     config = dict(emb_sz=6, n_hid=7, n_layers=2, pad_token=1, bidir=False, output_p=0., hidden_p=0., input_p=0., embed_p=0., weight_p=1e-12, tie_weights=True, out_bias=True)
     def model(): return get_language_model(AWD_LSTM, 11, config=config)
     def loss(o, y): return F.cross_entropy(o.flatten(0, 1), y.flatten()).float()
+    loss.loss_divisor = None
     learn = made(model, dls, loss=loss, cbs=rnn_cbs(.1, .1), metrics=[accuracy, Perplexity()], splitter=awd_lstm_lm_split)
     with within(learn, ctx):
         learn.freeze_to(-1)

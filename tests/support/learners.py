@@ -26,11 +26,11 @@ class Items:
 def as_single(module, args, loss): return loss.float()
 
 
-def Double(**kwargs):
+def Double(axis=-1, **kwargs):
     "torch's cross entropy, with what fastai's has beside, computed in float64; only its result is a float32, as fastai's recorder needs"
     loss = nn.CrossEntropyLoss(**kwargs)
     loss.register_forward_hook(as_single)
-    loss.y_int, loss.decodes, loss.activation = True, partial(torch.argmax, dim=-1), partial(torch.softmax, dim=-1)
+    loss.y_int, loss.decodes, loss.activation = True, partial(torch.argmax, dim=axis), partial(torch.softmax, dim=axis)
     return loss
 
 

@@ -200,23 +200,6 @@ def test_save_that_fails_leaves_the_last_file(world, tmp_path):
     for _, saved in every: assert diff(saved, weights(learn)) == 0
 
 
-def paths_differ():
-    import tempfile
-    import fastdist.all
-    with tempfile.TemporaryDirectory() as tmp:
-        learn = quiet(learner(n=9, bs=4, path=tmp))
-        with learn.distrib_ctx():
-            learn.save('x')
-            try: learn.load('x')
-            except RuntimeError as e: return str(e)
-
-
-def test_saved_under_paths_that_differ(world2):
-    "No wait for what will not come"
-    res = world2(paths_differ)
-    assert res[0] is None and 'save under the same path in all ranks' in res[1]
-
-
 def graph():
     import matplotlib; matplotlib.use('agg')
     import fastdist.all
@@ -473,7 +456,7 @@ def test_collectives_counted(world2):
         # of a fit: callbacks and random numbers compared, the latter in each epoch again; was Ctrl-C pressed? And of its validation: did a callback end it?
         # The metrics compared, and summed, and the kind of what is gathered for F1; the log compared
         assert blocking == 9
-        assert [c['blocking'] for c in by('asked')] == [blocking+8], by('asked') # one a batch for each event in a batch of a user's callback: did it cancel?
+        assert [c['blocking'] for c in by('asked')] == [blocking], by('asked') # a user's callback costs none
         assert not any(c for c in by('batch')), by('batch')
         assert 0 < sum(by('validate')[0].values()) <= 16 and 0 < sum(by('preds')[0].values()) <= 32, (by('validate'), by('preds'))
 

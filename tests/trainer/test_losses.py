@@ -199,7 +199,7 @@ CASES = dict(
     drops_shares_acc=lambda: learner(n=22, cbs=[DropsShares(), GradientAccumulation(4)], bs=3), drops_acc=lambda: learner(n=22, cbs=[Drops(), GradientAccumulation(9)], bs=11), made=only_x,
     own=lambda: learner(n=22, cbs=Own('loss_grad')), own_loss=lambda: learner(n=22, cbs=Own('loss')), own_new=lambda: learner(n=22, cbs=Own('new')),
     own_sum=lambda: learner(n=22, cbs=Own('loss_grad'), loss=declared_sum), own_marks=lambda: learner(n=22, cbs=[Marks(), Own('new')]),
-    skip_one=lambda: skipping(21, n=22), skip_batch=lambda: skipping(20, 21, n=22, bn=True), skip_many=lambda: skipping(*range(1, 22, 3), n=22, bs=22),
+    skip_one=lambda: skipping(21, n=22), skip_many=lambda: skipping(*range(1, 22, 3), n=22, bs=22),
     skip_share=lambda: skipping(1, 4, n=5, bs=5, bn=True), skip_sum=lambda: skipping(1, 4, 9, n=22, bs=22, loss=declared_sum))
 
 
@@ -209,8 +209,6 @@ def run_all(names, **kwargs): return {k: run(CASES[k], **kwargs) for k in names}
 def compared(world, names, tol=2e-7, **ctx):
     one = run_all(names, distrib=False)
     for every in world(run_all, names, **ctx):
-        for o in (one, every):  # a forward is counted there also where the data set has left out all of its batch
-            if 'skip_batch' in o: o['skip_batch'] = [{k: v for k, v in o['skip_batch'][0].items() if not k.endswith('num_batches_tracked')}, *o['skip_batch'][1:]]
         off = {k: [diff(a, b) for a, b in zip(one[k], every[k])] for k in names}
         assert all(o[0] < tol and max(o[1:]) < 2e-6 for o in off.values()), {k: o for k, o in off.items() if o[0] >= tol or max(o[1:]) >= 2e-6}
 
@@ -279,7 +277,7 @@ def test_no_label_counts(world):
 
 def test_strategies(world2):
     "Where gradients live elsewhere: scaled after the backward, and of a backward of a callback's own"
-    for strategy in ('zero2', 'fsdp'): compared(world2, ['summed_l1', 'combined_acc', 'marks', 'own_new', 'skip_batch'], strategy=strategy)
+    for strategy in ('zero2', 'fsdp'): compared(world2, ['summed_l1', 'combined_acc', 'marks', 'own_new', 'skip_many'], strategy=strategy)
 
 
 def test_own_batches(world2):

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from fastcore.basics import patch
 
 # %% ../../../nbs/fault/watch/01_interrupt.ipynb #aef688e3
-_delicate = {f'fastdist.fault.{o}' for o in ('interrupt','monitor','supervisor')}
+_delicate = {f'fastdist.fault.{o}' for o in ('watch.interrupt','watch.monitor','supervisor')}
 
 def is_ending(frame # Where a signal has arrived; `None` where that is not known
              ):

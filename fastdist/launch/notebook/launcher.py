@@ -93,7 +93,7 @@ class NotebookWorkers:
         self.folder = os.path.abspath(log_folder(new_folder() if self.new_logs else log_dir, f'log_dir={log_dir!r}'))
         self.store = loopback_store() if n > 1 else None
         self.envs = _worker_envs(n, cpu, 0 if self.store is None else self.store.port)
-        self.procs,self.conns,self.tails = [],{},{} # `conns`: connection -> rank; `tails`: open logs of rank 0
+        self.procs,self.conns,self.tails,self.done = [],{},{},set() # `conns`: connection -> rank; `tails`: open logs of rank 0
 
     def start(self):
         threads = self.envs[0].get('OMP_NUM_THREADS') or os.environ['OMP_NUM_THREADS'] # as the user has chosen

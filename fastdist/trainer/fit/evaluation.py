@@ -12,10 +12,11 @@ from contextlib import contextmanager, nullcontext, suppress
 from fastai.basics import *
 from fastai.callback.core import GatherPredsCallback
 from ...checkpoint.weights import is_sharded
-from ...comm.collectives import from_rank0, least
+from ...comm.collectives import OutOfStep, from_rank0, least
 from ...data.dl import DistributedDL
 from ...data.loaders import n_batches
 from ...fault.cancel import cancels
+from ...fault.same_call import gone_on
 from ...metrics.losses import RowLosses
 from ...metrics.metrics import EpochTotals, plain_sums
 from ...metrics.predictions import GatheredPreds
@@ -179,11 +180,18 @@ def together(self:Evaluation):
     self.preds = [GatheredPreds(cb, self.by_rows, self.dst, activation=self.activation) for cb in cbs]
     begins = self.shared and not self.decisions.active
     if begins: self.decisions.begin(self._what())
-    elif self.shared and self.decisions.inner: self.decisions.agree(-1, self._what()) # `if rank == 0:` in a callback leaves others behind
+    elif self.shared and self.decisions.inner: self._all_evaluate()
     try:
         with self._loop(), plain_sums(self.totals.metrics(training=False) if self.shared else ()): yield
     finally:
         if begins: self.decisions.end()
+
+@patch
+def _all_evaluate(self:Evaluation):
+    "A callback evaluates in a fit: an `OutOfStep` where `if rank == 0:` leaves others behind"
+    other = gone_on(self._what())
+    if other is not None: raise OutOfStep(
+        f"rank {get_rank()} is at {self._what()} of a callback, and rank {other.rank} has gone on without it: call it in all workers")
 
 @patch
 def _loop(self:Evaluation):

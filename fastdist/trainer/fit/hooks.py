@@ -81,6 +81,8 @@ def after_loss(self:StrategyHooks):
 @patch
 def before_backward(self:StrategyHooks):
     "All other callbacks have had their say in the loss"
+    # a strategy of the user's looks after no backward passes
+    if not hasattr(self.strategy, 'backwards'): self.learn.loss_grad = self.learn.loss_grad*self.trainer.step.share_scale(self.learn.loss_grad)
     self.strategy.before_backward()
 
 # %% ../../../nbs/trainer/fit/02_hooks.ipynb #0670b010
