@@ -83,7 +83,8 @@ _events = {'subprocess.Popen', 'os.exec', 'os.fork', 'os.forkpty', 'os.posix_spa
 def _hook(event, args):
     if not _watching or event not in _events: return
     if event == 'socket.connect' and args[1] and args[0].type == 2: return  # a datagram socket: it sends nothing
-    if event == 'socket.bind' and args[1] == ('', 0): return  # Accelerate looks for a free port, and closes it at once
+    # Accelerate looks for a free port of this machine, and closes it at once
+    if event == 'socket.bind' and args[1] == ('', 0) or event == 'socket.connect' and args[1] and args[1][0] == 'localhost': return
     raise Started(f'{event} {args[:2]}')
 
 _hooked = []
