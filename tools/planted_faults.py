@@ -69,7 +69,7 @@ FAULTS = [Fault(*o) for o in [
      'if self.ddp is not None and trained==self.trained: return', 'if self.ddp is not None: return',
      ['tests/trainer/test_learner.py::test_layers_frozen_from_batch_to_batch[2]']),
     ('unknown-loss-by-shares', 'P1', "a loss of the user's, of which nothing is known, is computed for each share",
-     'self.is_global = nbytes <= _gathered_at_most and', 'self.is_global = False and',
+     'small = nbytes <= _gathered_at_most and', 'small = False and',
      ['tests/trainer/test_losses.py::test_losses_that_nothing_is_said_of[2]']),
     ('accumulation-by-batches', 'P1', "an accumulated gradient is divided by the number of batches, not of samples",
      'self.first/divisor(self.total)', '1/self.n',

@@ -13,7 +13,7 @@ from fastai.basics import *
 from fastai.callback.fp16 import MixedPrecision
 from torch.nn.modules.batchnorm import _NormBase
 from ..world.errors import refuse
-from ..world.ranks import get_rank, whole_number
+from ..world.ranks import whole_number
 from ..comm.collectives import all_gather_list, as_bytes, is_dtensor, local, same_text
 from ..model.batchnorm import has_global_stats
 from .patches.fastai_patches import QuickCallback, device_of, in_evaluation

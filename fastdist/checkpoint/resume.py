@@ -137,10 +137,6 @@ class Resume(QuickCallback):
         "Ask for a checkpoint at the end of a step, the same in all workers; for signal handlers, of any worker"
         self.asked = 2**20 if stop else max(self.asked, 1)
 
-    def save_now(self):
-        "Ask for one at the end of this step, and wait for it; all workers call it"
-        self.due = 'now'
-
     def __getstate__(self): # a copy, as one that `learn.export` writes, is in no fit
         return {**vars(self), 'active':False, 'wrapped':{}, **dict.fromkeys(('loop','shared','place','chosen','saver'))}
 

@@ -4,15 +4,14 @@
 
 # %% auto #0
 __all__ = ['bucket_bytes', 'tensors_in', 'bytes_in', 'buckets', 'as_bytes', 'byte_array', 'checksum', 'checksums', 'is_dtensor',
-           'local', 'TensorShard', 'named', 'gather_single', 'scatter_single', 'group_ranks', 'route', 'gather_bytes',
-           'Reduced', 'same_and_most', 'same_text', 'least', 'who_has', 'first_other', 'pack', 'unpack', 'OutOfStep',
+           'local', 'named', 'gather_single', 'scatter_single', 'group_ranks', 'route', 'gather_bytes', 'Reduced',
+           'same_and_most', 'same_text', 'least', 'who_has', 'first_other', 'pack', 'unpack', 'OutOfStep',
            'check_calls', 'Call', 'same_call', 'all_gather_list', 'gather_tensors', 'broadcast_object', 'from_rank0',
            'agree', 'rank_only', 'rank0_only', 'print_in_order', 'node_group', 'all_reduce', 'all_reduce_dict',
            'all_gather_tensors']
 
 # %% ../../nbs/comm/00_collectives.ipynb #4e81e496
 import hashlib,io,json,math,pickle,sys,traceback,weakref,zlib
-from collections import namedtuple
 from functools import reduce,wraps
 from numbers import Number
 
@@ -98,11 +97,6 @@ def local(t # Tensor
          ):
     "What this worker has of `t`: of a `DTensor` its shard, of any other all of it"
     return t.to_local() if is_dtensor(t) else t
-
-class TensorShard(namedtuple('TensorShard', 'name shape start data')):
-    "Rows of a tensor, from row `start` on, in CPU memory; of a number, and of a tensor that one worker writes, it is all"
-    @property
-    def offsets(self): return torch.Size([self.start, *[0]*(len(self.shape)-1)] if len(self.shape) else [])
 
 # %% ../../nbs/comm/00_collectives.ipynb #3ca9d7e9
 def named(module, # One of torch's

@@ -13,7 +13,6 @@ from functools import partial
 
 import torch
 from fastai.torch_core import set_seed, to_device
-from fastcore.all import patch
 from torch.utils.data import (DataLoader as TorchDataLoader, DistributedSampler, IterableDataset, IterDataPipe, MapDataPipe,
                               RandomSampler, SequentialSampler, default_collate)
 
@@ -61,7 +60,6 @@ class TorchShard:
     collate_fn = LoaderHook()
     bs = property(lambda self: self.dl.batch_size) # `None` where a batch sampler makes batches
     n = property(lambda self: self.expected_n)
-    source = property(lambda self: self.dl)
     is_stream = property(lambda self: isinstance(self.dl.dataset, IterableDataset), doc="Is the data set iterable?")
     in_processes = property(lambda self: self.is_stream and self.dl.num_workers > 0)
     is_batched = property(lambda self: self.dl.batch_sampler is not None)

@@ -17,7 +17,7 @@ from fastai.learner import AvgLoss
 from fastai.losses import BaseLoss, LabelSmoothingCrossEntropy
 from fastai.metrics import LossMetric
 from ..comm.gather import gather_tensors, interleave
-from ..comm.collectives import bytes_in, tensors_in
+from ..comm.collectives import bytes_in, least, tensors_in
 from ..data.partition import local_rows
 from ..data.rng import rng_state, set_rng_state
 from ..world.errors import refuse
@@ -187,7 +187,7 @@ def _has_rows(o, n):
     return all(_has_rows(x, n) for x in o)
 
 class LossRoute:
-    """How the loss of the global batch comes of what workers have. `is_global`: each computes it, of the global batch; else each computes
+    """How the loss of the global batch is made of what workers have. `is_global`: each computes it, of the global batch; else each computes
     that of its share, which is a mean over samples, a sum of them, or divides by `loss_divisor`"""
     def __init__(self, learn # `Learner` that trains
                 ):
@@ -204,14 +204,17 @@ class LossRoute:
         if self.is_global and f is not self.learn.loss_func: raise ValueError(
             f"rank {get_rank()}: MixUp and CutMix take the mean of the losses of the samples (reduction='none'), and GlobalBatchLoss "
             f"has one for all of them: give the learner the loss function itself, learn.loss_func = {_name_of(f.loss_func)}(...)")
-        if None in declared or _is_known(f) or f is not self.learn.loss_func: return
-        self.trials = 3
-        if not (declared or is_summed(f)): self._gather_if_small(rows)
+        if None in declared or f is not self.learn.loss_func: return
+        known = _is_known(f)
+        # label smoothing divides by two numbers where labels are -100, at which nobody looks on a GPU
+        self.trials = 0 if known and not isinstance(_inner(f), LabelSmoothingCrossEntropy) else 3
+        if not (known or declared or is_summed(f)): self._gather_if_small(rows)
 
     def _gather_if_small(self, rows):
         batch,n = (self.learn.pred,*self.learn.yb),find_bs(self.learn.yb)
         nbytes = bytes_in(batch)/max(n, 1)*rows
-        self.is_global = nbytes <= _gathered_at_most and all(_has_rows(o, n) for o in batch)
+        small = nbytes <= _gathered_at_most and all(_has_rows(o, n) for o in batch)
+        self.is_global = least(int(small))==[1] # each pads its own share, so sizes may differ: one message a loss function
         if not self.is_global: return
         self.trials = 0
         if get_rank()==0: warnings.warn(_gathers(self.func, nbytes), stacklevel=2)

@@ -109,6 +109,24 @@ def test_what_callbacks_add_where_no_label_of_a_share_counts(gpu_worlds, strateg
     for o in gpu_worlds(3)(beside_labels, ctx_of(strategy)): same(o, beside_labels())
 
 
+class MarksSome(Callback):
+    def before_batch(self): self.learn.yb = (torch.where(self.x[:, 0] > .3, -100, self.y),)
+
+
+def smoothed():
+    from fastai.losses import LabelSmoothingCrossEntropyFlat
+    import fastdist.all
+    learn = quiet(learner(n=24, bs=12, loss=LabelSmoothingCrossEntropyFlat(), cbs=MarksSome(), dtype=torch.float32))
+    try:
+        with learn.distrib_ctx(split_batches=True): learn.fit(1)
+    except (ValueError, RuntimeError) as e: return str(e) # the others hear of the first that looks
+
+
+def test_label_smoothing_where_labels_do_not_count(gpu_worlds):
+    "It divides by two numbers: an error, though nobody looks at labels on a GPU"
+    for text in gpu_worlds(2)(smoothed): assert text and 'the loss function LabelSmoothingCrossEntropyFlat is no mean over samples' in text, text
+
+
 def called(strategy, path):
     "What users call, in a context or not: weights and losses after each, and the numbers that it returns"
     import fastdist.all

@@ -20,7 +20,7 @@ from ...env import check_gpus, cpu_switch, imports_script
 from ...notices import notice
 from ..backends import end_groups
 from ..state import World, current_world, enter_world
-from ..ranks import accelerate_state, get_device, get_local_world_size, get_rank, get_world_size, other_accelerator
+from ..ranks import accelerate_state, get_device, get_rank, get_world_size, other_accelerator
 from ..ranks import ranks_on_hosts, use_cpu
 from ..private import clear_left, own_sockets
 from ..secret import given_secret, user_secret
