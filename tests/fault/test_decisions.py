@@ -284,7 +284,7 @@ def test_one_ends_a_loop_unasked(world3, rank):
 
 def test_one_skips_what_others_do(world3):
     from harness import WorkerError
-    with pytest.raises(WorkerError) as e: world3(hidden, True, [1], [('before_step', 'CancelStepException')], asked=False, grace=2)
+    with pytest.raises(WorkerError) as e: world3(hidden, True, [1], [('before_step', 'CancelStepException')], asked=False, grace=20)
     assert 'Hides.before_step raised CancelStepException, other ranks did not' in e.value.problems[1] and 'sync_cancel = True' in e.value.problems[1]
 
 
@@ -318,7 +318,7 @@ def test_no_callback_raises_it(world3):
 @pytest.mark.parametrize('what,exc,strategy,rank', [('forward', 'CancelFitException', 'ddp', 1), ('loss', 'CancelBatchException', 'ddp', 1), ('valid', 'CancelFitException', 'fsdp', 2)])
 def test_no_callback_raises_it_in_one(world3, what, exc, strategy, rank):
     from harness import WorkerError
-    with pytest.raises(WorkerError) as e: world3(outside, True, [(what, exc, [rank])], strategy=strategy, grace=2)
+    with pytest.raises(WorkerError) as e: world3(outside, True, [(what, exc, [rank])], strategy=strategy, grace=20)
     assert f'{exc} was raised, and not by a callback' in e.value.problems[rank]
 
 
