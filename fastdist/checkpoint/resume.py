@@ -250,7 +250,7 @@ def put_loader(self:Resume, dl # The training loader of the epoch, a `Distribute
     learn,s = self.learn,self.place.summary
     (loader,same),n = self.put_back(),len(dl)
     if loader is None: return
-    with self._other_loaders_told(): dl.load_state_dict(loader[0], loader[1] if same else {**loader[1], 'own':[]})
+    with self._other_loaders_told(): dl.load_state_dict(loader[0], loader[1] if same else {**loader[1], 'local':[]})
     first = n-len(dl)
     if (first,n)!=(s['batch'],s['n_iter']): learn.n_iter,learn.pct_train = n,(learn.epoch+first/n)/learn.n_epoch
     return first

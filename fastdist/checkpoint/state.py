@@ -351,7 +351,7 @@ def put_rest(learn, # `Learner` in a fit
     if trainer is not None: trainer.buffers_stale = bool(rest['buffers'])
     if rest['scaler'] is not None and getattr(learn, 'scaler', None) is not None: learn.scaler.load_state_dict(rest['scaler'])
     _put_loaders(learn, rest)
-    set_stream_states(rest['streams'] if same else {**rest['streams'], 'own':[]}, *_randoms(learn))
+    set_stream_states(rest['streams'] if same else {**rest['streams'], 'local':[]}, *_randoms(learn))
     return sorted({*rest['callbacks']}-{*cbs}),[f"{type(cbs[nm]).__name__}.{k}" for nm,ks in found.items() for k in ks]
 
 # %% ../../nbs/checkpoint/02_state.ipynb #1c2d6511

@@ -17,7 +17,7 @@ from ..comm.collectives import all_gather_list, same_text
 from .fastai_dl import FastaiShard, reads_rows
 from .loaders import n_batches
 from .partition import Counts, Plan, join_rows
-from .rng import (OtherLoader, WorkerRandom, drawers, generator_states, generators_in, plain_state, seed_of, set_generator_states,
+from .rng import (OtherLoader, WorkerRandom, drawers, generator_states, generators_in, seed_of, set_generator_states,
                                set_stream_states, shared_order, stream_states)
 from .torch_dl import TorchDataLoader, TorchShard
 from ..world.ranks import check_rank, get_rank, get_world_size
@@ -310,10 +310,10 @@ def state_dict(self:DistributedDL):
     if p.pending: return p.pending
     state = dict(mode=self.mode, world_size=self.world_size, global_bs=self.global_bs)
     if p.number >= 0 and not p.ended and (self.unsized or p.steps < len(p.plan)):
-        at = {**p.began, 'rng':plain_state(p.began['rng']), 'now':generator_states(self._gens)} # a callback may have drawn since
+        at = {**p.began, 'now':generator_states(self._gens)} # a callback may have drawn since
         return dict(epoch=p.number, offset=p.plan.done(p.steps), n=p.plan.n, **at, **state)
     with shared_order(self._gens, sync=False) as now: pass
-    return dict(epoch=p.number+1, offset=0, n=self.expected_n, rng=plain_state(now), seeded=self._draws_seed(), order=None, **state)
+    return dict(epoch=p.number+1, offset=0, n=self.expected_n, rng=now, seeded=self._draws_seed(), order=None, **state)
 
 @patch
 def _other(self:DistributedDL, why): return OtherLoader(f"{self.name} cannot go on where the loader of this state was: {why}")
@@ -341,7 +341,7 @@ def load_state_dict(self:DistributedDL,
 @patch
 def streams(self:DistributedDL):
     "Where this worker's random numbers are, between two batches; not what processes of the loader draw"
-    return plain_state(stream_states(self.part.random))
+    return stream_states(self.part.random)
 
 @patch
 def exact_streams(self:DistributedDL):

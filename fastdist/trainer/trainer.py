@@ -165,7 +165,7 @@ def before_fit(self:DistributedTrainer):
     rejoin()
     self.in_training = False
     self.rewrap_if_changed()
-    self.random.restart_if_seeded()
+    self.random.reset()
     self.strategy.end_fit()
     self.strategy.set_opt(self.learn.opt)
     self.foreach.follow(self.learn.opt and inner_opt(self.learn.opt))
@@ -185,7 +185,7 @@ def _end_fit(self:DistributedTrainer):
         self.strategy.average()
         for cb in self.learn._grab_cbs(ActivationStats):
             if self.decisions.has_all(cb): gather_stats(cb) # else it is one worker's, which has its share
-    self.random.leave()
+    self.random.exit()
     self.seen = versions(self.learn)
 
 # %% ../../nbs/trainer/03_trainer.ipynb #a8ce27a3
