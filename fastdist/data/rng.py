@@ -152,13 +152,14 @@ def _set_texts(o, order):
 _generators = {random.Random: (lambda g: g.getstate(), lambda g,s: g.setstate(s)),
                ReindexCollection: (lambda o: list(o.idxs), _set_texts),
                torch.Generator: (lambda g: g.get_state(), lambda g,s: g.set_state(s)),
-               np.random.RandomState: (lambda g: g.get_state(), lambda g,s: g.set_state(s)),
-               np.random.Generator: (lambda g: g.bit_generator.state, lambda g,s: setattr(g.bit_generator, 'state', s))}
+               np.random.RandomState: (lambda g: _plain(g.get_state()), lambda g,s: g.set_state(s)),
+               np.random.Generator: (lambda g: _plain(g.bit_generator.state), lambda g,s: setattr(g.bit_generator, 'state', s))}
 
 def _methods(g):
     "(How to get the state of `g`, how to set it); `None` where it has none"
-    found = getattr(type(g), 'state_dict', None),getattr(type(g), 'load_state_dict', None)
-    return found if all(map(callable, found)) else next((v for k,v in _generators.items() if isinstance(g, k)), None)
+    if all(callable(getattr(type(g), o, None)) for o in ('state_dict','load_state_dict')):
+        return lambda g: _plain(deepcopy(g.state_dict())),lambda g,s: g.load_state_dict(deepcopy(s)) # it may go on counting in it
+    return next((v for k,v in _generators.items() if isinstance(g, k)), None)
 
 # %% ../../nbs/data/00_rng.ipynb #64fd6cb1
 def generators_in(*objs # Loaders, samplers, ...
@@ -180,7 +181,7 @@ def drawers(dl # Any loader
 def generator_states(gens # From `generators_in`
                     ):
     "Their states, as plain data"
-    return [_plain(deepcopy(_methods(g)[0](g))) for g in gens]
+    return [_methods(g)[0](g) for g in gens]
 
 def set_generator_states(gens, # From `generators_in`, as many as they were taken from
                          states, # What `generator_states` returned
@@ -188,7 +189,7 @@ def set_generator_states(gens, # From `generators_in`, as many as they were take
     "Put them back"
     if len(gens)!=len(states): raise OtherLoader(
         f"{len(states)} states of random number generators do not fit the {len(gens)} that this loader has")
-    for g,s in zip(gens, states): _methods(g)[1](g, deepcopy(s)) # it may go on counting in it
+    for g,s in zip(gens, states): _methods(g)[1](g, s)
 
 # %% ../../nbs/data/00_rng.ipynb #14dda533
 @contextmanager
