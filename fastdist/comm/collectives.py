@@ -452,11 +452,12 @@ def rank0_only(func, # Called in rank 0 alone
     return wraps(func)(lambda *args, **kwargs: func(*args, **kwargs) if is_master() else None)
 
 def print_in_order(*args, # As of `print`
+                   sep:str=' ', # Between `args`
                    group=None, # A process group; by default that of all workers
-                   **kwargs, # As of `print`: in the group's first worker, which prints for all of them
+                   **kwargs, # `file`, `end`, ... of `print`: in the group's first worker, which prints for all of them
                   ):
     "Print every worker's text in the order of ranks, each line with its rank"
-    c = Call('print_in_order', group, lambda c: (None,pack(kwargs.pop('sep', ' ').join(map(str, args)))))
+    c = Call('print_in_order', group, lambda c: (None,pack(sep.join(map(str, args)))))
     for r,text in zip(c.ranks, c.objects()):
         if not c.me: print('\n'.join(f'[rank {r}] {o}' for o in text.split('\n')), **kwargs)
 
