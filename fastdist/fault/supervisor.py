@@ -123,7 +123,7 @@ def settle(self:Monitor, f # A `Failure` after which the process group is broken
     self.broken = f
     self.break_off() # what has begun would be waited for
 
-# %% ../../nbs/fault/04_supervisor.ipynb #da9f611f
+# %% ../../nbs/fault/04_supervisor.ipynb #9b8aa3f3
 @patch
 def cause_of(self:Monitor, e # The exception that this rank sees
             ):
@@ -147,8 +147,7 @@ def _who_has_gone(self:Monitor):
         if f is not None: self.publish(f)
         return f or self.heard() or False
     f = self.attempt(ask)
-    if f is None: return Failure(kind='store', text=f"rank {self.rank} stopped because the process that held the store, "
-                                                    "the launcher or rank 0, has gone")
+    if f is None: return Failure(kind='store', text=f"rank {self.rank} stopped because {_store_gone}")
     return f or None
 
 @patch
@@ -314,7 +313,9 @@ def _publish(self:Monitor):
         current_world().cache['published'] = groups
     self.beats.write(self.main)
 
-# %% ../../nbs/fault/04_supervisor.ipynb #e22505fe
+# %% ../../nbs/fault/04_supervisor.ipynb #9af05251
+_store_gone = "the process that held the store, the launcher or rank 0, has gone"
+
 @patch
 def _run(self:Monitor):
     i,last = 0,time.monotonic()
@@ -323,10 +324,8 @@ def _run(self:Monitor):
         i,last = i+1,time.monotonic()
         try: self._look(i)
         except Exception as e:
-            if self.stop_now.is_set(): return
-            if not isinstance(e, (dist.DistError,RuntimeError)): traceback.print_exc()
-            if not self.stop_now.wait(self.grace):
-                self._lost(f"the process that held the store, the launcher or rank 0, has gone ({str(e).splitlines()[0]})")
+            if not self.stop_now.is_set() and not isinstance(e, (dist.DistError,RuntimeError)): traceback.print_exc()
+            if not self.stop_now.wait(self.grace): self._lost(f"rank {self.rank} stopped because {_store_gone} ({str(e).splitlines()[0]})")
             return
         self.ok = time.monotonic()
 
@@ -340,16 +339,15 @@ def _guard(self:Monitor):
         if limit is None or self.failure is not None or now-self.ok < limit+self.patience: continue
         base = base_store(self.store)
         where = f" at {base.host}:{base.port}" if hasattr(base, 'host') else ''
-        why = (f"the store{where} has not answered for {now-self.ok:.0f} s: the process that holds it, the launcher or rank 0, is stopped, "
-               "or its machine is gone, or the network in between")
+        text = (f"rank {self.rank} (host {host_name()}) stopped because the store{where} has not answered for {now-self.ok:.0f} s: "
+                "the process that holds it, the launcher or rank 0, is stopped, or its machine is gone, or the network in between")
         self.store = self.beats.store = self.beats.records.store = self.connections.records.store = dist.HashStore() # there is none any more
-        print(f"fastdist: rank {self.rank} (host {host_name()}): {why}", file=sys.stderr, flush=True)
-        return self._lost(why)
+        print(f"fastdist: {text}", file=sys.stderr, flush=True)
+        return self._lost(text)
 
 @patch
-def _lost(self:Monitor, why):
-    if self.scopes and self.failure is None and self.broken is None:
-        self.deliver(Failure(kind='store', text=f"rank {self.rank} stopped because {why}", scope=self.count), self.n)
+def _lost(self:Monitor, text):
+    if self.scopes and self.failure is None and self.broken is None: self.deliver(Failure(kind='store', text=text, scope=self.count), self.n)
 
 # %% ../../nbs/fault/04_supervisor.ipynb #88aab2b4
 @patch
