@@ -6,7 +6,7 @@
 __all__ = ['watchdog_time', 'Monitor', 'running_monitor', 'monitor', 'root_cause', 'check_watchdog', 'scope', 'catchable',
            'fail_together', 'interrupt_deferred', 'rejoin', 'raise_root_cause', 'leave_together']
 
-# %% ../../nbs/fault/04_supervisor.ipynb #b424f8d0
+# %% ../../nbs/fault/04_supervisor.ipynb #a0eb6323
 import json,os,signal,sys,threading,time,traceback
 from contextlib import contextmanager,nullcontext
 from dataclasses import asdict
@@ -14,11 +14,10 @@ from dataclasses import asdict
 import torch, torch.distributed as dist
 from fastcore.basics import patch
 from ..comm.collectives import same_call
-from ..notices import notice
 from .connections import Connections, of_group
 from .interrupt import Interrupts, handler_kept, is_default, is_ending
-from .stacks import Stacks, ask_late, crashes, end_stopped, end_with_children, frame_text, stack_of, user_frames
-from .watchdog import Heartbeats, Watch, collectives_begun, own_beat, recorded_before
+from .stacks import Stacks, crashes, end_stopped, end_with_children, frame_text, stack_of, user_frames
+from .watchdog import Heartbeats, collectives_begun, own_beat, recorded_before
 from ..world.backends import abort_gpu_collectives, collective_timeout
 from ..world.errors import Failure, RemoteError, end_after_first, has_ended, in_short, light_error, write_record
 from ..world.start.process_group import init_group, note_killed, shared_store, teardown_distrib
@@ -26,7 +25,7 @@ from ..world.ranks import get_rank, get_world_size, host_name
 from ..world.state import World, current_world
 from ..world.store import base_store, seconds, wait_until
 
-# %% ../../nbs/fault/04_supervisor.ipynb #d4f76af6
+# %% ../../nbs/fault/04_supervisor.ipynb #ff33a70a
 class Monitor:
     "Lets the other ranks know how this one is, and raises here what has ended another; it lives as long as the process group"
     grace,patience = 0.5,5. # seconds: for a rank to fail by itself; for it to react
@@ -39,10 +38,9 @@ class Monitor:
         # seconds between two looks: the store has to reply to all; torch's FileStore keeps all that was ever written
         self.tick = max(0.4 if isinstance(base_store(store), dist.FileStore) else 0.1, self.size/1000)
         self.beats,self.connections = Heartbeats(self.store),Connections(self.store, self.rank)
-        self.watch,self.noticed = None,False # the `Watch`, while this rank looks after all; has it said that ranks wait?
         self.stop_now,self.lock,self.ok = threading.Event(),threading.Lock(),time.monotonic() # when the store has replied last
         self.interrupts,self.scopes,self.count = Interrupts(lambda: bool(self.scopes)),[],0 # how many scopes there have been
-        self.n,self.counted = 0,-1 # failures of the group that have been dealt with, and the one that this rank has been counted for
+        self.n = 0 # failures of the group that have been dealt with
         self.failure = None # another rank's, that is to be raised here, or has been
         self.raised = self.insists = False # has it been raised? is it to be, whatever this rank is handling?
         self.ends = False # does what this rank does end by itself, so that nothing is to be raised?
@@ -70,7 +68,7 @@ def monitor():
 
 World.on_begin(monitor)
 
-# %% ../../nbs/fault/04_supervisor.ipynb #25e51d7e
+# %% ../../nbs/fault/04_supervisor.ipynb #c3c2cf75
 @patch
 def attempt(self:Monitor, f):
     "What `f` returns; `None` where the store has gone, with the process that held it"
@@ -100,8 +98,6 @@ def publish(self:Monitor, f, # A `Failure`
 def count_out(self:Monitor, begun=None # How many collectives this rank had begun, if it has failed, or ended, by itself
              ):
     "This rank knows of the failure, and has ended, or will end, what failed"
-    if self.counted==self.n: return
-    self.counted = self.n
     if begun is not None: self.store.add(f'same/{self.n}/{begun}', 1)
     self.store.add(f'out/{self.n}', 1)
 
@@ -123,7 +119,7 @@ def settle(self:Monitor, f # A `Failure` after which the process group is broken
     self.broken = f
     self.break_off() # what has begun would be waited for
 
-# %% ../../nbs/fault/04_supervisor.ipynb #9b8aa3f3
+# %% ../../nbs/fault/04_supervisor.ipynb #88a788af
 @patch
 def cause_of(self:Monitor, e # The exception that this rank sees
             ):
@@ -179,7 +175,7 @@ def fail(self:Monitor, e # The exception that ends what the ranks do together
             e._dealt_with = True
             if isinstance(e, SystemExit): end_after_first(e, self.store) # it prints nothing
             return e
-        self.attempt(self.count_out)
+        if self.failure is None: self.attempt(self.count_out) # else that is done
         write_record(error) # this process may be gone before the one that failed, and the launcher would blame it
         if has_ended(f): self.attempt(lambda: note_killed(f))
         self.settle(f)
@@ -193,10 +189,10 @@ def check(self:Monitor):
     if f is None: return
     if f.rank!=self.rank or f.by!=self.rank: raise f.as_error()
     raise RuntimeError(
-        f"rank {self.rank}: an exception has ended a fit or an evaluation, not in all ranks, or not at the same place, and was caught here, "
-        f"and the others have been stopped. Let it through, or raise it in all ranks, at the same place: it was {f.type}: {f.text}")
+        f"rank {self.rank}: an exception has ended a fit or an evaluation, not in all ranks, or not at the same place, and was caught "
+        f"here, and the others have been stopped. Let it through, or raise it in all ranks, at the same place: it was {f.type}: {f.text}")
 
-# %% ../../nbs/fault/04_supervisor.ipynb #e8f2ace5
+# %% ../../nbs/fault/04_supervisor.ipynb #ff077e8e
 @patch
 def break_off(self:Monitor):
     "End the collectives that this rank waits in"
@@ -215,7 +211,7 @@ def _on_signal(self:Monitor, _, frame):
 
 @patch
 def reacts(self:Monitor):
-    "Does the main thread know of the failure, or end by itself? If not, send it the signal: one that nobody uses, and that does nothing else"
+    "Does the main thread know of the failure, or end by itself? If not, send it a signal that nobody uses"
     if self.failure is None or self.raised or self.ends or self.stop_now.is_set(): return True
     if self.in_main: signal.pthread_kill(self.main, signal.SIGURG)
 
@@ -250,7 +246,7 @@ def _end_process(self:Monitor, f):
     print(f"fastdist: rank {self.rank} does not react to that, and is ended", file=sys.stderr, flush=True)
     end_with_children()
 
-# %% ../../nbs/fault/04_supervisor.ipynb #a50d51ce
+# %% ../../nbs/fault/04_supervisor.ipynb #3acc7a94
 def _leaves(stack):
     "How a rank leaves the process group: from where in its code"
     users = user_frames(stack)
@@ -265,44 +261,15 @@ def _look(self:Monitor, i):
     n,f = self.n,None if self.failure is not None else self.heard()
     if f is not None and not self.stop_now.wait(0 if f.kind=='stalled' else self.grace): self.deliver(f, n)
     if not self.scopes or self.failure is not None: return
-    if i%10==3 and (f := self.beats.killed_neighbour()) is not None:
-        self.publish(f)
-        self.deliver(f, n)
-    if i%10==6 and self.limit is not None: self._watch_all(self.limit, n)
+    found = None
+    if i%10==3: found = self.beats.killed_neighbour(self.publish)
+    if i%10==6 and self.limit is not None: found = self.beats.stalled(time.monotonic(), self.limit, self.publish)
+    if found is not None: self.deliver(found, n)
 
 @patch(as_prop=True)
 def limit(self:Monitor):
     "Seconds after which the watchdog ends what the ranks do: those of the innermost scope that has a limit"
     return next((o for o in reversed(self.scopes) if o is not None), None)
-
-@patch
-def _watch_all(self:Monitor, limit, n):
-    now = time.monotonic()
-    if not self.beats.watches(now, limit):
-        self.watch = None
-        return
-    if self.watch is None: self.watch = Watch(self.size, now)
-    for b in self.beats.read(range(self.size)): self.watch.update(b, now)
-    found,at_the_end = self.watch.stalled(now, limit),self.watch.at_the_end()
-    if found is None or found.why!='silent' and at_the_end: return self._notice(now, limit, at_the_end)
-    late,silent = [self.watch.beats[r] for r in found.missing if r in self.watch.beats],found.why=='silent'
-    ask_late(late, silent)
-    text = (f"{self.watch.report(found)}\nThe watchdog ends what takes longer than watchdog={limit:g} s; "
-            "give it more where that is right, or watchdog=None.")
-    print(f"fastdist: {text}", file=sys.stderr, flush=True)
-    f = self.watch.failure(found, text)
-    self.publish(f)
-    end_stopped(late, f if silent else None)
-    self.deliver(f, n)
-
-@patch
-def _notice(self:Monitor, now, limit, at_the_end):
-    "Print once that ranks wait, long before the watchdog ends the job"
-    found = self.watch.stalled(now, limit/10) if limit >= 100 else None
-    if found and not self.noticed:
-        what = "they are at the end of the context" if at_the_end else f"after {limit:.0f} s the watchdog ends the job"
-        notice(f"{self.watch.report(found)}\nfastdist: that may be all right; {what}")
-    self.noticed = found is not None
 
 @patch
 def _publish(self:Monitor):
@@ -313,14 +280,14 @@ def _publish(self:Monitor):
         current_world().cache['published'] = groups
     self.beats.write(self.main)
 
-# %% ../../nbs/fault/04_supervisor.ipynb #9af05251
+# %% ../../nbs/fault/04_supervisor.ipynb #2fd06c04
 _store_gone = "the process that held the store, the launcher or rank 0, has gone"
 
 @patch
 def _run(self:Monitor):
     i,last = 0,time.monotonic()
     while not self.stop_now.wait(self.tick):
-        if time.monotonic()-last > 5: self.watch = None # this process was stopped itself, and has heard of nobody
+        if time.monotonic()-last > 5: self.beats.watch = None # this process was stopped itself, and has heard of nobody
         i,last = i+1,time.monotonic()
         try: self._look(i)
         except Exception as e:
@@ -341,13 +308,15 @@ def _guard(self:Monitor):
         where = f" at {base.host}:{base.port}" if hasattr(base, 'host') else ''
         text = (f"rank {self.rank} (host {host_name()}) stopped because the store{where} has not answered for {now-self.ok:.0f} s: "
                 "the process that holds it, the launcher or rank 0, is stopped, or its machine is gone, or the network in between")
-        self.store = self.beats.store = self.beats.records.store = self.connections.records.store = dist.HashStore() # there is none any more
+        self.store = self.beats.store = dist.HashStore() # there is none any more
+        self.beats.records.store = self.connections.records.store = self.store
         print(f"fastdist: {text}", file=sys.stderr, flush=True)
         return self._lost(text)
 
 @patch
 def _lost(self:Monitor, text):
-    if self.scopes and self.failure is None and self.broken is None: self.deliver(Failure(kind='store', text=text, scope=self.count), self.n)
+    if not self.scopes or self.failure is not None or self.broken is not None: return
+    self.deliver(Failure(kind='store', text=text, scope=self.count), self.n)
 
 # %% ../../nbs/fault/04_supervisor.ipynb #88aab2b4
 @patch
