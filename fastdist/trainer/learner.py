@@ -14,7 +14,7 @@ from threading import get_ident
 import torch.distributed as dist
 from fastai.basics import *
 from ..callbacks.data_parallel import ParallelTrainer, check_device_ids
-from ..callbacks.patches.fastai_patches import device_of, trainer_of
+from ..callbacks.fastai_patches import device_of, trainer_of
 from ..comm.collectives import OutOfStep, same_call
 from ..checkpoint.resume import Resume, resume_of
 from ..fault.cancel import cancels

@@ -7,8 +7,8 @@ __all__ = ['SetupSteps']
 
 # %% ../../nbs/trainer/02_setup_steps.ipynb #0cdbc7c6
 from fastai.basics import *
-from ..callbacks.patches.grad_accumulation import AccumulateSteps
-from ..callbacks.patches.loggers import HiddenLoggers, console_bars, is_logger
+from ..callbacks.accumulation import AccumulateSteps
+from ..callbacks.loggers import HiddenLoggers, console_bars, is_logger
 from ..callbacks.precision import precision_callbacks
 from ..data.loaders import same_data
 from ..data.rng import WorkerRandom
