@@ -29,10 +29,7 @@ def grads_of(learn # `Learner` that has an optimizer
 def scale_all(grads, # Gradients, shards or whole
               k, # A number, or a tensor of one
              ):
-    "Multiply `grads` by `k`, in place; by few kernels, where they are plain and of one type"
-    plain = {(g.device,g.dtype) for g in grads}
-    if len(plain)==1 and grads[0].dtype in (torch.float32,torch.float64) and all(type(g) is Tensor for g in grads):
-        return torch._foreach_mul_(grads, k.to(grads[0].device, grads[0].dtype) if isinstance(k, Tensor) else k)
+    "Multiply `grads` by `k`, in place"
     for g in grads: g.mul_(k.to(g.device) if isinstance(k, Tensor) else k) # they may be kept in CPU memory
 
 # %% ../../nbs/callbacks/01_accumulation.ipynb #9886689e

@@ -24,7 +24,7 @@ from fastai.learner import AvgSmoothLoss
 from fastai.torch_core import nested_reorder,to_concat
 from ..comm.collectives import all_gather_list
 from ..fault.same_call import after_rank0
-from ..metrics.predictions import Concatenated
+from ..metrics.metrics import Concatenated
 from ..strategy.sharded_opt import move_state
 
 # %% ../../nbs/callbacks/00_fastai_patches.ipynb #dddbeaa1
@@ -175,12 +175,10 @@ class _Comment:
     def __init__(self, loss): self.loss = loss
     def __str__(self): return f'{self.loss.item():.4f}'
 
-def _on_gpus(learn): return getattr(device_of(learn), 'type', 'cpu')!='cpu'
-
 @patch
 def accumulate(self:AvgSmoothLoss, learn):
     "fastai's; on several GPUs without a look at the loss"
-    if not _on_gpus(learn): return _accumulate(self, learn)
+    if learn.loss.is_cpu or device_of(learn) is None: return _accumulate(self, learn)
     loss = learn.loss.detach().mean()
     self.count += 1
     self.val = torch.lerp(loss, self.val.to(loss.device), self.beta)
@@ -188,7 +186,7 @@ def accumulate(self:AvgSmoothLoss, learn):
 @patch
 def after_batch(self:ProgressCallback):
     "fastai's; on several GPUs without a look at the loss"
-    if not _on_gpus(self.learn): return _show(self)
+    if device_of(self.learn) is None or self.learn.loss.is_cpu: return _show(self)
     self.pbar.update(self.iter+1)
     if hasattr(self, 'smooth_loss'): self.pbar.comment = _Comment(self.smooth_loss)
 

@@ -21,7 +21,7 @@ from ..fault.cancel import cancels
 from ..fault.same_call import all_at
 from ..fault.supervisor import handler_kept, leave_together, scope
 from ..data.dl import DistributedDL
-from ..metrics.predictions import SharedActivation
+from ..metrics.metrics import SharedActivation
 from ..model.batchnorm import norm_scope_of
 from ..strategy.base import check_trainable
 from .args.accelerate_args import explained
