@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from shared import parser, steps_only
 import fastdist.all
 from fastdist.comm.collectives import tensors_in
-from fastdist.callbacks.patches.fastai_patches import trainer_of
+from fastdist.callbacks.fastai_patches import trainer_of
 
 DEPTH, BATCH, CLASSES = 8, 240, 12
 KINDS = 'parameters', 'gradients', 'optimizer state', 'activations'

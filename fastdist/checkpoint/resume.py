@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from fastai.basics import *
 from .files import Checkpoint, DamagedCheckpoint, FolderLock, ForeignCheckpoint, Saver, checkpoints, ends_of, readable
 from .state import joined_metrics, load_plain, not_saved, put_rest, put_tensors, signature, take_rest, take_tensors, worker_of
-from ..callbacks.patches.fastai_patches import QuickCallback, device_of, trainer_of
+from ..callbacks.fastai_patches import QuickCallback, device_of, trainer_of
 from ..comm.collectives import all_gather_list, from_rank0
 from ..data.dl import DistributedDL
 from ..fault.interrupt import StopSignals, stop_together

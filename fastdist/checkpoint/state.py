@@ -14,7 +14,7 @@ from fastai.callback.progress import CSVLogger
 from fastai.losses import BaseLoss
 from .files import StoredTensors
 from .weights import sharded_of
-from ..callbacks.patches.fastai_patches import device_of, trainer_of
+from ..callbacks.fastai_patches import device_of, trainer_of
 from ..comm.collectives import is_dtensor, local
 from ..data.dl import DistributedDL
 from ..data.rng import drawers, generator_states, generators_in, set_generator_states, set_stream_states, stream_states

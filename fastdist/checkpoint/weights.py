@@ -9,7 +9,7 @@ __all__ = ['sharded_of', 'is_sharded']
 import fastai.learner, torch.distributed as dist
 from fastai.basics import *
 from fastai.callback.schedule import LRFinder
-from ..callbacks.patches.fastai_patches import replace_in_fastai
+from ..callbacks.fastai_patches import replace_in_fastai
 from ..comm.collectives import is_dtensor
 from ..strategy.sharded_opt import ShardedOptimizer, move_state
 from ..fault.same_call import all_at

@@ -14,7 +14,7 @@ from fastai.basics import *
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from ..comm.collectives import buckets, local, same_text
-from ..model.blocks import units
+from ..model.units import units
 from .base import Strategy, check_trainable, put_method, unused_error
 from .backward import Backwards, BeforeAdding, average_used
 from .shards.fully_shard import attributes, groups_of, keep_in_place, put_params, put_values, slots_of, take_off

@@ -14,14 +14,14 @@ from threading import get_ident
 import torch.distributed as dist
 from fastai.basics import *
 from ..callbacks.data_parallel import ParallelTrainer, check_device_ids
-from ..callbacks.patches.fastai_patches import device_of, trainer_of
+from ..callbacks.fastai_patches import device_of, trainer_of
 from ..comm.collectives import OutOfStep, same_call
 from ..checkpoint.resume import Resume, resume_of
 from ..fault.cancel import cancels
 from ..fault.same_call import all_at
 from ..fault.supervisor import handler_kept, leave_together, scope
 from ..data.dl import DistributedDL
-from ..metrics.predictions import SharedActivation
+from ..metrics.metrics import SharedActivation
 from ..model.batchnorm import norm_scope_of
 from ..strategy.base import check_trainable
 from .args.accelerate_args import explained

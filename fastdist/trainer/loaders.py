@@ -13,7 +13,7 @@ from fastai.basics import *
 from fastai.data.load import DataLoader as FastaiDataLoader
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.data import DataLoader as TorchDataLoader
-from ..callbacks.patches.fastai_patches import has_state, leave_on_cpu
+from ..callbacks.fastai_patches import has_state, leave_on_cpu
 from ..data.dl import DistributedDL, Place
 from ..data.fastai_dl import reads_rows
 from ..data.loaders import is_stream, n_batches

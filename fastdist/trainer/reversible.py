@@ -9,7 +9,7 @@ __all__ = ['ReversibleCallback', 'RewrapsModel']
 from contextlib import ExitStack
 
 from fastai.basics import *
-from ..callbacks.patches.fastai_patches import QuickCallback
+from ..callbacks.fastai_patches import QuickCallback
 from ..checkpoint.weights import is_sharded
 from ..strategy.base import check_values, same_everywhere, sync_buffers, whole_model
 from ..world.ranks import get_rank

@@ -7,16 +7,16 @@ __all__ = ['SetupSteps']
 
 # %% ../../nbs/trainer/02_setup_steps.ipynb #0cdbc7c6
 from fastai.basics import *
-from ..callbacks.patches.grad_accumulation import AccumulateSteps
-from ..callbacks.patches.loggers import HiddenLoggers, console_bars, is_logger
+from ..callbacks.accumulation import AccumulateSteps
+from ..callbacks.loggers import HiddenLoggers, console_bars, is_logger
 from ..callbacks.precision import precision_callbacks
 from ..data.loaders import same_data
 from ..data.rng import WorkerRandom
 from ..fault.cancel import Decisions
 from ..metrics.metrics import EpochTotals
-from ..model.activation_checkpoint import checkpoint_activations
+from ..model.units import checkpoint_activations
 from ..model.batchnorm import global_batch_norm
-from ..model.compile import compile_model
+from ..model.units import compile_model
 from ..model.foreach import Foreach
 from ..strategy.base import check_values, same_everywhere, whole_model
 from ..strategy.select import close_strategy, drop_strategy, make_strategy, open_strategy

@@ -11,9 +11,9 @@ from typing import Literal
 
 from accelerate import Accelerator
 from fastai.basics import *
-from ..callbacks.patches.activation_stats import ActivationStats, gather_stats
+from ..callbacks.fastai_patches import ActivationStats, gather_stats
 from ..callbacks.data_parallel import ParallelTrainer
-from ..callbacks.patches.device_loss import device_losses
+from ..callbacks.fastai_patches import device_losses
 from ..callbacks.precision import autocast_kept, synchronize_rng
 from ..comm.collectives import same_call
 from ..comm.rank0 import check_outside

@@ -102,7 +102,7 @@ def logged(distrib, folder, gpus=False):
     from fastai.callback.progress import CSVLogger
     from fastai.callback.tensorboard import TensorBoardCallback
     import fastai.callback.wandb as fw
-    from fastdist.callbacks.patches.loggers import is_logger
+    from fastdist.callbacks.loggers import is_logger
     from fastdist.world import get_rank
     init_args = fw.init_args # of fastcore 2.2, which fails on numbers: with it fastai 2.8.12's callback works nowhere
     fw.init_args = lambda o: init_args(o) if hasattr(o, '__dict__') else {}
@@ -151,7 +151,7 @@ def predictions_logged(folder):
     os.environ.update(WANDB_MODE='offline', WANDB_SILENT='true')
     from fastai.callback.core import FetchPredsCallback
     from fastdist.world import get_rank
-    from fastdist.callbacks.patches.loggers import is_logger
+    from fastdist.callbacks.loggers import is_logger
     class AddsAnother(Callback):
         "As WandbCallback(log_preds=True) does"
         def before_fit(self):

@@ -146,7 +146,7 @@ def make(kind, n, bs, n_trn=9, **kwargs):
     return quiet(Learner(dls, Shaped(out, shape), loss_func=loss(), opt_func=SGD, lr=0.01, metrics=mets(), cbs=Highest(), **kwargs))
 
 
-def values(distrib, kind, sizes, fits=False, train_metrics=False, ctx=None, keep=2**26):
+def values(distrib, kind, sizes, fits=False, train_metrics=False, ctx=None, keep=16):
     warnings.simplefilter('ignore')
     from fastdist.metrics.metrics import EpochTotals
     EpochTotals.__init__.__defaults__ = keep,
@@ -173,7 +173,7 @@ def close(a, b, tol=1e-6):
     return a != a and b != b or abs(a-b) <= tol*max(abs(a), 1e-3)
 
 
-@pytest.mark.parametrize('keep', [2**26, 100], ids=['at the end', 'as it goes on'])
+@pytest.mark.parametrize('keep', [16, 1], ids=['at the end', 'as it goes on'])
 @pytest.mark.parametrize('kind', ['classes', 'masks', 'numbers'])
 def test_training_metrics(world, kind, keep):
     "Of shares of rows, of which the last batch has none for some workers: what only sums over samples is summed, all else is fed again with whole batches"
@@ -232,13 +232,13 @@ class Text(AvgMetric):
 
 
 def summed(distrib, n):
-    "Values and types of sums, with counts of what a validation sends"
+    "Values and sums, with counts of what a validation sends"
     learn = quiet(learner(n=8, n_val=n, val_bs=4, metrics=[accuracy, AvgMetric(double_mean), AvgMetric(count_right), AvgLoss()]))
     if distrib: import fastdist.all
     with learn.distrib_ctx() if distrib else contextlib.nullcontext(), counted_collectives(collections.Counter()) as counts:
         res = list(learn.validate())
         counts = dict(counts)
-        sums = [(float(m.total), m.count, getattr(m.total, 'dtype', None), type(m.count)) for m in learn.recorder._valid_mets]
+        sums = [(float(m.total), m.count) for m in learn.recorder._valid_mets]
         learn.metrics = L(Text(accuracy))
         return res, sums, list(learn.validate()), counts
 

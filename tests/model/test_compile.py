@@ -42,8 +42,8 @@ def trained_raw(kind, wrap=None, backend=None, recompute=False, steps=3):
     from accelerate.utils import TorchDynamoPlugin
     from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
-    from fastdist.model.compile import compile_model
-    from fastdist.model.activation_checkpoint import checkpoint_activations
+    from fastdist.model.units import compile_model
+    from fastdist.model.units import checkpoint_activations
     from fastdist.world import get_rank, get_world_size
     if wrap and not dist.is_initialized(): dist.init_process_group('gloo')
     rank, size = (get_rank(), get_world_size()) if wrap else (0, 1)
@@ -113,7 +113,7 @@ def trained_bn(wrap=None, backend=None, **bn):
     import torch.distributed as dist
     from accelerate.utils import TorchDynamoPlugin
     from torch.nn.parallel import DistributedDataParallel
-    from fastdist.model.compile import compile_model
+    from fastdist.model.units import compile_model
     from fastdist.model.batchnorm import global_batch_norm, norm_scope_of
     from fastdist.world import get_rank, get_world_size
     if wrap and not dist.is_initialized(): dist.init_process_group('gloo')
@@ -153,8 +153,8 @@ def fit_compiled(backend=None, recompute=False):
     "A fit in the context, whose last batch is too small for all workers to have a share"
     import fastdist.all
     from accelerate.utils import TorchDynamoPlugin
-    from fastdist.model.compile import compile_model
-    from fastdist.model.activation_checkpoint import checkpoint_activations
+    from fastdist.model.units import compile_model
+    from fastdist.model.units import checkpoint_activations
     torch._dynamo.reset()
     learn = quiet(learner(n=20, bs=6, model=with_bn, opt=Adam, lr=0.01, metrics=accuracy))
     undos = [checkpoint_activations(learn.model)] if recompute else []

@@ -42,9 +42,9 @@ def trained_raw(recompute=True, wrap=None, bn=False, lr=0.1, repeat=1, offload=F
     import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
-    from fastdist.model.activation_checkpoint import checkpoint_activations
+    from fastdist.model.units import checkpoint_activations
     from fastdist.model.batchnorm import global_batch_norm, norm_scope_of
-    from fastdist.model.blocks import units
+    from fastdist.model.units import units
     from fastdist.world import get_rank, get_world_size
     if wrap and not dist.is_initialized(): dist.init_process_group('gloo')
     rank, size = (get_rank(), get_world_size()) if wrap else (0, 1)
@@ -117,7 +117,7 @@ def with_dropout():
 def fit_recomputed(modules=None):
     "A fit in the context, with dropout, and batch norm in what is computed again"
     import fastdist.all
-    from fastdist.model.activation_checkpoint import checkpoint_activations
+    from fastdist.model.units import checkpoint_activations
     learn = quiet(learner(n=23, bs=6, model=with_dropout, opt=Adam, lr=0.01))
     undo = checkpoint_activations(learn.model, modules) if modules else noop
     with learn.distrib_ctx():

@@ -693,7 +693,7 @@ def fitted_by_default(strategy, device, folder):
 def late_by_default():
     "Where a number that the host will look at later goes, and whether the models are the same, where tensors are made on the GPU by default"
     from fastdist.callbacks.divergence import _weights, check_same
-    from fastdist.callbacks.patches.device_loss import send_to_host
+    from fastdist.callbacks.fastai_patches import send_to_host
     from fastdist.world import setup_distrib
     setup_distrib()
     _weights.cache_clear()

@@ -60,7 +60,7 @@ def test_launcher(world2):
 
 def chosen(free):
     import io, contextlib, psutil
-    from fastdist.callbacks.patches.fastai_patches import trainer_of
+    from fastdist.callbacks.fastai_patches import trainer_of
     class Memory:
         available = free*2
     old, psutil.virtual_memory = psutil.virtual_memory, Memory

@@ -19,7 +19,7 @@ from ...fault.cancel import cancels
 from ...fault.same_call import gone_on
 from ...metrics.losses import RowLosses
 from ...metrics.metrics import EpochTotals, plain_sums
-from ...metrics.predictions import GatheredPreds
+from ...metrics.metrics import GatheredPreds
 from .alike import same_hypers
 from ...world.private import clear_left, keep, new_folder
 from ...world.ranks import get_rank

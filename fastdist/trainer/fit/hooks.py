@@ -7,8 +7,8 @@ __all__ = ['draws_of', 'StrategyHooks']
 
 # %% ../../../nbs/trainer/fit/02_hooks.ipynb #7115ec94
 from fastai.basics import *
-from ...callbacks.patches.fastai_patches import QuickCallback
-from ...callbacks.patches.grad_accumulation import looked_at
+from ...callbacks.fastai_patches import QuickCallback
+from ...callbacks.accumulation import looked_at
 from ...comm.collectives import checksum, is_dtensor, same_text
 from ...model.batchnorm import set_norm_scope
 from ...model.buffers import weighed_stats

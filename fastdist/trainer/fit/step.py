@@ -9,8 +9,8 @@ __all__ = ['TrainingStep']
 from fastai.basics import *
 from fastai.callback.rnn import RNNRegularizer
 from fastai.callback.training import GradientAccumulation
-from ...callbacks.patches.grad_accumulation import AccumulateSteps, grads_of, scale_all
-from ...callbacks.patches.device_loss import send_to_host
+from ...callbacks.accumulation import AccumulateSteps, grads_of, scale_all
+from ...callbacks.fastai_patches import send_to_host
 from ...comm.collectives import Reduced, tensors_in
 from ...fault.cancel import ending
 from ...metrics.losses import LossRoute, gather_batch, is_summed, kept_labels, loss_divisor, loss_parts

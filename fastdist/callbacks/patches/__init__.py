@@ -1,1 +1,0 @@
-"""What fastai's own callbacks need on many workers"""
