@@ -18,7 +18,7 @@ import torch, torch.distributed as dist
 from fastcore.all import ReindexCollection, patch
 from ..comm.collectives import from_rank0, same_text
 from ..world.ranks import get_rank, get_world_size
-from ..world.state import current_world
+from ..world.ranks import current_world
 
 # %% ../../nbs/data/00_rng.ipynb #e334f7b2
 def _other_bits(bits):

@@ -13,7 +13,7 @@ from .supervisor import monitor
 from .watch.watchdog import Beat, frame_text, own_beat, stack_of, user_frames
 from ..world.errors import has_ended
 from ..world.ranks import get_rank, is_master
-from ..world.state import current_world
+from ..world.ranks import current_world
 from ..world.store import wait_until
 
 # %% ../../nbs/fault/01_same_call.ipynb #bb628dcf

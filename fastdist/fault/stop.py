@@ -12,7 +12,7 @@ from multiprocessing import parent_process
 from ..env import handled_in_c, is_caught, process_ended
 from .watch.monitor import running_monitor
 from .watch.stacks import begin_loader_process, stacks_of
-from ..notices import notice
+from ..env import notice
 from ..world.errors import Stopped, refuse
 from ..world.ranks import get_rank
 

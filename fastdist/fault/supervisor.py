@@ -19,10 +19,10 @@ from .watch.monitor import Monitor, running_monitor
 from .watch.reports import Scope
 from .watch.watchdog import collectives_begun
 from ..world.errors import Failure, RemoteError, end_after_first, has_ended, write_record
-from ..world.backends import collective_timeout
-from ..world.start.process_group import init_group, note_killed, teardown_distrib
+from ..world.group import collective_timeout
+from ..world.group import init_group, note_killed, teardown_distrib
 from ..world.ranks import get_rank, get_world_size
-from ..world.state import World, current_world
+from ..world.ranks import World, current_world
 from ..world.store import seconds, wait_until
 
 # %% ../../nbs/fault/00_supervisor.ipynb #6e9c74bd

@@ -13,7 +13,7 @@ from fastai.basics import *
 from .batchnorm import show_dynamo_batch_norm
 from .blocks import is_wrapped, wrap_forward
 from ..world.ranks import get_rank
-from ..world.state import current_world
+from ..world.ranks import current_world
 
 # %% ../../nbs/model/02_compile.ipynb #074482f5
 def _compile_kwargs(plugin):

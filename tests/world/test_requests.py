@@ -53,19 +53,19 @@ class Prefixed:
 def start_of(n, monkeypatch):
     "By rank, (requests outside of looks, most requests of one look), of a start of `n` workers"
     import torch.distributed as dist
-    from fastdist.world.start import arrival
+    from fastdist.world import rendezvous
     raw, asked, res, errors = dist.HashStore(), {}, {}, []
-    monkeypatch.setattr(arrival.dist, 'PrefixStore', Prefixed)
+    monkeypatch.setattr(rendezvous.dist, 'PrefixStore', Prefixed)
 
     def come(rank, most):
         me = threading.get_ident()
         asked[me] = Counter()
         s = SimpleNamespace(rank=rank, world_size=n, local_rank=rank, local_world_size=n, node_rank=0, launcher='torchrun')
-        try: arrival.wait_for_all(Counted(raw, asked[me]), s, 120, agent=True)
+        try: rendezvous.meet(Counted(raw, asked[me]), s, 120)
         except BaseException as e: errors.append(e)
         res[rank] = asked[me].total(), most[me]
 
-    with counted(arrival, asked, monkeypatch) as most:
+    with counted(rendezvous, asked, monkeypatch) as most:
         ts = [threading.Thread(target=come, args=(r, most)) for r in range(n)]
         for t in ts: t.start()
         for t in ts: t.join()

@@ -16,10 +16,10 @@ from .connections import Connections, lost_peer, of_group
 from .stacks import Stacks, ask_late, crashes, end_stopped, end_stopped_children, end_with_children, tell_collectives
 from .reports import Reports, Scope
 from .watchdog import Beat, Neighbour, Watch, ended, frame_text, own_beat, recorded_before, stack_of, user_frames
-from ...notices import notice
+from ...env import notice
 from ...world.errors import Failure, RemoteError, end_after_first, in_short, light_error, write_record
-from ...world.backends import abort_gpu_collectives
-from ...world.state import current_world
+from ...world.group import abort_gpu_collectives
+from ...world.ranks import current_world
 from ...world.ranks import host_name
 from ...world.store import base_store, wait_until
 

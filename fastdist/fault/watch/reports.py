@@ -14,7 +14,7 @@ import torch.distributed as dist
 from fastcore.basics import patch
 from .watchdog import Beat, collectives_begun, ended, failure_at
 from ...world.errors import Failure, has_ended
-from ...world.start.process_group import shared_store
+from ...world.group import shared_store
 from ...world.store import Records
 from ...world.ranks import get_rank, get_world_size, host_name
 from ...world.store import base_store

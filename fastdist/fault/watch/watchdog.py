@@ -14,7 +14,7 @@ from dataclasses import dataclass,field
 import torch, torch.distributed as dist
 from fastcore.basics import patch
 from ...world.errors import Failure, has_ended, is_library
-from ...world.state import current_world
+from ...world.ranks import current_world
 from ...world.ranks import from_env, get_rank, get_world_size, host_name
 
 # %% ../../../nbs/fault/watch/00_watchdog.ipynb #204ed8ae
@@ -41,7 +41,7 @@ def frame_text(frame # [file, line, function]
     return f"{frame[0]}:{frame[1]} in {frame[2]}"
 
 # %% ../../../nbs/fault/watch/00_watchdog.ipynb #23442061
-_machinery = re.compile(r'/fastdist/(fault/(?:watch/)?\w+|world/start/process_group)\.py$') # it ends and starts what the user's code is in
+_machinery = re.compile(r'/fastdist/(fault/(?:watch/)?\w+|world/group)\.py$') # it ends and starts what the user's code is in
 
 def user_frames(stack # [file, line, function] for each frame
                ):
