@@ -295,32 +295,24 @@ def _hall(raw, s):
     hall = dist.PrefixStore(f'fastdist/{step}/{s.world_size}', raw)
     return hall,dist.PrefixStore(f"ends/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", hall)
 
-class _Greeter:
-    "Rank 0: replies to each number that has been drawn with the name of this start; when called, it returns whether there were any"
-    def __init__(self, hall, name): self.hall,self.name,self.seen,self.new = hall,name,0,set()
-    def __call__(self):
-        n = self.hall.add('drawn', 0)
-        self.new |= {f'drawn/{i+1}' for i in range(self.seen, n)}
-        self.seen = n
-        there = self.new-set(unset(self.hall, list(self.new))) # who was killed after `add` has set none
-        if there: self.hall.multi_set([f'start/{o.decode()}' for o in self.hall.multi_get(list(there))], [self.name]*len(there))
-        self.new -= there
-        return bool(there)
-
 def meet(raw, # torch's store of the job
          s, # `Start` of this process
          limit, # Seconds
         ):
     "Wait until all workers have come: (the part of the store that is for this start, its name). A `MissingRanks` names those that have not"
-    (hall,ends),name,greet = _hall(raw, s),secrets.token_hex(8),lambda: False
-    if s.rank==0: greet = _Greeter(hall, name)
-    else:
-        mine = name
-        hall.set(f"drawn/{hall.add('drawn', 1)}", mine)
-        _wait_for(s, lambda: hall.check([f'start/{mine}']), lambda: [0], [ends], limit)
-        name = hall.get(f'start/{mine}').decode()
+    (hall,ends),name,seen = _hall(raw, s),secrets.token_hex(8),0
+    def greet():
+        nonlocal seen
+        before,seen = seen,hall.add('drawn', 0)
+        new = [f'start/{i+1}' for i in range(before, seen)]
+        if new: hall.multi_set(new, [name]*len(new))
+        return bool(new)
+    if s.rank:
+        mine = f"start/{hall.add('drawn', 1)}"
+        _wait_for(s, lambda: hall.check([mine]), lambda: [0], [ends], limit)
+        name = hall.get(mine).decode()
     part = dist.PrefixStore(name, hall)
-    arrive(part, s, [part,ends], limit, greet)
+    arrive(part, s, [part,ends], limit, (lambda: False) if s.rank else greet)
     return part,name
 
 # %% ../../nbs/world/04_rendezvous.ipynb #b88dfb5b

@@ -117,8 +117,8 @@ def under_attack(folder):
     setup_distrib()
     bomb, r = pickle.dumps(Bomb(folder)), get_rank()
     intruder = dist.TCPStore(os.environ['MASTER_ADDR'], int(os.environ['MASTER_PORT']), is_master=False, wait_for_workers=False)
-    came = intruder.get(f"fastdist//2/drawn/{intruder.add('fastdist//2/drawn', 0)}").decode()
-    job = f"fastdist//2/{intruder.get(f'fastdist//2/start/{came}').decode()}"
+    drawn = intruder.add('fastdist//2/drawn', 0)
+    job = f"fastdist//2/{intruder.get(f'fastdist//2/start/{drawn}').decode()}"
     def write(**keys):
         for k, v in keys.items(): intruder.set(f'{job}/{k}', v)
         intruder.check([f'{job}/{k}' for k in keys])  # answered when they have been written: `set` does not wait for that

@@ -75,10 +75,10 @@ def start_of(n, monkeypatch):
 
 @pytest.mark.parametrize('n', [2, 8, 256])
 def test_start(n, monkeypatch):
-    # a look of rank 0: who has come (2), replies (1), have all come (1), has one ended (2 stores)
+    # a look of rank 0: how many have come, a reply to all new ones or have all come, has one ended (2 stores)
     res = start_of(n, monkeypatch)
     assert res[0][0] <= 3 and res[0][1] <= 6, res[0] # comes, and says so; who comes last says that all have, too
-    for r in range(1, n): assert res[r][0] <= 5 and res[r][1] <= 3, (r, res[r]) # draws a number and has it signed, too
+    for r in range(1, n): assert res[r][0] <= 5 and res[r][1] <= 3, (r, res[r]) # draws a number, too
 
 
 def monitor_of(n, monkeypatch, tmp_path):
