@@ -25,20 +25,12 @@ from .ranks import World, accelerate_state, current_world, enter_world, get_devi
 from .ranks import other_accelerator, ranks_on_hosts, use_cpu, whole_number
 from .secret import given_secret, secret_env, user_secret
 from .store import KeyValueStore, seconds, wait_until
-from .errors import write_record
-from .rendezvous import MissingRanks, arrive, end_alone, infer_init_method, leave, loopback_env, loopback_rendezvous, note_end
+from .rendezvous import arrive, end_alone, infer_init_method, leave, loopback_env, loopback_rendezvous, note_end
 from .rendezvous import reachable, read_end, rendezvous
 
 # %% ../../nbs/world/05_group.ipynb #cba629ae
 _start_timeout = 600 # seconds to wait for workers that have not come, unless a time is given
 _late_timeout = 1800 # the same for workers that had come, and are late at a process group: torch's
-
-@contextmanager
-def _missing_recorded():
-    try: yield
-    except MissingRanks as e:
-        if e.failure: write_record(e, e.failure)
-        raise
 
 def _check_is_rank(s):
     "An error where this is one process for the workers of several GPUs, and not one of these; or the same rank a second time"
@@ -56,7 +48,7 @@ def _join(s, timeout=None):
     env = ('MASTER_ADDR','MASTER_PORT','TORCHELASTIC_RESTART_COUNT') if s.init_method=='env://' else ()
     key,world = (s.init_method,s.rank,s.world_size,*map(os.environ.get, env)),current_world()
     if world.rendezvous is None or world.rendezvous.key!=key:
-        with _missing_recorded(): found = rendezvous(s, _start_timeout if timeout is None else timeout)
+        found = rendezvous(s, _start_timeout if timeout is None else timeout)
         world.rendezvous = SimpleNamespace(key=key, **vars(found))
         atexit.unregister(_leave)
         atexit.register(_leave) # a process that multiprocessing has forked forgets, from Python 3.13 on, what was registered before
@@ -188,7 +180,7 @@ def _make_group(s, cpu, kwargs, gpu=None):
     part = dist.PrefixStore(f'group/{world.number}', store)
     on_node = s.local_rank,s.local_world_size,s.node_rank
     def all_here(part): # for one that has ended meanwhile, or has found no GPU, gloo would wait in C++
-        with _missing_recorded(): arrive(part, s, [store], _late_timeout if limit is None else limit)
+        arrive(part, s, [store], _late_timeout if limit is None else limit)
     if None in on_node:
         all_here(dist.PrefixStore('hosts', part))
         on_node = ranks_on_hosts(part, s.rank, s.world_size)
@@ -276,12 +268,10 @@ def setup_distrib(gpu=None, # Number of the GPU that this process uses; by defau
                  ):
     "Make the process group that the launcher asked for (gloo on the CPU, nccl on GPUs); returns `gpu`. A second call does nothing"
     if gpu is not None:
-        n = torch.cuda.device_count()
-        try: gpu = int(gpu)
-        except (TypeError,ValueError,OverflowError):
-            raise ValueError(f"rank {get_rank()}: gpu={gpu!r} is not accepted: it is the number of a GPU, from 0") from None
-        if not 0 <= gpu < n: raise ValueError(f"rank {get_rank()}: gpu={gpu} does not exist, this machine has {n} GPU(s)")
-        torch.cuda.set_device(gpu)
+        n,number = torch.cuda.device_count(),whole_number(gpu, 0)
+        if number is None or number >= n: raise ValueError(
+            f"rank {get_rank()}: gpu={gpu!r} does not exist: it is the number of a GPU, from 0, and this machine has {n}")
+        torch.cuda.set_device(gpu := number)
     init_group(timeout=timeout, gpu=gpu)
     return gpu
 

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['Start', 'first_host', 'slurm_port', 'infer_init_method', 'loopback_env', 'loopback_socket', 'loopback_store',
-           'loopback_rendezvous', 'note_end', 'read_end', 'MissingRanks', 'arrive', 'has_agent', 'meet', 'PortError',
-           'is_loopback', 'rendezvous', 'end_alone', 'leave', 'reachable']
+           'loopback_rendezvous', 'note_end', 'read_end', 'arrive', 'has_agent', 'meet', 'is_loopback', 'rendezvous',
+           'end_alone', 'leave', 'reachable']
 
 # %% ../../nbs/world/04_rendezvous.ipynb #f11bf465
 import errno,json,os,queue,re,secrets,socket,sys,threading,time
@@ -21,7 +21,7 @@ import psutil, torch, torch.distributed as dist
 from ..env import is_host, notice
 from .ranks import check_rank, env_int, from_env, host_name, ranks_on_hosts, use_cpu
 from .store import unset, wait_until
-from .errors import Failure
+from .errors import Failure, RemoteError, write_record
 
 # %% ../../nbs/world/04_rendezvous.ipynb #0f94c7a8
 @dataclass
@@ -242,15 +242,8 @@ def read_end(store, # torch's store of the job
     "The `Failure` that the end of a rank's process is for those that wait for it; `None` while it runs"
     return Failure(kind='ended', **json.loads(store.get(f'gone/{who}'))) if store.check([f'gone/{who}']) else None
 
-class MissingRanks(TimeoutError):
-    "Some ranks have not come to the rendezvous: `ranks`; `failure` is that of one whose process has ended, as `read_end` has it"
-    def __init__(self, msg, ranks, failure=None):
-        super().__init__(msg, ranks, failure)
-        self.ranks,self.failure = ranks,failure
-    def __str__(self): return self.args[0]
-
 def _wait_for(s, here, missing, ends, limit):
-    "Wait until `here()`; a `MissingRanks` names those of `missing()`, or one that has ended, which it has written into one of `ends`"
+    "Wait until `here()`; a `TimeoutError` names those of `missing()`, a `RemoteError` one that has ended, which it has written into one of `ends`"
     def ended(): # `missing` asks for each rank, so it is called where somebody has ended, or is late
         gone = [o for o in ends if o.check(['gone'])]
         return next((f for r in (missing() if gone else ()) for o in gone if (f := read_end(o, r))), None)
@@ -262,12 +255,12 @@ def _wait_for(s, here, missing, ends, limit):
     except dist.DistError as e: raise ConnectionError(
         f"rank {s.rank} waited for {s.world_size} workers, and rank 0, or the launcher, which held their store, has ended: "
         "see what it printed") from e
-    if isinstance(found, Failure): raise MissingRanks(
-        f"rank {s.rank} waits for {s.world_size} workers, and rank {found.rank} (host {found.host}, process {found.pid}) {found.text}",
-        [found.rank], found)
-    if not found: raise MissingRanks(
-        f"rank {s.rank} waited {limit} s for {s.world_size} workers, and ranks {(late := missing())} have not come: "
-        f"have they failed, or were fewer workers started than world_size={s.world_size}?", late)
+    if isinstance(found, Failure):
+        write_record(error := found.as_error())
+        raise error
+    if not found: raise TimeoutError(
+        f"rank {s.rank} waited {limit} s for {s.world_size} workers, and ranks {missing()} have not come: "
+        f"have they failed, or were fewer workers started than world_size={s.world_size}?")
 
 def arrive(part, # A part of torch's store that is for this
            s, # `Start` of this process
@@ -275,7 +268,7 @@ def arrive(part, # A part of torch's store that is for this
            limit, # Seconds
            greet=lambda: False, # Called again and again meanwhile: has it replied to somebody?
           ):
-    "Come, and wait until all workers have; a `MissingRanks` names those that have not"
+    "Come, and wait until all workers have; an error names those that have not, as of `_wait_for`"
     if part.add(f'came/{s.rank}', 1) > 1: raise ValueError(
         f"two workers say that they are rank {s.rank} of {s.world_size}: give each a rank of its own")
     if part.add('all', 1)==s.world_size: part.set('all_here', '')
@@ -299,7 +292,7 @@ def meet(raw, # torch's store of the job
          s, # `Start` of this process
          limit, # Seconds
         ):
-    "Wait until all workers have come: (the part of the store that is for this start, its name). A `MissingRanks` names those that have not"
+    "Wait until all workers have come: (the part of the store that is for this start, its name). A `TimeoutError` names those that have not"
     (hall,ends),name,seen = _hall(raw, s),secrets.token_hex(8),0
     def greet():
         nonlocal seen
@@ -316,9 +309,6 @@ def meet(raw, # torch's store of the job
     return part,name
 
 # %% ../../nbs/world/04_rendezvous.ipynb #b88dfb5b
-class PortError(ConnectionError):
-    "The rendezvous cannot be at its port: rank 0 cannot listen there, or what listens is no store"
-
 _reply_seconds = 60 # how long a busy store may take to reply
 _name_seconds = 10 # how long the name of a host may be unknown
 
@@ -340,21 +330,21 @@ def _wait_for_port(host, port, rank, limit):
             f"rank {rank} found nobody at {host}:{port} within {limit} s: is rank 0 running there, and may others reach that port?")
 
 def _client(host, port, rank, limit):
-    "torch's store at `host` and `port`, where somebody listens. A `PortError` if that does not reply, for which torch waits for ever"
+    "torch's store at `host` and `port`, where somebody listens. A `ConnectionError` if that does not reply, for which torch waits for ever"
     found,secs = queue.SimpleQueue(),min(limit, _reply_seconds)
     def connect():
         try: found.put(dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=max(limit, 1))))
         except Exception as e: found.put(e)
     threading.Thread(target=connect, daemon=True, name='fastdist rendezvous').start()
     try: store = found.get(timeout=secs)
-    except queue.Empty: raise PortError(
+    except queue.Empty: raise ConnectionError(
         f"rank {rank} is connected to {host}:{port}, and what listens there has not replied for {secs:g} s: is it another program, and not "
         "rank 0 or the launcher, or is that one stopped? See MASTER_ADDR and MASTER_PORT, or init_method") from None
-    if isinstance(store, Exception): raise PortError(f"rank {rank} got no store at {host}:{port}: {store}") from store
+    if isinstance(store, Exception): raise ConnectionError(f"rank {rank} got no store at {host}:{port}: {store}") from store
     return store
 
 def _serve(host, port, local, rank, limit):
-    "Start torch's store; `local`: are all workers on this machine?"
+    "Start torch's store; a `ConnectionError` where it cannot listen. `local`: are all workers on this machine?"
     secs = timedelta(seconds=max(limit, 1))
     try:
         try:
@@ -362,7 +352,7 @@ def _serve(host, port, local, rank, limit):
         except OSError as e: # by the store, perhaps, of a group that the script has made and destroyed: torch shares it within a process
             if e.errno!=errno.EADDRINUSE: raise
         return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, multi_tenant=port > 0, timeout=secs)
-    except (dist.DistError,RuntimeError,ValueError,OSError) as e: raise PortError(
+    except (dist.DistError,RuntimeError,ValueError,OSError) as e: raise ConnectionError(
         f"rank {rank} could not open port {port} ({host}): {str(e).splitlines()[0]}. "
         "If another program uses it, set MASTER_PORT to a free one, or give another port") from e
 
