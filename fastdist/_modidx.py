@@ -2940,8 +2940,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                     'fastdist/world/rendezvous.py'),
                                            'fastdist.world.rendezvous.infer_init_method': ( 'world/rendezvous.html#infer_init_method',
                                                                                             'fastdist/world/rendezvous.py'),
-                                           'fastdist.world.rendezvous.is_loopback': ( 'world/rendezvous.html#is_loopback',
-                                                                                      'fastdist/world/rendezvous.py'),
                                            'fastdist.world.rendezvous.leave': ( 'world/rendezvous.html#leave',
                                                                                 'fastdist/world/rendezvous.py'),
                                            'fastdist.world.rendezvous.loopback_env': ( 'world/rendezvous.html#loopback_env',

@@ -27,12 +27,10 @@ def env_int(nm:str, # Name of an environment variable
     "The variable as a number, `None` where it is not set; a `ValueError` names one that is no number, or cannot be right"
     v = os.environ.get(nm)
     if v is None: return
-    try: n = int(v)
-    except ValueError: n = None
-    if n is not None and least <= n <= most: return n
-    bound = f'{least} at least' if n is not None and n < least else f'{most} at most'
-    why = 'is not an integer' if n is None else f'is not right: it is {bound}'
-    raise ValueError(f"environment variable {nm}={v!r} {why}; the launcher sets it, unset it to train in one process")
+    n = int(v) if re.fullmatch(r'-?\d{1,19}', v.strip(), re.ASCII) else least-1
+    if least <= n <= most: return n
+    raise ValueError(f"environment variable {nm}={v!r} is not an integer from {least}{f' to {most}' if most < 2**63 else ''}; "
+                     "the launcher sets it, unset it to train in one process")
 
 # %% ../../nbs/world/00_ranks.ipynb #17ebfa9f
 def check_rank(rank:int, # Of a worker, from 0 to `world_size-1`

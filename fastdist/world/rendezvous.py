@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['Start', 'first_host', 'slurm_port', 'infer_init_method', 'loopback_env', 'loopback_socket', 'loopback_store',
-           'loopback_rendezvous', 'note_end', 'read_end', 'arrive', 'has_agent', 'meet', 'is_loopback', 'rendezvous',
-           'end_alone', 'leave', 'reachable']
+           'loopback_rendezvous', 'note_end', 'read_end', 'arrive', 'has_agent', 'meet', 'rendezvous', 'end_alone',
+           'leave', 'reachable']
 
 # %% ../../nbs/world/04_rendezvous.ipynb #f11bf465
 import errno,json,os,queue,re,secrets,socket,sys,threading,time
@@ -401,11 +401,6 @@ def _by_file(path, s, limit):
     return part,name,(host,raw.port)
 
 # %% ../../nbs/world/04_rendezvous.ipynb #376c3037
-def is_loopback(host # Name or address
-               ):
-    "Is it an address that means each machine itself? A machine's own name may be one on it, and not on others: it is none"
-    return host in ('localhost','::1') or host.startswith('127.')
-
 def rendezvous(s, # `Start` that says how
                limit, # Seconds to wait for the others
               ):
@@ -414,7 +409,9 @@ def rendezvous(s, # `Start` that says how
     u,agent = _place(s),s.init_method=='env://' and has_agent()
     if u.scheme=='file': (store,name,address),serves = _by_file(Path(u.path), s, limit),s.rank==0
     else:
-        host,serves,local = u.hostname,s.rank==0 and not agent,s.local_world_size==s.world_size or is_loopback(u.hostname)
+        host,serves = u.hostname,s.rank==0 and not agent
+        # an address that means each machine itself; a machine's own name may be one on it, and not on others: it is none
+        local = s.local_world_size==s.world_size or host in ('localhost','::1') or host.startswith('127.')
         if local and not agent and host!='::1': host = '127.0.0.1'
         if serves: raw = _serve(host, u.port, local, s.rank, limit)
         else:
