@@ -134,9 +134,10 @@ def _by_accelerate(cpu, args):
     PartialState._reset_state() # made before the launcher's variables were, or for a group that has gone
     # torch names a group by a count that a start which failed in one rank alone has left higher in the others: they would not meet
     dist.distributed_c10d._world.group_count = 0
-    n,hook = torch.get_num_threads(),sys.excepthook
-    # torch puts its `[rank0]:` before each line once more with each group that is made
-    if getattr(hook, '__name__', '')=='_distributed_excepthook': sys.excepthook = inspect.getclosurevars(hook).nonlocals['old_hook']
+    n = torch.get_num_threads()
+    # torch puts its `[rank0]:` before each line once more with each group that is made, by whomever
+    while getattr(sys.excepthook, '__name__', '')=='_distributed_excepthook':
+        sys.excepthook = inspect.getclosurevars(sys.excepthook).nonlocals['old_hook']
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings('ignore', message='OMP_NUM_THREADS')
