@@ -93,7 +93,7 @@ _hooked = []
 def worker_plan(_):
     "What a worker finds out from its environment"
     from fastdist.world.ranks import from_env
-    from fastdist.world.start.rendezvous import infer_init_method
+    from fastdist.world.rendezvous import infer_init_method
     print(from_env(), infer_init_method())
     return 0
 

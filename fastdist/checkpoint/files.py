@@ -14,7 +14,7 @@ from pathlib import Path
 
 from fastcore.basics import noop
 from .. import __version__
-from ..notices import notice
+from ..env import notice
 
 # %% ../../nbs/checkpoint/00_files.ipynb #395da586
 class DamagedCheckpoint(ValueError): "A checkpoint that is not whole, or not what it says"

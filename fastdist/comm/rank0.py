@@ -16,8 +16,8 @@ from .collectives import pack, unpack
 from ..world.ranks import get_local_rank, get_node_rank, get_rank, get_world_size, is_master
 from ..world.store import Records, wait_until
 from ..world.errors import Failure, RemoteError, hook_uncaught
-from ..notices import notice
-from ..world.start.process_group import ended, shared_store
+from ..env import notice
+from ..world.group import ended, shared_store
 
 # %% ../../nbs/comm/02_rank0.ipynb #1d0def23
 _part = 2**22 # bytes: torch's store closes a connection that sends more than 8 MiB at once

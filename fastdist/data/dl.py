@@ -21,7 +21,7 @@ from .rng import (OtherLoader, WorkerRandom, drawers, generator_states, generato
                                set_stream_states, shared_order, stream_states)
 from .torch_dl import TorchDataLoader, TorchShard
 from ..world.ranks import check_rank, get_rank, get_world_size
-from ..world.state import current_world
+from ..world.ranks import current_world
 
 # %% ../../nbs/data/05_dl.ipynb #fdf1b60a
 class Place:

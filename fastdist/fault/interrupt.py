@@ -12,7 +12,7 @@ from multiprocessing import parent_process
 
 from ..env import handled_in_c, is_caught, process_ended
 from .stacks import begin_loader_stacks
-from ..notices import notice
+from ..env import notice
 from ..world.errors import Stopped, refuse
 from ..world.ranks import get_rank
 

@@ -13,9 +13,9 @@ from dataclasses import asdict,dataclass,field
 import torch, torch.distributed as dist
 from fastcore.basics import patch
 from .stacks import ask_late, end_stopped, frame_text, stack_of, user_frames
-from ..notices import notice
+from ..env import notice
 from ..world.errors import Failure, has_ended
-from ..world.state import current_world
+from ..world.ranks import current_world
 from ..world.store import Records
 from ..world.ranks import get_rank, get_world_size, host_name
 
@@ -55,7 +55,7 @@ def _in_flight(stack):
     return {k:v for k,v in _recorded().items() if before.get(k)!=v} if stands else {}
 
 # %% ../../nbs/fault/01_watchdog.ipynb #df4b24c5
-_machinery = re.compile(r'/fastdist/(fault/\w+|world/start/process_group)\.py$') # it ends and starts what the user's code is in
+_machinery = re.compile(r'/fastdist/(fault/\w+|world/group)\.py$') # it ends and starts what the user's code is in
 
 def _is_in(frame, module, function):
     "Is it in this function of fastdist's?"

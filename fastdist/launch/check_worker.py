@@ -16,10 +16,10 @@ from fastai.basics import *
 from ..comm.collectives import all_gather_list, broadcast_object
 from ..fault.supervisor import fail_together
 from .machine import digits, n_cores, plural, why_cpu
-from ..notices import notice
+from ..env import notice
 from ..world.errors import RemoteError
 from ..world.ranks import from_env, get_backend, get_device, get_launcher, get_rank, get_world_size, host_name, is_master
-from ..world.start.process_group import teardown_distrib, world_store
+from ..world.group import teardown_distrib, world_store
 from ..world.store import wait_until
 
 # %% ../../nbs/launch/08_check_worker.ipynb #54634eca

@@ -224,7 +224,7 @@ def _late_notice(a, secs):
 def _config(a, o, logs):
     "torch's, for the workers of this node"
     from torch.distributed.launcher.api import LaunchConfig
-    from fastdist.world.start.elastic import loopback_rendezvous
+    from fastdist.world.rendezvous import loopback_rendezvous
     configs,backend = dict(c.partition('=')[::2] for c in (a.rdzv_conf or '').split(',') if c),a.rdzv_backend
     if o.nodes==(1,1) and backend=='static': backend = loopback_rendezvous() # nothing listens where another machine could reach it
     if backend=='static': configs['rank'] = a.machine_rank
@@ -283,7 +283,7 @@ def main(args # Arguments after `fastdist launch`
     _import_torch()
     import shutil
     from accelerate.utils import patch_environment
-    from fastdist.world.private import clear_left, keep, new_folder
+    from fastdist.env import clear_left, keep, new_folder
     from fastdist.world.secret import secret_env
     p,a = _parse(args)
     config = read_config(a)

@@ -234,7 +234,7 @@ def _fit(c, learn, cbs):
 # %% ../../nbs/launch/08_config.ipynb #19e95f27
 def _join(c):
     "Be the worker that the launcher and the config make of this process; ends it where their numbers differ"
-    from fastdist.world.start.process_group import distributed_init
+    from fastdist.world.group import distributed_init
     from fastdist.world.ranks import from_env
     e,n = from_env(),c.distributed_world_size
     if n not in (e.world_size,e.world_size*c.nodes):

@@ -13,7 +13,7 @@ from pathlib import Path
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from .machine import plural
 from ..world.errors import shorten
-from ..world.private import keep, new_folder
+from ..env import keep, new_folder
 
 # %% ../../nbs/launch/02_logs.ipynb #c9da4ebc
 def _last_state(line):

@@ -62,7 +62,7 @@ def _slurm_nodes():
     env = os.environ
     if not env.get('SLURM_STEP_NODELIST'): return
     from fastdist.world.ranks import env_int, in_slurm_step
-    from fastdist.world.start.rendezvous import first_host, slurm_port
+    from fastdist.world.rendezvous import first_host, slurm_port
     if not in_slurm_step(): return
     n = len(env.get('SLURM_GTIDS', '0').split(','))
     if n > 1: raise ValueError(f"Slurm has started {n} tasks on this node, and each would start workers of its own: "

@@ -10,9 +10,9 @@ import json,logging,os,secrets,signal,sys,threading,time
 from contextlib import contextmanager,suppress
 
 import psutil
-from ..notices import notices_variable
+from ..env import notices_variable
 from ..env import signals_to_handle
-from ..world.private import job_variable
+from ..env import job_variable
 
 # %% ../../nbs/launch/03_watch.ipynb #422ab5bd
 @contextmanager

@@ -12,7 +12,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from fastai.basics import *
 from ..comm.collectives import checksum, least
 from ..world.ranks import get_rank, get_world_size
-from ..world.state import current_world
+from ..world.ranks import current_world
 
 # %% ../../nbs/model/03_buffers.ipynb #d85e9f3a
 def weighed_stats(model, # Any

@@ -13,7 +13,7 @@ from functools import partial
 import torch.distributed as dist
 from fastai.basics import *
 from ..comm.collectives import buckets, route
-from ..world.state import current_world
+from ..world.ranks import current_world
 
 # %% ../../nbs/strategy/01_backward.ipynb #60d4a528
 class Backwards:

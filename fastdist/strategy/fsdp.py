@@ -22,7 +22,7 @@ from .shards.sharding import explain_shards, gather_group, gather_rows, gathered
 from .zero import _ShardedSteps
 from ..world.errors import refuse
 from ..world.ranks import get_rank
-from ..world.state import current_world
+from ..world.ranks import current_world
 
 # %% ../../nbs/strategy/06_fsdp.ipynb #5f300806
 class FullyShard(_ShardedSteps, Strategy):

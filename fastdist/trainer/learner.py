@@ -29,9 +29,9 @@ from .loaders import plain_dls
 from .fit.hooks import draws_of
 from .trainer import DistributedTrainer
 from ..world.errors import RemoteError, refuse
-from ..world.start.process_group import teardown_distrib
+from ..world.group import teardown_distrib
 from ..world.ranks import get_rank, get_world_size
-from ..world.state import current_world
+from ..world.ranks import current_world
 
 _all_ = ['DistributedTrainer']
 

@@ -28,7 +28,7 @@ from .loaders import plain_dls
 from .setup_steps import SetupSteps
 from .fit.step import TrainingStep
 from .reversible import ReversibleCallback
-from ..world.start.process_group import init_group, teardown_distrib
+from ..world.group import init_group, teardown_distrib
 from ..world.ranks import get_device, get_rank, get_world_size, use_cpu
 
 # %% ../../nbs/trainer/03_trainer.ipynb #83db08b8

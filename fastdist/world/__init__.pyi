@@ -1,7 +1,7 @@
 # Where each name of this package is: for type checkers, and for `lazy_names`
-from .state import World as World
-from .state import current_world as current_world
-from .state import get_default_group as get_default_group
+from .ranks import World as World
+from .ranks import current_world as current_world
+from .ranks import get_default_group as get_default_group
 from .ranks import check_rank as check_rank
 from .ranks import get_backend as get_backend
 from .ranks import get_device as get_device
@@ -14,15 +14,15 @@ from .ranks import get_world_size as get_world_size
 from .ranks import is_master as is_master
 from .ranks import use_cpu as use_cpu
 from .store import KeyValueStore as KeyValueStore
-from .start.rendezvous import Start as Start
-from .start.rendezvous import infer_init_method as infer_init_method
+from .rendezvous import Start as Start
+from .rendezvous import infer_init_method as infer_init_method
 from .errors import RemoteError as RemoteError
-from .start.process_group import distributed_init as distributed_init
-from .start.process_group import init_group as init_group
-from .start.process_group import setup_distrib as setup_distrib
-from .start.process_group import teardown_distrib as teardown_distrib
-from .start.process_group import world_store as world_store
-from .start.spawn import call_main as call_main
+from .group import distributed_init as distributed_init
+from .group import init_group as init_group
+from .group import setup_distrib as setup_distrib
+from .group import teardown_distrib as teardown_distrib
+from .group import world_store as world_store
+from .group import call_main as call_main
 from ..comm.collectives import OutOfStep as OutOfStep
 from ..comm.collectives import agree as agree
 from ..comm.collectives import all_gather_list as all_gather_list

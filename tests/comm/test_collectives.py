@@ -633,15 +633,14 @@ def test_a_node_group_that_was_destroyed(world2):
 
 def nodes(ranks):
     "`ranks`: the node of each"
-    from fastdist.world import teardown_distrib
-    teardown_distrib()  # or the group of an earlier test would do
-    talk, rank, n = start()
-    import gc, os
+    import os
     import torch.distributed as dist
-    from fastdist.world import init_group
+    from fastdist.world import get_rank, init_group, teardown_distrib
+    teardown_distrib()  # or the group of an earlier test would do
     old = dict(os.environ)
-    os.environ.update(GROUP_RANK=str(ranks[rank]))
+    os.environ.update(GROUP_RANK=str(ranks[get_rank()]))
     try:
+        talk, rank, n = start()
         g = talk.node_group()
         first = dist.get_process_group_ranks(g), talk.node_group() is g, talk.all_gather_list(rank, group=g)
         teardown_distrib()  # with `g` still held here
@@ -649,6 +648,7 @@ def nodes(ranks):
         again = talk.node_group()
         return *first, again is not g, talk.all_gather_list(rank, group=again), dist.get_process_group_ranks(again)
     finally:
+        teardown_distrib()
         os.environ.clear()
         os.environ.update(old)
 

@@ -233,7 +233,7 @@ def busy_before_the_end(secs, watchdog):
     import fastdist.all
     from fastdist.fault import supervisor
     from fastdist.world import get_rank
-    from fastdist.world.backends import backends
+    from fastdist.world.group import backends
     limits, real = [], supervisor.same_call
     def limit(): limits.append(backends()[-1][2].options._timeout.total_seconds())
     def noted(what): return limit(), real(what)

@@ -116,7 +116,7 @@ def test_saved_and_stopped(tmp_path, n):
     "USR1, as Slurm sends it, is passed on; the exit status is that of the workers, which have saved"
     file = script(tmp_path, '''
         import signal, sys, time
-        from fastdist.notices import notice
+        from fastdist.env import notice
         def save(*_):
             notice(status=7)
             sys.exit(7)
@@ -248,7 +248,7 @@ def test_one_has_ended_and_the_other_waits(tmp_path):
     "Both come to the screen: that it has ended, and the notice that the other writes into its log"
     file = script(tmp_path, """
         import os, sys
-        from fastdist.notices import notice
+        from fastdist.env import notice
         if os.environ['RANK'] == '0': sys.exit()
         notice('rank 1 waits')
         sys.stdin.readline()

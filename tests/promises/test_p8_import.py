@@ -65,7 +65,7 @@ LIGHT = '''
 import sys
 import fastdist.world as world, fastdist.comm
 from importlib import import_module
-for o in 'state ranks store errors start.rendezvous start.process_group'.split(): import_module(f'fastdist.world.{o}')
+for o in 'ranks store errors rendezvous group'.split(): import_module(f'fastdist.world.{o}')
 for o in 'collectives gather rank0'.split(): import_module(f'fastdist.comm.{o}')
 for o in world.__all__:
     if o != 'fail_together': getattr(world, o)

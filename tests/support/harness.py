@@ -161,7 +161,7 @@ class World:
         if not self.store:
             # A group made again over the store of one that ended finds its addresses there, and hangs. So each call has a new store, held
             # by this process and reached like that of torchrun's agent. Within one call nothing is different from a script under torchrun.
-            from fastdist.world.start.loopback import loopback_store
+            from fastdist.world.rendezvous import loopback_store
             self.store = loopback_store()
         msg = by_value.dumps(({'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': str(self.store.port)}, fn, args, kwargs))
         try: return self._call(msg, timeout, grace)

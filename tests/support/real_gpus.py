@@ -26,6 +26,6 @@ def share(size):
     import torch
     n = torch.cuda.device_count()
     if size <= n: return
-    from fastdist.world.start import process_group
+    from fastdist.world import process_group
     os.environ['NCCL_HOSTID'] = os.environ.get('RANK', os.environ.get('I'))
     process_group._own_gpu = lambda store, local_rank, *_: local_rank % n

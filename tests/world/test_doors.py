@@ -112,12 +112,12 @@ def under_attack(folder):
     from fastdist.comm.collectives import from_rank0
     from fastdist.fault.supervisor import monitor
     from fastdist.world import RemoteError, all_gather_list, broadcast_object, fail_together, get_rank, rank0_first, rank0_read, setup_distrib, world_store
-    from fastdist.world.state import current_world
+    from fastdist.world.ranks import current_world
     setup_distrib()
     bomb, r = pickle.dumps(Bomb(folder)), get_rank()
     intruder = dist.TCPStore(os.environ['MASTER_ADDR'], int(os.environ['MASTER_PORT']), is_master=False, wait_for_workers=False)
-    came, = intruder.get('fastdist//came/2/came').decode().split()[-1:]
-    job = f"fastdist//{json.loads(intruder.get(f'fastdist//came/2/start/{came}'))}"
+    drawn = intruder.add('fastdist//2/drawn', 0)
+    job = f"fastdist//2/{intruder.get(f'fastdist//2/start/{drawn}').decode()}"
     def write(**keys):
         for k, v in keys.items(): intruder.set(f'{job}/{k}', v)
         intruder.check([f'{job}/{k}' for k in keys])  # answered when they have been written: `set` does not wait for that

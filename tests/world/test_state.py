@@ -6,7 +6,7 @@ def groups():
     "What a world knows in each of three groups, the second of which somebody else makes"
     import os, torch.distributed as dist
     from fastdist.world import current_world, get_rank, get_world_size, node_group, setup_distrib, teardown_distrib
-    from fastdist.world.state import World
+    from fastdist.world.ranks import World
     teardown_distrib()  # of an earlier test
     begun, res, rank, n = [], [], get_rank(), get_world_size()
     hook = World.on_begin(lambda: begun.append(current_world().number))
@@ -45,7 +45,7 @@ def forked():
     "A child forked in a group has its world, and ends nothing of it; one that is forked before has a world of its own"
     import os, torch.distributed as dist
     from fastdist.world import current_world, setup_distrib, teardown_distrib
-    from fastdist.world.start.process_group import shared_store
+    from fastdist.world.group import shared_store
     teardown_distrib()
     def child(f):
         pid = os.fork()

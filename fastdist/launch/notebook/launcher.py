@@ -20,8 +20,8 @@ from ..logs import last_words
 from ..machine import log_folder, n_cores, n_gpus, quiet_env, starting, thread_env, why_cpu
 from .serialize import namespace, pack, rich_shell, unpack
 from ...world.errors import Failure, RemoteError, is_library, read_record
-from ...world.start.loopback import loopback_env, loopback_store
-from ...world.private import clear_left, keep as keep_folder, new_folder
+from ...world.rendezvous import loopback_env, loopback_store
+from ...env import clear_left, keep as keep_folder, new_folder
 from ...world.secret import secret_env
 from ...world.ranks import from_env
 

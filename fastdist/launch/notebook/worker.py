@@ -131,7 +131,7 @@ def _run(line, rank, setup, call, shell=None):
 def _tidy():
     "Leave the next call no process group, no plots, and the memory of the GPU"
     import torch
-    from fastdist.world.start.process_group import teardown_distrib
+    from fastdist.world.group import teardown_distrib
     teardown_distrib()
     if plt := sys.modules.get('matplotlib.pyplot'): plt.close('all')
     gc.collect()

@@ -13,7 +13,7 @@ from ...comm.collectives import Reduced, all_gather_list, first_other, is_dtenso
 from ...data.loaders import data_of, same_data
 from ...strategy.base import same_everywhere, state_tensors, whole_model
 from ...world.ranks import get_rank
-from ...world.state import current_world
+from ...world.ranks import current_world
 
 # %% ../../../nbs/trainer/fit/00_alike.ipynb #5f457b62
 def hypers_of(opt # A fastai optimizer, or `None`

@@ -21,7 +21,7 @@ from ...metrics.losses import RowLosses
 from ...metrics.metrics import EpochTotals, plain_sums
 from ...metrics.metrics import GatheredPreds
 from .alike import same_hypers
-from ...world.private import clear_left, keep, new_folder
+from ...env import clear_left, keep, new_folder
 from ...world.ranks import get_rank
 
 # %% ../../../nbs/trainer/fit/03_evaluation.ipynb #6e2f0006
