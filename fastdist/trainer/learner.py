@@ -5,17 +5,16 @@
 # %% auto #0
 __all__ = ['DistributedTrainer']
 
-# %% ../../nbs/trainer/06_learner.ipynb #fae550a2
+# %% ../../nbs/trainer/06_learner.ipynb #375dd9e8
 import inspect
 from contextlib import contextmanager, nullcontext
 from functools import wraps
-from threading import get_ident
 
 import torch.distributed as dist
 from fastai.basics import *
 from ..callbacks.data_parallel import ParallelTrainer, check_device_ids
 from ..callbacks.patches.fastai_patches import device_of, trainer_of
-from ..comm.collectives import OutOfStep, same_call
+from ..comm.collectives import same_call
 from ..checkpoint.resume import Resume, resume_of
 from ..fault.cancel import cancels
 from ..fault.same_call import all_at
@@ -27,7 +26,7 @@ from ..strategy.base import check_trainable
 from .args import takes_arguments
 from .loaders import plain_dls
 from .trainer import DistributedTrainer
-from ..world.errors import RemoteError, refuse
+from ..world.errors import refuse
 from ..world.start.process_group import teardown_distrib
 from ..world.ranks import get_rank, get_world_size
 from ..world.state import current_world
@@ -65,16 +64,7 @@ def _gather_encoder(learn):
         with _unsharded(self, 'learn.save_encoder'): return f(self, *args, **kwargs)
     cls.save_encoder = save_encoder
 
-# %% ../../nbs/trainer/06_learner.ipynb #32463cbc
-def _add_trainer(learn, cb):
-    "Give `learn` the trainer `cb`, and set it up"
-    _gather_encoder(learn)
-    learn.add_cb(cb)
-    try: cb.attach()
-    except BaseException:
-        if not cb.in_context: learn.remove_cb(cb) # a context does so when it has told the others
-        raise
-
+# %% ../../nbs/trainer/06_learner.ipynb #c2c4606f
 def _joins(learn, cb):
     "Is the learner distributed already, with the arguments of `cb`? With others it is a `ValueError`"
     outer = trainer_of(learn)
@@ -86,7 +76,7 @@ def _joins(learn, cb):
         f"and cannot join it with {differs}: leave the outer one first, or give the same arguments")
     return True
 
-# %% ../../nbs/trainer/06_learner.ipynb #5f7405e3
+# %% ../../nbs/trainer/06_learner.ipynb #da7e1375
 @patch
 @takes_arguments
 def to_distributed(self:Learner,
@@ -95,59 +85,36 @@ def to_distributed(self:Learner,
 ):
     "Train and evaluate on all workers, until `detach_distributed`"
     cb = DistributedTrainer(sync_bn, **kwargs)
-    if not _joins(self, cb): _add_trainer(self, cb)
+    if _joins(self, cb): return self
+    _gather_encoder(self)
+    self.add_cb(cb)
+    try: cb.attach()
+    except BaseException:
+        self.remove_cb(cb)
+        raise
     return self
 
-# %% ../../nbs/trainer/06_learner.ipynb #9a49bc5c
-def _all_detach(cb, tries=2):
-    "Wait until all workers are here. An error: an `OutOfStep`, after which the others have come here too, or of workers that have gone"
-    try:
-        with scope(cb.settings.watchdog): same_call('detach_distributed')
-    except RemoteError as e: return e
-    except OutOfStep as e:
-        if tries > 1: return _all_detach(cb, tries-1) or e
-        raise
-
+# %% ../../nbs/trainer/06_learner.ipynb #eb8e5310
 @patch
 def detach_distributed(self:Learner):
     "Undo `to_distributed`; a strategy that shards needs all workers for that"
     cb = trainer_of(self)
     together = cb is not None and cb.strategy is not None and cb.strategy.gathers and not cb.in_context
-    error = _all_detach(cb) if together else None
-    with scope(cb.settings.watchdog) if together and not isinstance(error, RemoteError) else nullcontext(): self.remove_cb(DistributedTrainer)
-    if error is not None: raise error
+    with scope(cb.settings.watchdog) if together else nullcontext():
+        try:
+            if together: same_call('detach_distributed')
+        finally: self.remove_cb(DistributedTrainer)
 
-# %% ../../nbs/trainer/06_learner.ipynb #372dfa48
-def _resumes(learn, resume):
+# %% ../../nbs/trainer/06_learner.ipynb #52e5bd23
+def _resumes(resume):
     "The `Resume` for the argument of that name; `None` where there is to be none"
     default = resume is None
     if default: resume = os.environ.get('FASTDIST_RESUME') or False
-    if resume is False: return
-    if isinstance(resume, Resume): return resume
+    if resume is False or isinstance(resume, Resume): return resume or None
     if not isinstance(resume, (str,Path)) or not str(resume): refuse('resume', resume, "it is a folder, a Resume, or False for none")
     return Resume(resume, default=default)
 
-# %% ../../nbs/trainer/06_learner.ipynb #92800ddc
-@contextmanager
-def _context(learn, cb, resumes, in_notebook):
-    "`learn` has the trainer `cb`, and the `Resume` `resumes`, meanwhile"
-    leave,together = in_notebook and not dist.is_initialized(),None
-    try:
-        with handler_kept():
-            cb.join_group()
-            with scope(cb.settings.watchdog) as together:
-                cb.in_context = True
-                _add_trainer(learn, cb)
-                if resumes is not None: cb.add(resumes)
-                yield
-                leave_together('the end of distrib_ctx')
-                learn.detach_distributed()
-    finally:
-        broken = together is not None and together.broken
-        with nullcontext() if broken or cb.undo is None else scope(cb.settings.watchdog): learn.detach_distributed()
-        if leave or broken: teardown_distrib()
-
-# %% ../../nbs/trainer/06_learner.ipynb #57b61a6c
+# %% ../../nbs/trainer/06_learner.ipynb #12118e46
 @patch
 @contextmanager
 @takes_arguments
@@ -159,14 +126,30 @@ def distrib_ctx(self:Learner,
 ):
     "A context in which the learner trains and evaluates on all workers that the launcher started; in one process it simply trains"
     if not isinstance(in_notebook, bool): refuse('in_notebook', in_notebook, "it is True or False")
-    cb,resumes = DistributedTrainer(sync_bn, **kwargs),_resumes(self, resume)
+    cb,resumes = DistributedTrainer(sync_bn, **kwargs),_resumes(resume)
     if _joins(self, cb):
         if resume: refuse('resume', resume, "this learner is in distrib_ctx already: give it to the outer one")
         yield self
         return
-    with _context(self, cb, resumes, in_notebook): yield self
+    leave,together = in_notebook and not dist.is_initialized(),None
+    try:
+        with handler_kept():
+            cb.join_group()
+            with scope(cb.settings.watchdog) as together:
+                cb.in_context = True
+                _gather_encoder(self)
+                self.add_cb(cb)
+                cb.attach()
+                if resumes is not None: cb.add(resumes, cb.undo)
+                yield self
+                leave_together('the end of distrib_ctx')
+                self.detach_distributed()
+    finally:
+        broken = together is not None and together.broken
+        with nullcontext() if broken or cb.undo is None else scope(cb.settings.watchdog): self.detach_distributed()
+        if leave or broken: teardown_distrib()
 
-# %% ../../nbs/trainer/06_learner.ipynb #3016423d
+# %% ../../nbs/trainer/06_learner.ipynb #7d7098f6
 @patch
 def to_parallel(self:Learner,
     device_ids=None # List of GPUs, by number; all of them by default
@@ -184,7 +167,7 @@ def detach_parallel(self:Learner):
     "Undo `to_parallel`"
     return self.remove_cb(ParallelTrainer)
 
-# %% ../../nbs/trainer/06_learner.ipynb #75cb9ed1
+# %% ../../nbs/trainer/06_learner.ipynb #c096056d
 @patch
 @contextmanager
 def parallel_ctx(self:Learner,
@@ -195,22 +178,7 @@ def parallel_ctx(self:Learner,
     try: yield self
     finally: self.detach_parallel()
 
-# %% ../../nbs/trainer/06_learner.ipynb #6d9ac237
-@contextmanager
-def _by_one_thread(trainer # A `DistributedTrainer`
-                 ):
-    """Around what trains or evaluates: a `RuntimeError` where another thread does that with the learner at the moment.
-    They would take each other's loader, batch and callbacks"""
-    me,own = get_ident(),vars(trainer)
-    nested = own.get('thread')==me
-    owner = own.setdefault('thread', me) # in one go, where two threads are here
-    if owner!=me and trainer.device is not None: raise RuntimeError(
-        f"rank {get_rank()}: another thread trains or evaluates this learner at the moment, which does one thing at a time: "
-        "call predict, get_preds, validate or fit of a copy (copy.deepcopy(learn)) made before, or wait until it is done")
-    try: yield
-    finally:
-        if owner==me and not nested: del own['thread']
-
+# %% ../../nbs/trainer/06_learner.ipynb #09de0e3a
 class _AllOrNone(ContextManagers):
     "fastcore's; where one cannot be entered, those before it are left: fastai's evaluations wait for the lock of a learner, which is one"
     def __enter__(self):
@@ -219,7 +187,7 @@ class _AllOrNone(ContextManagers):
             self.stack.__exit__(*sys.exc_info())
             raise
 
-# %% ../../nbs/trainer/06_learner.ipynb #e5a7111d
+# %% ../../nbs/trainer/06_learner.ipynb #0e8eb529
 def _warn_apart():
     "Warn, once, of a fit by which each worker trains a model of its own: that may be meant, and most often is not"
     world,n = current_world(),get_world_size()
@@ -227,26 +195,24 @@ def _warn_apart():
         f"a fit outside of distrib_ctx: each of the {n} workers trains a model of its own, on all of the data. "
         "To train one model together, fit in `with learn.distrib_ctx():`"))
 
-# %% ../../nbs/trainer/06_learner.ipynb #96139673
+# %% ../../nbs/trainer/06_learner.ipynb #43b7593d
 _with_events,_call_one,_call_all = Learner._with_events,Learner._call_one,Learner.__call__
 _validation_context = Learner.validation_context
 
 def _around(learn, event_type):
-    trainer,own = trainer_of(learn),None
-    if trainer is None:
-        if event_type!='fit': return nullcontext()
+    trainer = trainer_of(learn)
+    if trainer is None and event_type=='fit':
         if not hasattr(learn, 'lr_finder'): _warn_apart() # it restores what it trains
         return norm_scope_of('local') # also where a callback fits it, in a batch that another learner trains on all workers
-    if event_type=='fit': own = trainer.fit_together()
-    elif event_type=='validate' and trainer.device is not None: own = trainer.validate_together()
-    return nullcontext() if own is None else _AllOrNone([_by_one_thread(trainer), own])
+    if event_type=='fit': return trainer.fit_together()
+    return trainer.validate_together() if event_type=='validate' and device_of(learn) is not None else nullcontext()
 
 def _decisions(learn):
     "Those of a fit or an evaluation of all workers, or `None`"
     decisions = getattr(trainer_of(learn), 'decisions', None)
     return decisions if decisions is not None and decisions.active else None
 
-# %% ../../nbs/trainer/06_learner.ipynb #90306291
+# %% ../../nbs/trainer/06_learner.ipynb #f198a124
 _local_events = {'after_pred','after_loss','before_backward'} # those from a forward to the end of its backward
 
 @patch
@@ -265,7 +231,7 @@ def __call__(self:Learner, event_name):
     "fastai's, which makes two lists of a single event"
     return self._call_one(event_name) if isinstance(event_name, str) else _call_all(self, event_name)
 
-# %% ../../nbs/trainer/06_learner.ipynb #64ac6168
+# %% ../../nbs/trainer/06_learner.ipynb #2bb6d06c
 @patch
 def _with_events(self:Learner, f, event_type, ex, final=noop):
     def part():
@@ -280,16 +246,16 @@ def _with_events(self:Learner, f, event_type, ex, final=noop):
         if resume is None: run()
         else: resume.around_fit(run, final)
 
-# %% ../../nbs/trainer/06_learner.ipynb #68df3dd0
+# %% ../../nbs/trainer/06_learner.ipynb #6417b55b
 @patch
 def validation_context(self:Learner, cbs=None, inner=False):
     "fastai's `validation_context`; the workers do not agree on what callbacks decide in it"
     res,decisions,trainer = _validation_context(self, cbs, inner),_decisions(self),trainer_of(self)
-    own = [] if trainer is None else [_by_one_thread(trainer), trainer.inside()]
+    own = [] if trainer is None else [trainer.inside()]
     if decisions is not None: own.append(decisions.inside())
     return _AllOrNone([*own, *res.default])
 
-# %% ../../nbs/trainer/06_learner.ipynb #b8fe31a2
+# %% ../../nbs/trainer/06_learner.ipynb #7665ca29
 _fastai_set_device = Learner._set_device
 
 @patch
@@ -298,7 +264,7 @@ def _set_device(self:Learner, b):
     device = device_of(self)
     return _fastai_set_device(self, b) if device is None else to_device(b, device)
 
-# %% ../../nbs/trainer/06_learner.ipynb #6d70f592
+# %% ../../nbs/trainer/06_learner.ipynb #2adcb5d0
 _all_batches = Learner.all_batches
 
 @patch
@@ -318,7 +284,7 @@ def all_batches(self:Learner):
     self.n_iter = len(self.dl)
     for o in resume.batches(self.dl): self.one_batch(*o)
 
-# %% ../../nbs/trainer/06_learner.ipynb #ccbeebb8
+# %% ../../nbs/trainer/06_learner.ipynb #3f94f018
 _create_opt = Learner.create_opt
 
 @patch
@@ -335,7 +301,7 @@ def create_opt(self:Learner):
         if trainer is not None: check_trainable(self.model)
         raise
 
-# %% ../../nbs/trainer/06_learner.ipynb #9d8b1ea2
+# %% ../../nbs/trainer/06_learner.ipynb #5adad3b3
 _to_detach = Learner.to_detach
 
 @patch
@@ -343,27 +309,9 @@ def to_detach(self:Learner, b, cpu=True, gather=True):
     "fastai's `to_detach`, of this worker's share: metrics and predictions are put together once an epoch; `learn.dl.to_detach` gathers"
     return to_detach(b, cpu, gather) if isinstance(getattr(self, 'dl', None), DistributedDL) else _to_detach(self, b, cpu, gather)
 
-# %% ../../nbs/trainer/06_learner.ipynb #c105419d
+# %% ../../nbs/trainer/06_learner.ipynb #53d1ce31
 _get_preds = Learner.get_preds
 
-def _get_shared(trainer, args, kwargs):
-    "`get_preds` for all workers, each of which makes the loss function's activation of its own predictions"
-    given = inspect.signature(_get_preds).bind(trainer.learn, *args, **kwargs)
-    act = SharedActivation.of(trainer.learn.loss_func) if given.arguments.get('act') is None else None
-    if act is not None:
-        given.arguments['act'] = act
-        trainer.requested = dict(activation=act)
-    return _get_preds(*given.args, **given.kwargs)
-
-def _for_others(learn, args, kwargs):
-    "Arguments of `get_preds` for a rank that helps and gets nothing, which decodes nothing, and the number of results that rank 0 gets"
-    given = inspect.signature(_get_preds).bind(learn, *args, **kwargs).arguments
-    kwargs = {k:v for k,v in given.items() if k not in ('self','kwargs')} | given.get('kwargs', {})
-    decoded = kwargs.pop('with_decoded', False)
-    n = 2 + sum(bool(o) for o in (decoded, kwargs.get('with_input'), kwargs.get('with_loss')))
-    return {**kwargs, 'act':noop},n
-
-# %% ../../nbs/trainer/06_learner.ipynb #54e092c8
 @patch
 @delegates(_get_preds)
 def get_preds(self:Learner, *args,
@@ -373,17 +321,19 @@ def get_preds(self:Learner, *args,
     "fastai's `get_preds`: predictions and targets of a loader, in the order of the data set"
     if not isinstance(rank0_only, bool): refuse('rank0_only', rank0_only, "it is True or False")
     if device_of(self) is None: return _get_preds(self, *args, **kwargs)
-    trainer = trainer_of(self)
-    with _by_one_thread(trainer):
-        try:
-            if not rank0_only: return _get_shared(trainer, args, kwargs)
-            trainer.requested,n = dict(dst=0),None
-            if get_rank()!=0: args,kwargs,n = (),*_for_others(self, args, kwargs)
-            res = _get_preds(self, *args, **kwargs)
-            return res if n is None else (None,)*n
+    trainer,call = trainer_of(self),inspect.signature(_get_preds).bind(self, *args, **kwargs)
+    given,helps = call.arguments,rank0_only and get_rank() > 0
+    if helps: # it gets nothing, and decodes nothing
+        n = 2 + sum(bool(given.get(k)) for k in ('with_input','with_loss','with_decoded'))
+        given.update(with_decoded=False, act=noop)
+    elif not rank0_only and given.get('act') is None and (act := SharedActivation.of(self.loss_func)) is not None: given['act'] = act
+    with trainer.one_thread():
+        trainer.requested = dict(dst=0) if rank0_only else dict(activation=given['act']) if isinstance(given.get('act'), SharedActivation) else {}
+        try: res = _get_preds(*call.args, **call.kwargs)
         finally: trainer.requested = {}
+    return (None,)*n if helps else res
 
-# %% ../../nbs/trainer/06_learner.ipynb #bc414e66
+# %% ../../nbs/trainer/06_learner.ipynb #d06c1b71
 def _users_state(trainer, state):
     "`state` of a learner as it would be without `trainer`; a `RuntimeError` where this worker has shards of the parameters only"
     strategy = trainer.strategy
@@ -399,7 +349,7 @@ def _users_state(trainer, state):
     if isinstance(dl, DistributedDL): res['dl'] = dl.dl
     return res
 
-# %% ../../nbs/trainer/06_learner.ipynb #4e939302
+# %% ../../nbs/trainer/06_learner.ipynb #de7ac6a8
 _learner_state = Learner.__getstate__
 
 @patch
@@ -407,7 +357,7 @@ def __getstate__(self:Learner):
     state,trainer = _learner_state(self),trainer_of(self)
     return state if trainer is None else _users_state(trainer, state)
 
-# %% ../../nbs/trainer/06_learner.ipynb #86f9402f
+# %% ../../nbs/trainer/06_learner.ipynb #327a0054
 _export = Learner.export
 
 def _as_if_exported(learn):

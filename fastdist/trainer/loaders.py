@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['SharedLoaders', 'plain_dls', 'move_learner', 'back_on_device']
 
-# %% ../../nbs/trainer/01_loaders.ipynb #0d14fa54
+# %% ../../nbs/trainer/01_loaders.ipynb #37559ef6
 from contextlib import contextmanager
 from copy import copy
 
@@ -22,7 +22,7 @@ from ..metrics.metrics import EpochTotals
 from ..strategy.sharded_opt import move_state
 from ..world.ranks import get_rank, get_world_size
 
-# %% ../../nbs/trainer/01_loaders.ipynb #c4e68ff2
+# %% ../../nbs/trainer/01_loaders.ipynb #6aaca500
 def _trains_norms(learn):
     "Do layers keep statistics of what is evaluated? fastai's `GANTrainer(switch_eval=True)` has the generator in training mode there"
     return any(getattr(cb, 'switch_eval', False) for cb in learn.cbs) and any(isinstance(m, _NormBase) for m in learn.model.modules())
@@ -39,7 +39,7 @@ def _keeps_state(learn):
     # fastai's classifiers begin anew with each text
     return has_state(learn) and not any(o.__name__=='SentenceEncoder' for m in learn.model.modules() for o in type(m).__mro__)
 
-# %% ../../nbs/trainer/01_loaders.ipynb #5359a0da
+# %% ../../nbs/trainer/01_loaders.ipynb #d054422b
 class SharedLoaders:
     "Makes loaders of `learn` this worker's part of them"
     def __init__(self, learn, # `Learner` that trains and evaluates
@@ -61,7 +61,7 @@ class SharedLoaders:
         saves = any(getattr(cb, o, None) is not None for cb in self.learn.cbs for o in ('save_preds','save_targs'))
         return dl.bs >= get_world_size() and not saves and not EpochTotals(self.learn).fed(rows=True, training=False)
 
-# %% ../../nbs/trainer/01_loaders.ipynb #08cd11cd
+# %% ../../nbs/trainer/01_loaders.ipynb #33437b0f
 @patch
 def part(self:SharedLoaders, dl, evaluate, alone=False):
     "`DistributedDL` of `dl`, all of it where this worker is to read it `alone`; the one that is given, where it is that already"
@@ -71,7 +71,7 @@ def part(self:SharedLoaders, dl, evaluate, alone=False):
     if self.device not in (None,res.part.device): res.to(self.device) # a script has sent it elsewhere
     return res
 
-# %% ../../nbs/trainer/01_loaders.ipynb #45e9e2ab
+# %% ../../nbs/trainer/01_loaders.ipynb #c9d22730
 def _check_steps(dl):
     n,bs = getattr(dl, 'n', None),getattr(dl, 'bs', None)
     if not n or not bs or len(dl): return
@@ -80,19 +80,14 @@ def _check_steps(dl):
         f"rank {get_rank()}: {n} samples do not fill one global batch of {dl.global_bs} (bs={bs} on each of {dl.world_size} workers) "
         "and drop_last=True, so nothing would be trained: use a smaller bs, or split_batches=True, by which bs is the global batch")
 
-def _check_lengths(learn):
-    "fastai asks for the number of batches when it begins to validate, after an epoch of training; `lr_find` never does"
-    if not hasattr(learn, 'lr_finder'):
-        for dl in learn.dls.loaders[:2]: len(dl)
-
-# %% ../../nbs/trainer/01_loaders.ipynb #3bb67ed0
+# %% ../../nbs/trainer/01_loaders.ipynb #4bafdc5e
 @patch
 def train(self:SharedLoaders, dl # Loader of the learner's
          ):
     "This worker's part of `dl`, to train; a `ValueError` where its samples are too few for a step, a `TypeError` where it has no length"
     res = self.part(dl, False)
     _check_steps(res)
-    _check_lengths(self.learn)
+    for o in () if hasattr(self.learn, 'lr_finder') else self.learn.dls.loaders[:2]: len(o) # fastai asks too, but an epoch later
     return res
 
 @patch
@@ -104,7 +99,7 @@ def evaluate(self:SharedLoaders, dl, # Loader of the learner's, or a list of bat
     if not isinstance(inner, (FastaiDataLoader,TorchDataLoader)): return inner # a list of batches, or an object that makes them
     return self.part(dl, True, alone or n_batches(inner) in (0,1) or not self.can_share(inner))
 
-# %% ../../nbs/trainer/01_loaders.ipynb #d680ee91
+# %% ../../nbs/trainer/01_loaders.ipynb #6439bc7d
 def plain_dls(dls # `DataLoaders`
              ):
     "`dls` with the loaders that its `DistributedDL`s were made of"
@@ -113,7 +108,7 @@ def plain_dls(dls # `DataLoaders`
     res.loaders = [dl.dl if isinstance(dl, DistributedDL) else dl for dl in dls.loaders]
     return res
 
-# %% ../../nbs/trainer/01_loaders.ipynb #bf34036c
+# %% ../../nbs/trainer/01_loaders.ipynb #e81b02f9
 def move_learner(learn, # Any `Learner`
               device, # `torch.device`
               loss=False, # Its loss function as well? fastai moves it when a fit begins
@@ -124,9 +119,7 @@ def move_learner(learn, # Any `Learner`
     if learn.opt: move_state(learn.opt, device)
     if loss and isinstance(learn.loss_func, (nn.Module,BaseLoss)): learn.loss_func.to(device)
 
-# %% ../../nbs/trainer/01_loaders.ipynb #ee3d8ef5
-def _is_on_cpu(learn): return all(p.device.type=='cpu' for p in learn.model.parameters())
-
+# %% ../../nbs/trainer/01_loaders.ipynb #681a759d
 @contextmanager
 def back_on_device(learn, # Any `Learner`
                    device, # `torch.device` of this worker
@@ -140,14 +133,14 @@ def back_on_device(learn, # Any `Learner`
     finally:
         back = device if given is None or torch.device(given).type!='cpu' else torch.device('cpu')
         if device.type!='cpu':
-            if back.type=='cpu' or _is_on_cpu(learn):
+            if back.type=='cpu' or all(p.device.type=='cpu' for p in learn.model.parameters()):
                 move_learner(learn, torch.device('cpu'), loss=True)
                 leave_on_cpu(learn.opt)
             if given is not None: dls.to(back) # the transforms are shared with this worker's loaders, and are on its device
             new = getattr(learn.dls, '_device', None) # of loaders that the learner was given meanwhile
             if new is not None and torch.device(new).type!='cpu': learn.dls.to(device)
 
-# %% ../../nbs/trainer/01_loaders.ipynb #2851f712
+# %% ../../nbs/trainer/01_loaders.ipynb #53a3b599
 def _give_back(user, shared, parts, noted):
     "Let `user` have what the script has set in its copy `shared`, which had `noted`, or has put in the place of `parts` there"
     for k,v in vars(shared).items():
@@ -156,7 +149,7 @@ def _give_back(user, shared, parts, noted):
     own = {id(part):dl for part,dl in zip(parts, user.loaders)}
     user.loaders = [own.get(id(dl), dl.dl if isinstance(dl, DistributedDL) else dl) for dl in shared.loaders]
 
-# %% ../../nbs/trainer/01_loaders.ipynb #1fdf4a5d
+# %% ../../nbs/trainer/01_loaders.ipynb #8f727921
 @patch
 @contextmanager
 def on_learner(self:SharedLoaders):
@@ -167,15 +160,12 @@ def on_learner(self:SharedLoaders):
     shared.loaders = [self.part(first, False), *map(self.evaluate, others)]
     if self.device is not None: shared._device = self.device
     learn.dls,parts,noted = shared,[*shared.loaders],dict(vars(shared))
-    had = [(vars(dl), {*vars(dl)}) for dl in parts if isinstance(dl, FastaiDataLoader)]
     try: yield
     finally:
         _give_back(user, shared, parts, noted)
         if learn.dls is shared: learn.dls = user
         else: learn.dls.loaders = plain_dls(learn.dls).loaders
         for dl in parts: getattr(dl, 'close', noop)()
-        for attrs,before in had: # what fastai notes at the first pass over a loader
-            for nm in {'it','_n_inp','_types'}-before: attrs.pop(nm, None)
         dl = vars(learn).get('dl')
         if isinstance(dl, DistributedDL): learn.dl = dl.dl
         self.place.rank,self.place.world_size = 0,1 # whatever the script has kept of them reads all from here on

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Fingerprint', 'TrainingStep', 'StepHooks']
 
-# %% ../../nbs/trainer/02_step.ipynb #34f05b46
+# %% ../../nbs/trainer/02_step.ipynb #0ddf4a78
 from numbers import Real
 
 from fastai.basics import *
@@ -14,7 +14,7 @@ from fastai.callback.training import GradientAccumulation
 from ..callbacks.patches.fastai_patches import QuickCallback
 from ..callbacks.patches.grad_accumulation import AccumulateSteps, grads_of, looked_at, scale_all
 from ..callbacks.patches.device_loss import send_to_host
-from ..comm.collectives import Reduced, all_gather_list, first_other, is_dtensor, tensors_in
+from ..comm.collectives import Reduced, all_gather_list, checksum, first_other, is_dtensor, same_text, tensors_in
 from ..fault.cancel import ending
 from ..metrics.losses import LossRoute, gather_batch, is_summed, kept_labels, loss_divisor, loss_parts
 from ..metrics.metrics import metric_kind
@@ -24,16 +24,16 @@ from ..strategy.backward import is_made_of
 from ..strategy.base import callback_results, callbacks_of
 from ..world.ranks import get_rank, get_world_size
 
-# %% ../../nbs/trainer/02_step.ipynb #caca8d89
+# %% ../../nbs/trainer/02_step.ipynb #468ac06e
 class Fingerprint:
     "What has to be the same in all workers in each step, as four numbers whose sums over the workers show whether it is"
     def __init__(self, learn, # `Learner` that trains
                  whole, # Has each worker all of each parameter?
                 ):
-        self.learn = learn
-        ps = [p for p in learn.model.parameters() if whole and p.requires_grad and p.numel() and p.layout==torch.strided
-              and p.is_floating_point() and not is_dtensor(p)]
-        self.weights = ps[-1] if ps else None
+        self.learn,self.n = learn,0
+        self.params = [p for p in learn.model.parameters() if whole and p.numel() and p.layout==torch.strided
+                       and p.is_floating_point() and not is_dtensor(p)]
+        self.rounding = 1e-4+16*max((torch.finfo(p.dtype).eps for p in self.params), default=0) # processors of other kinds round otherwise
 
     def hypers(self):
         "What the optimizer steps by"
@@ -43,22 +43,24 @@ class Fingerprint:
     def numbers(self):
         "Those of this worker"
         h,w = hash(tuple(self.hypers().values())) & 0xFFFFF,0. # its square is exact in a float
-        if self.weights is not None:
-            with torch._C.DisableTorchFunctionSubclass(): w = self.weights.detach().reshape(-1)[:8].double().abs().sum()
+        if self.params:
+            p,self.n = self.params[self.n%len(self.params)],self.n+1
+            with torch._C.DisableTorchFunctionSubclass(): w = p.detach().reshape(-1)[:8].double().abs().sum()
         return h,h*h,w,w*w
 
     def check(self, h, hh, w, ww, # Sums over all workers
              ):
         "A `RuntimeError`, in all workers, where they have diverged"
-        n,learn,dtype = get_world_size(),self.learn,getattr(self.weights, 'dtype', torch.float32)
+        n,learn = get_world_size(),self.learn
         at = f"rank {get_rank()}: in epoch {learn.epoch}, batch {learn.iter}, "
         if n*int(hh)!=int(h)**2:
             name,who = first_other(all_gather_list(self.hypers())) or ('now the same', 'all have them')
             raise RuntimeError(at+f"the optimizers of the workers do not step by the same numbers: {name}: {who}. Give all the same "
                 "learning rate and schedule, drawn after set_seed(42) if at random, and callbacks that change them to the learners of all")
-        if n*ww-w*w > (w*(1e-4+16*torch.finfo(dtype).eps))**2: raise RuntimeError(at+
-            "the workers no longer have the same weights: something draws from a generator that is seeded otherwise in each, or changes "
-            "weights or gradients in some alone. learn.fit(..., cbs=DivergenceCheck(every=1)) names the parameter and the step")
+        if n*ww-w*w > (w*self.rounding)**2+1e-12: raise RuntimeError(at+
+            "the workers no longer have the same weights: a callback or an optimizer draws from a generator of its own, such as "
+            "np.random.default_rng(), that has another seed in each, or changes weights or gradients in some alone. "
+            "learn.fit(..., cbs=DivergenceCheck(every=1)) names the parameter, and the step in which they part")
 
 # %% ../../nbs/trainer/02_step.ipynb #3af82d5d
 class TrainingStep:
@@ -307,7 +309,7 @@ def end_batch(self:TrainingStep):
     self.kept,self.loss = [],None
     self.restore_batch() # where an error has ended the loss function
 
-# %% ../../nbs/trainer/02_step.ipynb #db688e6a
+# %% ../../nbs/trainer/02_step.ipynb #bde764e1
 class StepHooks(QuickCallback):
     "Calls the hooks of the strategy, and the training step's, around a training batch, last of all callbacks"
     order = 1000
@@ -319,6 +321,7 @@ class StepHooks(QuickCallback):
         self.trainer,self.strategy,self.each = trainer,strategy,each
         self.looked_at = self.fingerprint = None
         self.sync,self.weigh_stats = True,noop
+        self.unchecked = 3 # steps without a backward pass that `_check_made` is to look at
 
     def begin_epoch(self):
         "The learner may have other callbacks now"
@@ -357,6 +360,20 @@ class StepHooks(QuickCallback):
         if self.strategy.unsynced: raise RuntimeError(
             f"rank {get_rank()}: a step was made for a batch that GradientAccumulation would not step for, by its n_acc and count: "
             "leave both to it")
+        watch = getattr(self.strategy, 'backwards', None)
+        if watch is None: return
+        if not watch.ran: self._check_made()
+        watch.ran = False # what comes after this step needs a backward pass of its own
+
+    def _check_made(self):
+        "Raise an error where gradients were made without a backward pass, and each worker has others: nothing has averaged those"
+        if not self.unchecked: return
+        self.unchecked -= 1
+        grads = [p.grad for p in self.strategy.all_params() if p.grad is not None]
+        if not same_text(repr([checksum(g) for g in grads if not is_dtensor(g) and g.layout==torch.strided])): raise RuntimeError(
+            f"rank {get_rank()}: the gradients of this step come from no backward pass (but from torch.autograd.grad, torch.func, or by "
+            "hand), and are not the same in all workers: call backward(), or add them up (fastdist.world.all_reduce(p.grad)), each of a "
+            "loss times counts.mine/counts.total, with counts = learn.dl.counts")
 
     def after_batch(self):
         "Give the model back, where the forward was cancelled, and the metrics their state, where this batch does not count"

@@ -5,8 +5,9 @@
 # %% auto #0
 __all__ = ['DistributedTrainer']
 
-# %% ../../nbs/trainer/05_trainer.ipynb #3199623e
+# %% ../../nbs/trainer/05_trainer.ipynb #92e6cd80
 from contextlib import ExitStack, contextmanager, nullcontext
+from threading import RLock
 
 from accelerate import Accelerator
 from fastai.basics import *
@@ -29,7 +30,7 @@ from .step import TrainingStep
 from ..world.start.process_group import init_group, teardown_distrib
 from ..world.ranks import get_device, get_rank, get_world_size, use_cpu
 
-# %% ../../nbs/trainer/05_trainer.ipynb #5238794e
+# %% ../../nbs/trainer/05_trainer.ipynb #e444810f
 class DistributedTrainer(LearnerSetup):
     "Trains and evaluates a `Learner` on all workers of the process group; `attach` sets it up and `detach` undoes all of it"
     order = -900 # before whatever looks at batches, losses and metrics
@@ -43,6 +44,7 @@ class DistributedTrainer(LearnerSetup):
         super().__init__()
         self.settings = check_args(dict(sync_bn=sync_bn, **kwargs))
         self.requested = {} # of the next evaluation, by `get_preds`: see `Evaluation`
+        self.lock = RLock() # of the thread that trains or evaluates
 
     @property
     def accelerator(self):
@@ -63,7 +65,7 @@ class DistributedTrainer(LearnerSetup):
         "Handle an event where there are other workers"
         if self.device is not None: super().__call__(event_name)
 
-# %% ../../nbs/trainer/05_trainer.ipynb #be916011
+# %% ../../nbs/trainer/05_trainer.ipynb #e48ba23c
 @patch
 def join_group(self:DistributedTrainer):
     "Make the process group, as the arguments say"
@@ -89,7 +91,7 @@ def _fail_together(self:DistributedTrainer):
 
 @patch
 def attach(self:DistributedTrainer):
-    "Set up the learner"
+    "Set up the learner; where that fails, `detach` undoes what has been done"
     if self.undo is not None: return
     if self.learn._grab_cbs(ParallelTrainer): raise ValueError(
         f"rank {get_rank()}: this learner is in parallel_ctx (or to_parallel), which uses all GPUs from one process; "
@@ -97,16 +99,12 @@ def attach(self:DistributedTrainer):
     self.precision = launched_precision(self.learn)
     self.join_group()
     if get_world_size() > 1: self.device = worker_device(self.settings)
-    try:
-        with nullcontext() if self.in_context else self._fail_together():
-            with interrupt_deferred(): self.set_up()
-            if self.device is not None: self.versions = _versions(self.learn)
-            if not self.in_context: same_call('the set-up of DistributedTrainer') # who has done it waits here for those that fail
-    except BaseException:
-        if not self.in_context: self.detach() # the context does so when it has told the others
-        raise
+    with nullcontext() if self.in_context else self._fail_together():
+        with interrupt_deferred(): self.set_up()
+        if self.device is not None: self.versions = _versions(self.learn)
+        if not self.in_context: same_call('the set-up of DistributedTrainer') # who has done it waits here for those that fail
 
-# %% ../../nbs/trainer/05_trainer.ipynb #f46fe297
+# %% ../../nbs/trainer/05_trainer.ipynb #6281de03
 @patch
 @contextmanager
 def fit_together(self:DistributedTrainer):
@@ -115,8 +113,9 @@ def fit_together(self:DistributedTrainer):
     try:
         if alone:
             with handler_kept(): self.attach()
-        self.in_fit = True
         with ExitStack() as undo:
+            undo.enter_context(self.one_thread())
+            self.in_fit = True
             undo.enter_context(autocast_kept())
             if self.device is not None and not outer: self._begin_fit(undo)
             yield
@@ -165,7 +164,21 @@ def _fit_failed(self:DistributedTrainer, cls, error, *_):
     else: self.strategy.drop_grads()
     self.strategy.explain(error)
 
-# %% ../../nbs/trainer/05_trainer.ipynb #324a3226
+# %% ../../nbs/trainer/05_trainer.ipynb #27e2684e
+@patch
+@contextmanager
+def one_thread(self:DistributedTrainer):
+    """Around what trains or evaluates: a `RuntimeError` where another thread does that with the learner at the moment.
+    They would take each other's loader, batch and callbacks"""
+    if self.device is None:
+        yield
+        return
+    if not self.lock.acquire(blocking=False): raise RuntimeError(
+        f"rank {get_rank()}: another thread trains or evaluates this learner at the moment, which does one thing at a time: "
+        "call predict, get_preds, validate or fit of a copy (copy.deepcopy(learn)) made before, or wait until it is done")
+    try: yield
+    finally: self.lock.release()
+
 @patch
 @contextmanager
 def validate_together(self:DistributedTrainer):
@@ -189,12 +202,13 @@ def validate_together(self:DistributedTrainer):
 @contextmanager
 def inside(self:DistributedTrainer):
     "Around an evaluation, which may be one that a callback makes in a fit, in one process too"
-    outer,self.in_evaluation = self.in_evaluation,self.in_fit
-    try: yield
-    except Exception as e:
-        raise_root_cause(e) # of what is after the `validate` event
-        raise
-    finally: self.in_evaluation = outer
+    with self.one_thread():
+        outer,self.in_evaluation = self.in_evaluation,self.in_fit
+        try: yield
+        except Exception as e:
+            raise_root_cause(e) # of what is after the `validate` event
+            raise
+        finally: self.in_evaluation = outer
 
 # %% ../../nbs/trainer/05_trainer.ipynb #3ff1219a
 @patch
