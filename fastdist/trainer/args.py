@@ -81,14 +81,14 @@ def _check_strategy(name, value):
                        f"has no method {missing[0]}" + (f'; did you mean {near[0]!r}?' if near else ''))
     return value
 
-# %% ../../nbs/trainer/00_args.ipynb #c566812f
+# %% ../../nbs/trainer/00_args.ipynb #4ea3c9ff
 _bool = _check_is(lambda o: isinstance(o, bool), "True or False")
 _Argument = namedtuple('_Argument', 'owner default meaning check')
 _own,_accelerates = partial(_Argument, 'fastdist'),partial(_Argument, 'Accelerate')
 
 ARGUMENTS = dict(
     sync_bn=_own(True, "Take batch norm's statistics from the global batch?", _check_is(
-        lambda o: isinstance(o, bool), "True or False; each worker takes its own GPU: leave out the number of one, as old scripts have it")),
+        lambda o: isinstance(o, bool), "True or False; leave out the number of a GPU, as old scripts have it: each worker takes its own")),
     watchdog=_own(watchdog_time, "Seconds, or a `timedelta`, that workers wait for one that does not come; `None` for as long as it takes",
                   lambda name,value: check_watchdog(value)),
     strategy=_own(None, "'ddp', 'zero1', 'zero2', 'fsdp', 'hsdp', 'auto', or an object with the hooks of a `Strategy`; by default that of "
@@ -106,10 +106,12 @@ ARGUMENTS = dict(
                                     _check_class(ParallelismConfig)),
     dynamo_backend=_accelerates(None, "Compile the model with this backend of `torch.compile`",
                                 _check_is(lambda o: isinstance(o, str), "the name of a backend")),
-    dynamo_plugin=_accelerates(None, "Accelerate's `TorchDynamoPlugin`: the backend, its mode and options", _check_class(TorchDynamoPlugin)),
+    dynamo_plugin=_accelerates(None, "Accelerate's `TorchDynamoPlugin`: the backend, its mode and options",
+                               _check_class(TorchDynamoPlugin)),
     project_dir=_accelerates(None, "Folder that is `learn.path` meanwhile",
                              _check_is(lambda o: isinstance(o, (str,PurePath)), "the path of a folder")),
-    rng_types=_accelerates(None, "Generators that get rank 0's state as an epoch begins: of 'torch', 'cuda', 'generator'", _check_rng_types))
+    rng_types=_accelerates(None, "Generators that get rank 0's state as an epoch begins: of 'torch', 'cuda', 'generator'",
+                           _check_rng_types))
 
 _zero = "use strategy='zero1', 'zero2' or 'fsdp' for ZeRO stage 1, 2 or 3"
 _sharded = "use strategy='fsdp', which shards the parameters as well"
@@ -120,7 +122,8 @@ _way_out = dict( # for the other arguments of `Accelerator`
     device_placement="fastai places the batches, and fastdist the model: leave it out",
     dataloader_config="give split_batches=True for it, and what else a loader is to do to the loader itself",
     gradient_accumulation_plugin="give gradient_accumulation_steps=, the number of batches to a step",
-    project_config="give project_dir=", deepspeed_plugin=_zero, deepspeed_plugins=_zero, megatron_lm_plugin=_sharded, torch_tp_plugin=_sharded)
+    project_config="give project_dir=",
+    deepspeed_plugin=_zero, deepspeed_plugins=_zero, megatron_lm_plugin=_sharded, torch_tp_plugin=_sharded)
 
 def takes_arguments(f):
     "Show the arguments of the table in the signature of `f`, in place of its `**kwargs`, and what each means at the end of its docstring"
@@ -132,7 +135,7 @@ def takes_arguments(f):
     f.__doc__ = '\n'.join([f.__doc__ or '', '', 'Parameters:', *(f'{k}: {known[k]}' for k in f.__signature__.parameters if k in known)])
     return f
 
-# %% ../../nbs/trainer/00_args.ipynb #8d0df213
+# %% ../../nbs/trainer/00_args.ipynb #c67dfcf7
 def _launched(cls):
     "Accelerate's `cls` of the launcher's options"
     try: return cls()
@@ -141,12 +144,13 @@ def _launched(cls):
 def _launched_fsdp():
     "The plugin of the launcher's options, or `None`"
     if not parse_flag_from_env('ACCELERATE_USE_FSDP'): return
-    for k,ok,why in (('VERSION', '2', "torch replaces it by version 2: --fsdp_version 2, or `fsdp_version: 2` in the file of `accelerate config`"),
-                     *((k, ok, "it has no effect in version 2: leave it out") for k,ok in dict(
-                         SHARDING_STRATEGY='FULL_SHARD 1', BACKWARD_PREFETCH='NO_PREFETCH', FORWARD_PREFETCH='FALSE',
-                         USE_ORIG_PARAMS='TRUE', SYNC_MODULE_STATES='TRUE').items())):
-        v = os.environ.get(f'FSDP_{k}') or ('1' if k=='VERSION' else ok.split()[0])
-        if v.upper() not in ok.split(): refuse(f'fsdp_{k.lower()}', v, f"(of the launcher) {why}")
+    version = os.environ.get('FSDP_VERSION') or '1'
+    if version!='2': refuse('fsdp_version', version, "(of the launcher) torch replaces it by version 2: --fsdp_version 2, or "
+                            "`fsdp_version: 2` in the file of `accelerate config`")
+    for k,ok in dict(SHARDING_STRATEGY='FULL_SHARD 1', BACKWARD_PREFETCH='NO_PREFETCH', FORWARD_PREFETCH='FALSE', USE_ORIG_PARAMS='TRUE',
+                     SYNC_MODULE_STATES='TRUE').items():
+        v = os.environ.get(f'FSDP_{k}') or ok.split()[0]
+        if v.upper() not in ok.split(): refuse(f'fsdp_{k.lower()}', v, "(of the launcher) it has no effect in version 2: leave it out")
     return _launched(FullyShardedDataParallelPlugin)
 
 _taken = {'fsdp_version','reshard_after_forward','mixed_precision_policy','cpu_offload','ignored_modules','activation_checkpointing',
@@ -177,7 +181,8 @@ def _fsdp_settings(plugin # Accelerate's `FullyShardedDataParallelPlugin`, or `N
     for k in {o.name for o in fields(plugin)}-_taken:
         if getattr(plugin, k)!=getattr(plain, k): no(k, "it has no effect in version 2, or here: leave it out")
     names,size,reshard = plugin.transformer_cls_names_to_wrap,plugin.min_num_params,plugin.reshard_after_forward
-    if _policies.get(getattr(plugin.auto_wrap_policy, '__name__', plugin.auto_wrap_policy))!=(bool(names),bool(size)): no('auto_wrap_policy',
+    policy = getattr(plugin.auto_wrap_policy, '__name__', plugin.auto_wrap_policy)
+    if _policies.get(policy)!=(bool(names),bool(size)): no('auto_wrap_policy',
         f"with transformer_cls_names_to_wrap={names!r} and min_num_params={size!r}; "
         "give 'transformer_based_wrap' with names of classes, or 'size_based_wrap' with a number from 1")
     if not isinstance(reshard, int) or reshard < 0: no('reshard_after_forward', "it is True, False, or a number of workers")
@@ -229,7 +234,7 @@ def _sharding(values):
     word = next((o for o in _words if means and all(o in ok for *_,ok in means)), strategy or 'ddp')
     return word,_fsdp_settings(plugin or launched),mesh
 
-# %% ../../nbs/trainer/00_args.ipynb #3578b59a
+# %% ../../nbs/trainer/00_args.ipynb #9d206bc5
 def _dynamo(values):
     "The `TorchDynamoPlugin` of the arguments or the launcher, or `None`"
     plugin,backend = values['dynamo_plugin'],values['dynamo_backend']
@@ -241,17 +246,18 @@ def _dynamo(values):
         name,options = res.backend.value.lower(),res.to_kwargs()
         if name!='no': torch.compile(noop, **options)
     except Exception as e: refuse(arg, value, f"torch.compile does not take it: {e}")
-    if launched not in ('no',name): refuse('dynamo_backend', name, f"the launcher was told {launched!r}: leave out one of them, or let them agree")
+    if launched not in ('no',name): refuse('dynamo_backend', name, f"the launcher was told {launched!r}: leave out one of them")
     if name=='no':
         if options and plugin is not None: refuse(arg, options, "without a backend nothing is compiled: give one, such as 'inductor'")
         return
     if res.use_regional_compilation: refuse('dynamo_plugin.use_regional_compilation', True,
         "the model is compiled as one: leave it out, or compile its parts yourself before the context (block.compile())")
     if name=='cudagraphs' or res.mode in ('reduce-overhead','max-autotune') or (res.options or {}).get('triton.cudagraphs'): refuse(
-        arg, value, "CUDA graphs write over predictions and gradients that fastai keeps: use mode='max-autotune-no-cudagraphs', or 'default'")
+        arg, value, "CUDA graphs write over predictions and gradients that fastai keeps: use mode='max-autotune-no-cudagraphs', or "
+        "'default'")
     return res
 
-# %% ../../nbs/trainer/00_args.ipynb #05c9464a
+# %% ../../nbs/trainer/00_args.ipynb #012c05b1
 def _check_names(given):
     for k,v in given.items():
         if k in ARGUMENTS: continue
@@ -277,8 +283,10 @@ def check_args(given # The arguments that were given, by their names
     if recompute is False: recompute = fsdp.activation_checkpointing
     if values['offload_to_cpu'] and not recompute:
         refuse('offload_to_cpu', True, "it is of what activation checkpointing keeps: give activation_checkpointing=True too")
-    return SimpleNamespace(args=values, **handlers, strategy=strategy, fsdp=fsdp, mesh=mesh, dynamo=_dynamo(values), accumulation_steps=steps,
-        recompute=recompute, offload=values['offload_to_cpu'] or fsdp.activation_offload, project_dir=None if path is None else Path(path),
+    return SimpleNamespace(args=values, **handlers, strategy=strategy, fsdp=fsdp, mesh=mesh, dynamo=_dynamo(values),
+        accumulation_steps=steps,
+        recompute=recompute, offload=values['offload_to_cpu'] or fsdp.activation_offload,
+        project_dir=None if path is None else Path(path),
         **{k:values[k] for k in ('sync_bn','watchdog','split_batches','cpu','rng_types')})
 
 # %% ../../nbs/trainer/00_args.ipynb #9115dc95

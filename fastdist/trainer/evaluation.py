@@ -85,7 +85,18 @@ def _n_batches(self:Evaluation):
     dl = self.learn.dl
     return 1-least(-self.last)[0] if dl.is_stream else n_batches(dl.dl)
 
-# %% ../../nbs/trainer/03_evaluation.ipynb #e968729f
+# %% ../../nbs/trainer/03_evaluation.ipynb #7f29de77
+@patch
+def _last_loss(self:Evaluation, rank # Has had the last batch, where each is one worker's
+              ):
+    "What this worker adds to the loss of the last batch of all, as a metric's total and count"
+    loss = vars(self.learn).get('loss')
+    if self.by_rows: total,count = self.losses.parts[-1][:2] if self.losses.parts else (0.,0.)
+    elif isinstance(loss, Tensor) and self.learn.dl.rank==rank: total,count = loss,1
+    else: total,count = 0.,0
+    return SimpleNamespace(total=to_detach(total, gather=False), count=to_detach(count, gather=False))
+
+# %% ../../nbs/trainer/03_evaluation.ipynb #f4a7b689
 @patch
 def finish(self:Evaluation):
     "Put metrics and predictions of all workers together"
@@ -94,10 +105,16 @@ def finish(self:Evaluation):
     n = None if self.by_rows or cut is not None else self._n_batches()
     if n: self.learn.iter,self.learn.n_iter = n-1,n_batches(dl.dl)
     for o in self.preds: o.finish(cut)
-    self.totals.combine(self.by_rows)
+    rank = (n-1)%dl.world_size if n else cut[0] if cut else None
+    self.totals.combine(self.by_rows, [last := self._last_loss(rank)])
+    if last.count:
+        loss,own = last.total/last.count,vars(self.learn).get('loss') # a worker that has had no batch may have none
+        self.learn.loss = loss.to(own) if isinstance(own, Tensor) else loss
     if self.by_rows: self.losses.give(self.totals.metrics())
+    grad = vars(self.learn).get('loss_grad')
+    if isinstance(grad, Tensor): self.learn.loss_grad = grad.detach() # where a worker had no batch it is that of training, with its graph
 
-# %% ../../nbs/trainer/03_evaluation.ipynb #4411c590
+# %% ../../nbs/trainer/03_evaluation.ipynb #33ea0f6d
 @patch
 def _gathers(self:Evaluation): return self.gathers or is_sharded(self.learn.model) # the strategy's doing, or its user's
 
@@ -123,7 +140,7 @@ def _catch_up(self:Evaluation):
         if gathers: learn.model(*learn.xb)
     for o in self.preds: o.send(most)
 
-# %% ../../nbs/trainer/03_evaluation.ipynb #ffddf663
+# %% ../../nbs/trainer/03_evaluation.ipynb #fa3b22e6
 @contextmanager
 def _own_folder(cb, nm):
     given = getattr(cb, nm)
@@ -144,7 +161,7 @@ def _files_apart(learn # `Learner` that evaluates all of a loader, as other work
     found = [(cb,o) for cb in learn.cbs for o in ('save_preds','save_targs') if getattr(cb, o, None) is not None]
     return ContextManagers([_own_folder(*o) for o in found])
 
-# %% ../../nbs/trainer/03_evaluation.ipynb #69a01c3a
+# %% ../../nbs/trainer/03_evaluation.ipynb #57c657b4
 @patch
 def _what(self:Evaluation):
     "This evaluation in words that are the same in all workers"
@@ -153,7 +170,7 @@ def _what(self:Evaluation):
     which = next((f'ds_idx={i}' for i,o in enumerate(sets) if o is getattr(dl, 'dataset', sets)), 'a loader of its own')
     return f"learn.{'get_preds' if learn._grab_cbs(GatherPredsCallback) else 'validate'} of {which} ({n_batches(dl)} batches)"
 
-# %% ../../nbs/trainer/03_evaluation.ipynb #97645585
+# %% ../../nbs/trainer/03_evaluation.ipynb #1d4053a2
 @patch
 @contextmanager
 def together(self:Evaluation):
@@ -162,12 +179,18 @@ def together(self:Evaluation):
     self.preds = [GatheredPreds(cb, self.by_rows, self.dst, activation=self.activation) for cb in cbs]
     begins = self.shared and not self.decisions.active
     if begins: self.decisions.begin(self._what())
-    elif self.shared and self.decisions.inner and (other := gone_on(self._what())) is not None: raise OutOfStep(
-        f"rank {get_rank()} is at {self._what()} of a callback, and rank {other.rank} has gone on without it: call it in all workers")
+    elif self.shared and self.decisions.inner: self._all_evaluate()
     try:
         with self._loop(), plain_sums(self.totals.metrics(training=False) if self.shared else ()): yield
     finally:
         if begins: self.decisions.end()
+
+@patch
+def _all_evaluate(self:Evaluation):
+    "A callback evaluates in a fit: an `OutOfStep` where `if rank == 0:` leaves others behind"
+    other = gone_on(self._what())
+    if other is not None: raise OutOfStep(
+        f"rank {get_rank()} is at {self._what()} of a callback, and rank {other.rank} has gone on without it: call it in all workers")
 
 @patch
 def _loop(self:Evaluation):

@@ -309,7 +309,7 @@ def to_detach(self:Learner, b, cpu=True, gather=True):
     "fastai's `to_detach`, of this worker's share: metrics and predictions are put together once an epoch; `learn.dl.to_detach` gathers"
     return to_detach(b, cpu, gather) if isinstance(getattr(self, 'dl', None), DistributedDL) else _to_detach(self, b, cpu, gather)
 
-# %% ../../nbs/trainer/06_learner.ipynb #53d1ce31
+# %% ../../nbs/trainer/06_learner.ipynb #51db83ff
 _get_preds = Learner.get_preds
 
 @patch
@@ -326,9 +326,10 @@ def get_preds(self:Learner, *args,
     if helps: # it gets nothing, and decodes nothing
         n = 2 + sum(bool(given.get(k)) for k in ('with_input','with_loss','with_decoded'))
         given.update(with_decoded=False, act=noop)
-    elif not rank0_only and given.get('act') is None and (act := SharedActivation.of(self.loss_func)) is not None: given['act'] = act
+    activation = SharedActivation.of(self.loss_func) if given.get('act') is None and not rank0_only else None
+    if activation is not None: given['act'] = activation
     with trainer.one_thread():
-        trainer.requested = dict(dst=0) if rank0_only else dict(activation=given['act']) if isinstance(given.get('act'), SharedActivation) else {}
+        trainer.requested = dict(dst=0 if rank0_only else None, activation=activation)
         try: res = _get_preds(*call.args, **call.kwargs)
         finally: trainer.requested = {}
     return (None,)*n if helps else res

@@ -149,7 +149,7 @@ def _give_back(user, shared, parts, noted):
     own = {id(part):dl for part,dl in zip(parts, user.loaders)}
     user.loaders = [own.get(id(dl), dl.dl if isinstance(dl, DistributedDL) else dl) for dl in shared.loaders]
 
-# %% ../../nbs/trainer/01_loaders.ipynb #8f727921
+# %% ../../nbs/trainer/01_loaders.ipynb #66e5a2a6
 @patch
 @contextmanager
 def on_learner(self:SharedLoaders):
@@ -160,12 +160,15 @@ def on_learner(self:SharedLoaders):
     shared.loaders = [self.part(first, False), *map(self.evaluate, others)]
     if self.device is not None: shared._device = self.device
     learn.dls,parts,noted = shared,[*shared.loaders],dict(vars(shared))
+    had = [(vars(dl), {*vars(dl)}) for dl in parts if isinstance(dl, FastaiDataLoader)]
     try: yield
     finally:
         _give_back(user, shared, parts, noted)
         if learn.dls is shared: learn.dls = user
         else: learn.dls.loaders = plain_dls(learn.dls).loaders
         for dl in parts: getattr(dl, 'close', noop)()
+        for attrs,before in had: # what fastai notes at the first pass over a loader
+            for nm in {'it','_n_inp','_types'}-before: attrs.pop(nm, None)
         dl = vars(learn).get('dl')
         if isinstance(dl, DistributedDL): learn.dl = dl.dl
         self.place.rank,self.place.world_size = 0,1 # whatever the script has kept of them reads all from here on

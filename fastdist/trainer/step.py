@@ -62,7 +62,7 @@ class Fingerprint:
             "np.random.default_rng(), that has another seed in each, or changes weights or gradients in some alone. "
             "learn.fit(..., cbs=DivergenceCheck(every=1)) names the parameter, and the step in which they part")
 
-# %% ../../nbs/trainer/02_step.ipynb #3af82d5d
+# %% ../../nbs/trainer/02_step.ipynb #7b6d9522
 class TrainingStep:
     "This worker's share of a global batch in training: what it weighs, and the loss of all shares together"
     def __init__(self, learn, # `Learner` whose `xb` and `yb` are the share
@@ -78,12 +78,13 @@ class TrainingStep:
         self.route = LossRoute(learn) if last is None else last.route
         self.local = self.loss = self.message = self.received = self.sums = None # `local`: of the share, while the learner has those of all
         self.is_global,self.parts,self.kept,self.waits_before = False,{},[],False
-        self.divisor,self.left,self.rows_left = *[self.samples*self.counts]*2,self.rows*self.counts # of this share, by `_choose_ratio`
+        self.divisor,self.remaining,self.rows_remaining = *[self.samples*self.counts]*2,self.rows*self.counts
         self.ratio = 1. # by which the loss function's loss was multiplied
         self.uneven = getattr(last, 'uneven', None) # have shares of a batch before not added up to the samples dealt out?
         self.waiting = last is not None and last.waiting # do gradients of batches before wait for the step that this one is part of?
         self.before,self.flags = getattr(last, 'flags', None),None # on a GPU flags are read a batch later
-        self.fingerprint,self.ends,self.wished = None,None,0 # the exception by which a worker ends a loop of all; what callbacks `wish` for, over all workers
+        self.fingerprint = None
+        self.ends,self.wished = None,0 # the exception by which a worker ends a loop of all; what callbacks `wish` for, over all workers
 
     @property
     def weight(self):
@@ -107,7 +108,7 @@ class TrainingStep:
         kwargs = dict(dtype=torch.float64, device=self.device)
         return torch.stack([o.to(**kwargs).reshape(()) if isinstance(o, Tensor) else torch.full((), float(o), **kwargs) for o in os])
 
-# %% ../../nbs/trainer/02_step.ipynb #54a048b2
+# %% ../../nbs/trainer/02_step.ipynb #1a639a79
 @patch
 def gather_batch(self:TrainingStep):
     "After the forward, last of all: where the loss is of the global batch, let the loss function see that"
@@ -134,13 +135,13 @@ def _choose_ratio(self:TrainingStep):
     f,yb = self.learn.loss_func,self.learn.yb
     divisor = loss_divisor(f, yb)
     kept = kept_labels(f, yb) if divisor is None else None
-    self.rows_left = find_bs(yb) # callbacks may have left some out
-    self.left = self.samples*(self.rows_left if kept is None else kept if kept.device.type!='cpu' else float(kept))/self.rows
-    if not self.counts: divisor,self.left,self.rows_left = None if divisor is None else 0.,0.,0
+    self.rows_remaining = find_bs(yb) # callbacks may have left some out
+    self.remaining = self.samples*(self.rows_remaining if kept is None else kept if kept.device.type!='cpu' else float(kept))/self.rows
+    if not self.counts: divisor,self.remaining,self.rows_remaining = None if divisor is None else 0.,0.,0
     summed,on_gpu = is_summed(f),self.device.type!='cpu'
-    self.divisor = self.left if divisor is None else divisor if on_gpu else float(divisor)
+    self.divisor = self.remaining if divisor is None else divisor if on_gpu else float(divisor)
     if self.total is None or not summed and (divisor is not None or on_gpu or self._mixes_batches()):
-        self.sums = Reduced(self._numbers(self.divisor, self.left, self.rows_left)).wait()
+        self.sums = Reduced(self._numbers(self.divisor, self.remaining, self.rows_remaining)).wait()
         if not on_gpu: self.sums = self.sums.tolist()
         if self.total is None: self.total = int(self.sums[1])
         if self.global_rows is None or not on_gpu: self.global_rows = int(self.sums[2])
@@ -188,7 +189,7 @@ def note_loss(self:TrainingStep):
         h = cb.rnn.raw_out
         if cb.beta and len(h)==1 and self.total!=1: learn.loss_grad = learn.loss_grad + cb.beta*(h[:,1:]-h[:,:-1]).float().pow(2).mean()
 
-# %% ../../nbs/trainer/02_step.ipynb #69dc274f
+# %% ../../nbs/trainer/02_step.ipynb #7860464e
 @patch
 def _see_replaced(self:TrainingStep):
     learn = self.learn
@@ -220,7 +221,7 @@ def send_loss(self:TrainingStep, flags=(False,)*len(ending), # For each of `endi
     loss = self._sum_of(self.learn.loss, samples)
     self.fingerprint = fingerprint
     prints = (0.,)*4 if fingerprint is None else fingerprint.numbers()
-    self.message = Reduced(self._numbers(loss, self.left, self.rows_left, samples, *flags, wishes, *prints, *parts))
+    self.message = Reduced(self._numbers(loss, self.remaining, self.rows_remaining, samples, *flags, wishes, *prints, *parts))
 
 _n_agreed = 9+len(ending) # numbers of a message before those of parts of the loss
 
@@ -248,12 +249,12 @@ def _receive(self:TrainingStep):
 def receive_loss(self:TrainingStep):
     "Make `learn.loss` that of the global batch, for whoever records it or decides by it"
     if self.message is None: return
-    learn,(total,left,_,dealt,*_) = self.learn,self._receive()[:6]
+    learn,(total,remaining,_,dealt,*_) = self.learn,self._receive()[:6]
     if self.device.type!='cpu':
         loss = total/self.total
         learn.loss = (loss if self.sums is None else torch.where(self.sums[0]!=0, loss, math.nan)).to(learn.loss.dtype)
-    elif left or dealt: # else the data set has left out all: the loss is this worker's
-        by = dealt if self.is_global else self.total if is_summed(learn.loss_func) or self.sums is not None else left
+    elif remaining or dealt: # else the data set has left out all: the loss is this worker's
+        by = dealt if self.is_global else self.total if is_summed(learn.loss_func) or self.sums is not None else remaining
         if self.sums is not None and not self.sums[0]: by = 0 # of labels that count, as in one process
         learn.loss = torch.tensor(total/by if by else math.nan, dtype=learn.loss.dtype, device='cpu')
     for i,(k,v) in enumerate(self.parts.items()):
@@ -262,7 +263,7 @@ def receive_loss(self:TrainingStep):
         if isinstance(n, Tensor) or n: v = torch.as_tensor(part/n, dtype=v.dtype, device=v.device).view(v.shape)
         setattr(learn.loss_func, k, v.detach())
 
-# %% ../../nbs/trainer/02_step.ipynb #ace85b44
+# %% ../../nbs/trainer/02_step.ipynb #4b257db5
 @patch
 def ends_step(self:TrainingStep):
     "Does the optimizer step after this batch? Before, gradients are accumulated without a message"
@@ -275,22 +276,22 @@ def scale_gradients(self:TrainingStep):
     learn = self.learn
     # on a GPU nobody looks where this worker has samples, so that the data set has not left out all, or where it has left out none before
     if self.message is None or self.is_global or self.device.type!='cpu' and (self.counts or self.uneven is False): return
-    _,left,rows,dealt,*_ = map(float, self._receive())
-    if not left and not dealt: # the data set has left out all: no batch
+    _,remaining,rows,dealt,*_ = map(float, self._receive())
+    if not remaining and not dealt: # the data set has left out all: no batch
         learn.yb = ()
         raise CancelBatchException()
-    self.uneven = bool(self.uneven or left!=self.total) # then there is a message before the backward, where gradients are accumulated
-    if left==self.total or self.sums is not None or is_summed(learn.loss_func): return
-    for cb in (accs := callbacks_of(learn, AccumulateSteps)): cb.weight = left
+    self.uneven = bool(self.uneven or remaining!=self.total) # then there is a message before the backward, where gradients are accumulated
+    if remaining==self.total or self.sums is not None or is_summed(learn.loss_func): return
+    for cb in (accs := callbacks_of(learn, AccumulateSteps)): cb.weight = remaining
     # fastai's callback divides by a number of its own, whatever there is
-    scale = self.total/(left or 1)*(rows/self.planned_rows if callbacks_of(learn, GradientAccumulation) else 1)
+    scale = self.total/(remaining or 1)*(rows/self.planned_rows if callbacks_of(learn, GradientAccumulation) else 1)
     if accs or scale==1: return
     if self.waits_before: raise RuntimeError(
         f"rank {get_rank()}: some labels of this batch do not count, for the first time since its gradients were accumulated with those of "
         "others. Say what the mean in the loss divides by: learn.loss_func.loss_divisor = lambda y: (y!=-100).sum()")
     scale_all(grads_of(learn), scale)
 
-# %% ../../nbs/trainer/02_step.ipynb #8f3a18ae
+# %% ../../nbs/trainer/02_step.ipynb #dcfc0c54
 @patch
 def keep_metrics(self:TrainingStep, totals # `EpochTotals` of the training metrics
                 ):
@@ -299,7 +300,7 @@ def keep_metrics(self:TrainingStep, totals # `EpochTotals` of the training metri
     mets = totals.metrics()
     if not mets or not len(self.learn.yb): return
     totals.add_batch(self.counts, rows=True)
-    if self.counts and self.rows_left: return # a mean of no samples is nan
+    if self.counts and self.rows_remaining: return # a mean of no samples is nan
     self.kept = [(m, dict(total=m.total+0., count=m.count)) for m in mets if metric_kind(m, rows=True)=='sum']
 
 @patch
