@@ -24,14 +24,14 @@ from ..strategy.backward import is_made_of
 from ..strategy.base import callback_results, callbacks_of
 from ..world.ranks import get_rank, get_world_size
 
-# %% ../../nbs/trainer/02_step.ipynb #468ac06e
+# %% ../../nbs/trainer/02_step.ipynb #407eb24c
 class Fingerprint:
     "What has to be the same in all workers in each step, as four numbers whose sums over the workers show whether it is"
     def __init__(self, learn, # `Learner` that trains
-                 whole, # Has each worker all of each parameter?
+                 replicas, # Does each worker step all parameters, so that they are the same by the same gradients alone?
                 ):
         self.learn,self.n = learn,0
-        self.params = [p for p in learn.model.parameters() if whole and p.numel() and p.layout==torch.strided
+        self.params = [p for p in learn.model.parameters() if replicas and p.numel() and p.layout==torch.strided
                        and p.is_floating_point() and not is_dtensor(p)]
         self.rounding = 1e-4+16*max((torch.finfo(p.dtype).eps for p in self.params), default=0) # processors of other kinds round otherwise
 
@@ -310,7 +310,7 @@ def end_batch(self:TrainingStep):
     self.kept,self.loss = [],None
     self.restore_batch() # where an error has ended the loss function
 
-# %% ../../nbs/trainer/02_step.ipynb #bde764e1
+# %% ../../nbs/trainer/02_step.ipynb #5b3985c8
 class StepHooks(QuickCallback):
     "Calls the hooks of the strategy, and the training step's, around a training batch, last of all callbacks"
     order = 1000
@@ -326,7 +326,7 @@ class StepHooks(QuickCallback):
 
     def begin_epoch(self):
         "The learner may have other callbacks now"
-        self.looked_at,self.fingerprint = None,Fingerprint(self.learn, not self.strategy.shards_params)
+        self.looked_at,self.fingerprint = None,Fingerprint(self.learn, self.strategy.name=='ddp')
 
     def begin_batch(self):
         "Before any other callback has the batch, and may train on it itself"
