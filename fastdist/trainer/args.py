@@ -12,6 +12,7 @@ from collections import namedtuple
 from dataclasses import fields
 from functools import partial
 from pathlib import PurePath
+from typing import Literal
 
 import torch.distributed as dist
 from accelerate import PartialState
@@ -22,6 +23,7 @@ from fastai.basics import *
 from fastai.callback.fp16 import MixedPrecision, NonNativeMixedPrecision
 from ..comm.collectives import all_gather_list, first_other, same_text
 from ..fault.supervisor import check_watchdog, watchdog_time
+from ..strategy.base import Strategy
 from ..strategy.select import check_ddp
 from ..world.errors import refuse, short_repr
 from ..world.ranks import accelerate_state, get_device, get_rank, get_world_size, use_cpu, whole_number
@@ -129,7 +131,9 @@ def takes_arguments(f):
     "Show the arguments of the table in the signature of `f`, in place of its `**kwargs`, and what each means at the end of its docstring"
     sig = inspect.signature(f)
     own = {k:p for k,p in sig.parameters.items() if p.kind!=p.VAR_KEYWORD}
-    more = [inspect.Parameter(k, inspect.Parameter.KEYWORD_ONLY, default=o.default) for k,o in ARGUMENTS.items() if k not in own]
+    types = dict(strategy=Literal[_words]|Strategy)
+    more = [inspect.Parameter(k, inspect.Parameter.KEYWORD_ONLY, default=o.default, annotation=types.get(k, inspect.Parameter.empty))
+            for k,o in ARGUMENTS.items() if k not in own]
     known = {k:o.meaning for k,o in ARGUMENTS.items()} | {k:v for k,v in docments(f).items() if v}
     f.__signature__ = sig.replace(parameters=[*own.values(), *more])
     f.__doc__ = '\n'.join([f.__doc__ or '', '', 'Parameters:', *(f'{k}: {known[k]}' for k in f.__signature__.parameters if k in known)])
