@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 by_hand = '__init__.py', 'all.py'  # the modules that no notebook makes
 # Floor by floor: a room imports from those before it, and a file from those of its room with lower numbers
 ROOMS = '''world comm fault data model strategy/shards strategy metrics callbacks
-           checkpoint trainer/args trainer/fit trainer launch launch/checkpoint launch/notebook'''.split()
+           checkpoint trainer launch launch/checkpoint launch/notebook'''.split()
 
 def read(root, name):
     "Text of a file, '' if it is missing"

@@ -12,7 +12,7 @@ from learners import *
 def world(request, worlds): return worlds(request.param)
 
 
-STEPS = ['_same_model', '_share_batch_norm', '_share_loaders']
+STEPS = ['check_values', 'global_batch_norm', 'on_learner']  # what a context calls at its beginning, in the middle of its set-up, and late in it
 
 
 def kinds_of(learn): return [type(o).__name__ for o in (*learn.cbs, *learn.model.modules())]
@@ -21,15 +21,18 @@ def kinds_of(learn): return [type(o).__name__ for o in (*learn.cbs, *learn.model
 def fails(how, strategy, step, ctrl_c=False):
     "In rank 1, `step` of what the trainer does as it begins meets an error, or a Ctrl-C: (error, seconds), largest change of a weight, is it told to load a checkpoint?, has it its parts back?, weights of a fit after that"
     import fastdist.all
+    from fastdist.trainer import setup
+    from fastdist.trainer.loaders import SharedLoaders
     from fastdist.trainer.trainer import DistributedTrainer
     from fastdist.world import get_rank
+    at = SharedLoaders if step == 'on_learner' else setup
     learn = quiet(learner(n=24, bn=True, opt=Adam))
     learn.create_opt()
-    before, kinds, plain, start, error = weights(learn), kinds_of(learn), getattr(DistributedTrainer, step), time.monotonic(), None
-    def failing(self):
+    before, kinds, plain, start, error = weights(learn), kinds_of(learn), getattr(at, step), time.monotonic(), None
+    def failing(*args):
         if ctrl_c: os.kill(os.getpid(), signal.SIGINT)
         else: raise RuntimeError('boom')
-        return plain(self)
+        return plain(*args)
     def run():
         if how == 'context':
             with learn.distrib_ctx(watchdog=60, strategy=strategy): learn.fit(1)
@@ -38,12 +41,12 @@ def fails(how, strategy, step, ctrl_c=False):
             learn.to_distributed(watchdog=60, strategy=strategy)
             try: learn.fit(1)
             finally: learn.detach_distributed()
-    if get_rank() == 1: setattr(DistributedTrainer, step, failing)
+    if get_rank() == 1: setattr(at, step, failing)
     with warnings.catch_warnings(record=True) as shown:
         warnings.simplefilter('always')
         try: run()
         except BaseException as e: error = type(e).__name__, str(e)
-        finally: setattr(DistributedTrainer, step, plain)
+        finally: setattr(at, step, plain)
     told = any('load a checkpoint' in str(o.message) for o in shown)
     secs, now, same = time.monotonic()-start, weights(learn), kinds_of(learn) == kinds
     again = quiet(learner(n=24, bn=True))
@@ -60,7 +63,7 @@ def test_one_fails_as_it_begins(world, how, strategy, step):
         assert r == 1 or 'rank 1' in error[1]
         assert secs < 6 and same
         # where rank 1 had not begun to shard, nobody has its part of what the others have, who are told
-        lost = strategy != 'ddp' and step == '_share_batch_norm' and r != 1
+        lost = strategy != 'ddp' and step == 'global_batch_norm' and r != 1
         assert told == lost and (change == 0) == (not lost or strategy != 'fsdp'), (told, change)
         assert not diff(w, found[0][-1])
 
@@ -78,9 +81,9 @@ def pressed(place):
     "In rank 1 a Ctrl-C arrives in `place`: errors"
     import fastdist.all
     from fastdist.fault import interrupt, supervisor
-    from fastdist.trainer import setup_steps
+    from fastdist.trainer import setup
     from fastdist.world import get_rank, teardown_distrib
-    at = dict(start=(supervisor.Monitor, '_publish'), close=(interrupt.Interrupts, 'pop'), gather=(setup_steps, 'close_strategy'))
+    at = dict(start=(supervisor.Monitor, '_publish'), close=(interrupt.Interrupts, 'pop'), gather=(setup, 'close_strategy'))
     teardown_distrib()
     learn, error, start, mine = quiet(learner(n=24, bn=True, opt=Adam)), None, time.monotonic(), get_rank() == 1
     def patch(o, nm):

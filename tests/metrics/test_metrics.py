@@ -278,7 +278,6 @@ def apart(how):
     "What each worker raises where rank 1 is elsewhere than where metrics are put together; and that they go on"
     from fastdist.fault.cancel import Decisions
     from fastdist.metrics.metrics import EpochTotals
-    from fastdist.trainer.fit.evaluation import same_log
     from fastdist.world import get_rank
     import fastdist.all
     learn = quiet(learner(n=8, n_val=13, metrics=accuracy))
@@ -293,11 +292,11 @@ def apart(how):
             if odd: learn.metrics = L(AvgMetric(accuracy), AvgMetric(double_mean))
             return error(learn.validate), None
         totals = EpochTotals(learn)
-        there = dict(log=lambda: same_log(learn.recorder), fit=lambda: Decisions(learn).begin('a fit')).get(how, lambda: totals.combine(False))
+        there = dict(fit=lambda: Decisions(learn).begin('a fit')).get(how, lambda: totals.combine(False))
         return error(there if odd else lambda: totals.combine(False)), error(lambda: learn.fit(1))
 
 
-@pytest.mark.parametrize('how, other', [('log', 'the log of an epoch ('), ('fit', 'a fit ('), ('other metrics', 'the metrics (sum: AvgLoss AvgMetric AvgMetric) (')])
+@pytest.mark.parametrize('how, other', [('fit', 'a fit ('), ('other metrics', 'the metrics (sum: AvgLoss AvgMetric AvgMetric) (')])
 def test_workers_apart(world, how, other):
     for text, after in world(apart, how):
         assert text.startswith('OutOfStep: ') and f'rank 1 at {other}' in text and 'at the metrics (sum: AvgLoss AvgMetric) (' in text, text

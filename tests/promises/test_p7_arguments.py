@@ -27,8 +27,8 @@ def no_launcher(monkeypatch):
 
 
 def asked(strategy=None, **kwargs):
-    from fastdist.trainer.args.accelerate_args import check_args
-    return check_args(kwargs, strategy)
+    from fastdist.trainer.args import check_args
+    return check_args({**kwargs, 'strategy': strategy})
 
 
 def error(strategy=None, cls=ValueError, **kwargs):
@@ -49,7 +49,7 @@ class Own:
 # What else shows that an argument has its effect: strategy/test_strategy_models.py::test_arguments, callbacks/test_accumulate.py,
 # callbacks/test_precision.py, model/test_compile.py, strategy/test_strategy_steps.py
 @pytest.mark.parametrize('kwargs,field,value', [
-    (dict(), 'split', False), (dict(split_batches=True), 'split', True),
+    (dict(), 'split_batches', False), (dict(split_batches=True), 'split_batches', True),
     (dict(), 'accumulation_steps', 1), (dict(gradient_accumulation_steps=3), 'accumulation_steps', 3),
     (dict(), 'project_dir', None), (dict(project_dir='a/b'), 'project_dir', Path('a/b')), (dict(project_dir=Path('a/b')), 'project_dir', Path('a/b')),
     (dict(), 'rng_types', None), (dict(rng_types=['torch', RNGType.GENERATOR]), 'rng_types', ['torch', 'generator']), (dict(rng_types=()), 'rng_types', []),
@@ -191,14 +191,14 @@ def test_other_parallelism(kind, monkeypatch):
 
 
 def test_mesh_and_workers():
-    from fastdist.trainer.args.strategy_args import check_mesh
+    from fastdist.trainer.args import check_mesh
     for mesh, n in ((None, 3), ((2, 3), 6), ((1, 3), 3), ((1, 3), 1)): check_mesh(mesh, n)
     for mesh, n in (((2, 3), 5), ((3, 1), 2), ((1, 2), 3)):
         with pytest.raises(ValueError, match=rf'{mesh[0]} x {mesh[1]}.*there are {n} workers: dp_replicate_size times dp_shard_size has to be {n}'): check_mesh(mesh, n)
 
 
 def mesh_in_a_group(mesh):
-    from fastdist.trainer.args.accelerate_args import check_args
+    from fastdist.trainer.args import check_args
     from fastdist.world import setup_distrib
     setup_distrib()
     try: return check_args(dict(parallelism_config=ParallelismConfig(*mesh))).mesh

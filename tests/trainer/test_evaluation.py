@@ -14,7 +14,7 @@ def by_hand(n, rows, dst, stop=None):
     from fastai.callback.core import CancelValidException
     from fastdist.data.dl import DistributedDL
     from fastdist.fault.cancel import Decisions
-    from fastdist.trainer.fit.evaluation import Evaluation
+    from fastdist.trainer.evaluation import Evaluation
     from fastdist.world import get_rank, setup_distrib
     setup_distrib()
     idle = SimpleNamespace(active=False)

@@ -454,8 +454,8 @@ def test_collectives_counted(world2):
         by = lambda k: [c for o, c in res if o == k]
         assert len(by('step')) == 8 and all(c == {'allreduce': 1} for c in by('step')[1:]), by('step')
         # of a fit: callbacks and random numbers compared, the latter in each epoch again; was Ctrl-C pressed? And of its validation: did a callback end it?
-        # The metrics compared, and summed, and the kind of what is gathered for F1; the log compared
-        assert blocking == 9
+        # The metrics compared, and summed, and the kind of what is gathered for F1
+        assert blocking == 8
         assert [c['blocking'] for c in by('asked')] == [blocking], by('asked') # a user's callback costs none
         assert not any(c for c in by('batch')), by('batch')
         assert 0 < sum(by('validate')[0].values()) <= 16 and 0 < sum(by('preds')[0].values()) <= 32, (by('validate'), by('preds'))

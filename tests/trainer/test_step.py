@@ -27,7 +27,7 @@ def grads(learn): return {n: p.grad for n, p in learn.model.named_parameters()}
 def shared(kind, known, total=7, press=None):
     "Loss and gradients of a batch whose rows go to the workers in turn; a worker that gets none has one that does not count"
     import torch.distributed as dist
-    from fastdist.trainer.fit.step import TrainingStep
+    from fastdist.trainer.step import TrainingStep
     from fastdist.world import get_rank, get_world_size, setup_distrib
     setup_distrib()
     rank, size = get_rank(), get_world_size()

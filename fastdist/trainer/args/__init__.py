@@ -1,1 +1,0 @@
-"""Arguments of a context, checked once"""

@@ -1,1 +1,0 @@
-"""What happens in a fit: its start, its training steps, its evaluations"""
