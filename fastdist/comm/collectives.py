@@ -18,12 +18,10 @@ import numpy as np, torch, torch.distributed as dist, torch.nn.functional as F
 from fastcore.basics import groupby, partition
 from fastcore.foundation import L
 from torch import Tensor,nn
-from ..world.group import keep_timeout
+from ..world.group import job_secret, keep_timeout
 from ..world.errors import is_library, text_of
-from ..world.ranks import accelerate_state, check_member, get_node_rank, get_rank, get_world_size, is_master
+from ..world.ranks import accelerate_state, check_member, current_world, get_node_rank, get_rank, get_world_size, is_master
 from ..world.secret import SignatureError, sign, signed_data
-from ..world.group import job_secret
-from ..world.ranks import current_world
 
 # %% ../../nbs/comm/00_collectives.ipynb #91944f4a
 def tensors_in(o # Lists, tuples and dicts, nested in any depth

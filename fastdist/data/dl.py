@@ -20,8 +20,7 @@ from .partition import Counts, Plan, join_rows
 from .rng import (OtherLoader, WorkerRandom, drawers, generator_states, generators_in, seed_of, set_generator_states,
                                set_stream_states, shared_order, stream_states)
 from .torch_dl import TorchDataLoader, TorchShard
-from ..world.ranks import check_rank, get_rank, get_world_size
-from ..world.ranks import current_world
+from ..world.ranks import check_rank, current_world, get_rank, get_world_size
 
 # %% ../../nbs/data/05_dl.ipynb #fdf1b60a
 class Place:

@@ -18,8 +18,7 @@ from ..comm.collectives import all_gather_list, same_text
 from .fastai_dl import reads_rows
 from .rng import seed_of
 from .torch_dl import IterableDataset, TorchDataLoader
-from ..world.ranks import get_rank
-from ..world.ranks import current_world
+from ..world.ranks import current_world, get_rank
 
 # %% ../../nbs/data/04_loaders.ipynb #45d7a602
 def n_batches(dl # Any loader

@@ -16,8 +16,7 @@ import numpy as np
 import torch, torch.distributed as dist
 from fastcore.all import ReindexCollection
 from ..comm.collectives import from_rank0, same_text
-from ..world.ranks import get_rank, get_world_size
-from ..world.ranks import current_world
+from ..world.ranks import current_world, get_rank, get_world_size
 
 # %% ../../nbs/data/00_rng.ipynb #836daf63
 def _plain(o):

@@ -21,8 +21,7 @@ from ..comm.collectives import Call, OutOfStep, Reduced, all_gather_list, pack, 
 from .interrupt import Interrupts
 from .same_call import gone_on
 from .supervisor import monitor
-from ..world.ranks import get_rank
-from ..world.ranks import current_world
+from ..world.ranks import current_world, get_rank
 
 # %% ../../nbs/fault/06_cancel.ipynb #f4ce954d
 # From the one that ends most: that one counts, where ranks raise different ones

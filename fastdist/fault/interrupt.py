@@ -10,9 +10,8 @@ import os,signal,sys,threading,time
 from contextlib import contextmanager
 from multiprocessing import parent_process
 
-from ..env import handled_in_c, is_caught, process_ended
+from ..env import handled_in_c, is_caught, notice, process_ended
 from .stacks import begin_loader_stacks
-from ..env import notice
 from ..world.errors import Stopped, refuse
 from ..world.ranks import get_rank
 

@@ -13,8 +13,7 @@ from .supervisor import monitor
 from .stacks import frame_text, stack_of, user_frames
 from .watchdog import own_beat
 from ..world.errors import has_ended
-from ..world.ranks import get_rank, is_master
-from ..world.ranks import current_world
+from ..world.ranks import current_world, get_rank, is_master
 from ..world.store import wait_until
 
 # %% ../../nbs/fault/05_same_call.ipynb #a5980168

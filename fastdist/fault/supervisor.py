@@ -18,11 +18,9 @@ from .connections import Connections, of_group
 from .interrupt import Interrupts, handler_kept, is_default, is_ending
 from .stacks import Stacks, crashes, end_stopped, end_with_children, frame_text, stack_of, user_frames
 from .watchdog import Heartbeats, collectives_begun, own_beat, recorded_before
-from ..world.group import abort_gpu_collectives, collective_timeout
+from ..world.group import abort_gpu_collectives, collective_timeout, init_group, note_killed, shared_store, teardown_distrib
 from ..world.errors import Failure, RemoteError, end_after_first, has_ended, in_short, light_error, write_record
-from ..world.group import init_group, note_killed, shared_store, teardown_distrib
-from ..world.ranks import get_rank, get_world_size, host_name
-from ..world.ranks import World, current_world
+from ..world.ranks import current_world, get_rank, get_world_size, host_name, World
 from ..world.store import base_store, seconds, wait_until
 
 # %% ../../nbs/fault/04_supervisor.ipynb #ff33a70a

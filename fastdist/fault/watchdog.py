@@ -15,9 +15,8 @@ from fastcore.basics import patch
 from .stacks import ask_late, end_stopped, frame_text, stack_of, user_frames
 from ..env import notice
 from ..world.errors import Failure, has_ended
-from ..world.ranks import current_world
+from ..world.ranks import current_world, get_rank, get_world_size, host_name
 from ..world.store import Records
-from ..world.ranks import get_rank, get_world_size, host_name
 
 # %% ../../nbs/fault/01_watchdog.ipynb #5201a1cb
 def _sequence_numbers():

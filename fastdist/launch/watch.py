@@ -10,9 +10,7 @@ import json,logging,os,secrets,signal,sys,threading,time
 from contextlib import contextmanager,suppress
 
 import psutil
-from ..env import notices_variable
-from ..env import signals_to_handle
-from ..env import job_variable
+from ..env import job_variable, notices_variable, signals_to_handle
 
 # %% ../../nbs/launch/03_watch.ipynb #422ab5bd
 @contextmanager

@@ -13,8 +13,7 @@ import torch.distributed as dist, torch.nn.functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from fastai.basics import *
 from ..comm.collectives import named, Reduced
-from ..world.ranks import get_rank
-from ..world.ranks import current_world
+from ..world.ranks import current_world, get_rank
 
 _torch_batch_norm = F.batch_norm # torch's own, whatever stands in its place meanwhile
 

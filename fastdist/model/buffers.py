@@ -11,8 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 from fastai.basics import *
 from ..comm.collectives import checksum, least
-from ..world.ranks import get_rank, get_world_size
-from ..world.ranks import current_world
+from ..world.ranks import current_world, get_rank, get_world_size
 
 # %% ../../nbs/model/03_buffers.ipynb #d85e9f3a
 def weighed_stats(model, # Any

@@ -15,8 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from fastai.basics import *
 from .batchnorm import show_dynamo_batch_norm
-from ..world.ranks import get_rank
-from ..world.ranks import current_world
+from ..world.ranks import current_world, get_rank
 
 # %% ../../nbs/model/01_units.ipynb #1193b770
 _containers = nn.Sequential,nn.ModuleList,nn.ModuleDict

@@ -21,8 +21,7 @@ from .shards.fully_shard import attributes, groups_of, keep_in_place, put_params
 from .shards.sharding import explain_shards, gather_group, gather_rows, gathered_at_once, shard_like
 from .zero import _ShardedSteps
 from ..world.errors import refuse
-from ..world.ranks import get_rank
-from ..world.ranks import current_world
+from ..world.ranks import current_world, get_rank
 
 # %% ../../nbs/strategy/06_fsdp.ipynb #5f300806
 class FullyShard(_ShardedSteps, Strategy):

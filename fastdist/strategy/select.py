@@ -18,8 +18,7 @@ from .ddp import Replica
 from .shards.sharding import gather_group, no_shards
 from .zero import ShardedGradients, ShardedSteps
 from ..world.errors import refuse
-from ..world.ranks import get_local_world_size, get_rank, get_world_size
-from ..world.ranks import current_world
+from ..world.ranks import current_world, get_local_world_size, get_rank, get_world_size
 
 # %% ../../nbs/strategy/07_select.ipynb #c829001e
 def _check_hook(ddp):

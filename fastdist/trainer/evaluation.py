@@ -18,8 +18,7 @@ from ..data.loaders import n_batches
 from ..fault.cancel import cancels
 from ..fault.same_call import gone_on
 from ..metrics.losses import RowLosses
-from ..metrics.metrics import EpochTotals, plain_sums
-from ..metrics.metrics import GatheredPreds
+from ..metrics.metrics import EpochTotals, GatheredPreds, plain_sums
 from ..env import clear_left, keep, new_folder
 from ..world.ranks import get_rank
 

@@ -28,8 +28,7 @@ from .loaders import plain_dls
 from .trainer import DistributedTrainer
 from ..world.errors import refuse
 from ..world.group import teardown_distrib
-from ..world.ranks import get_rank, get_world_size
-from ..world.ranks import current_world
+from ..world.ranks import current_world, get_rank, get_world_size
 
 _all_ = ['DistributedTrainer']
 

@@ -18,9 +18,8 @@ from ..data.loaders import same_data
 from ..data.rng import WorkerRandom
 from ..fault.cancel import Decisions
 from ..metrics.metrics import EpochTotals
-from ..model.units import checkpoint_activations
+from ..model.units import checkpoint_activations, compile_model
 from ..model.batchnorm import global_batch_norm
-from ..model.units import compile_model
 from ..model.foreach import Foreach
 from ..strategy.base import check_values, same_everywhere, sync_buffers, whole_model
 from ..strategy.select import close_strategy, drop_strategy, make_strategy, open_strategy

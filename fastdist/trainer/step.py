@@ -11,9 +11,8 @@ from numbers import Real
 from fastai.basics import *
 from fastai.callback.rnn import RNNRegularizer
 from fastai.callback.training import GradientAccumulation
-from ..callbacks.fastai_patches import QuickCallback
+from ..callbacks.fastai_patches import QuickCallback, send_to_host
 from ..callbacks.accumulation import AccumulateSteps, grads_of, looked_at, scale_all
-from ..callbacks.fastai_patches import send_to_host
 from ..comm.collectives import Reduced, all_gather_list, checksum, first_other, is_dtensor, same_text, tensors_in
 from ..fault.cancel import ending
 from ..metrics.losses import LossRoute, gather_batch, is_summed, kept_labels, loss_divisor, loss_parts

@@ -11,9 +11,8 @@ from threading import RLock
 
 from accelerate import Accelerator
 from fastai.basics import *
-from ..callbacks.fastai_patches import ActivationStats, gather_stats
+from ..callbacks.fastai_patches import ActivationStats, device_losses, gather_stats
 from ..callbacks.data_parallel import ParallelTrainer
-from ..callbacks.fastai_patches import device_losses
 from ..callbacks.precision import autocast_kept, synchronize_rng
 from ..comm.collectives import all_gather_list, from_rank0, same_call
 from ..comm.rank0 import check_outside

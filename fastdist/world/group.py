@@ -21,12 +21,12 @@ from types import SimpleNamespace
 
 import torch, torch.distributed as dist
 from ..env import check_gpus, clear_left, cpu_switch, hash_env, imports_script, new_folder, notice, own_sockets, signals_to_handle
-from .ranks import World, accelerate_state, current_world, enter_world, get_device, get_local_world_size, get_rank, get_world_size
-from .ranks import other_accelerator, ranks_on_hosts, use_cpu, whole_number
+from .ranks import (accelerate_state, current_world, enter_world, get_device, get_local_world_size, get_rank,
+                                  get_world_size, other_accelerator, ranks_on_hosts, use_cpu, whole_number, World)
 from .secret import given_secret, secret_env, user_secret
 from .store import KeyValueStore, seconds, wait_until
-from .rendezvous import arrive, end_alone, infer_init_method, leave, loopback_env, loopback_rendezvous, note_end
-from .rendezvous import reachable, read_end, rendezvous
+from .rendezvous import (arrive, end_alone, infer_init_method, leave, loopback_env, loopback_rendezvous, note_end,
+                                       reachable, read_end, rendezvous)
 
 # %% ../../nbs/world/05_group.ipynb #cba629ae
 _start_timeout = 600 # seconds to wait for workers that have not come, unless a time is given

@@ -14,10 +14,8 @@ import torch.distributed as dist
 from fastai.basics import *
 from torch.distributed.device_mesh import DeviceMesh
 from ...comm.collectives import as_bytes, bucket_bytes, buckets, gather_single, local, scatter_single
-from ...world.ranks import get_rank
-from ...world.group import keep_timeout
-from ...world.group import some_ended
-from ...world.ranks import current_world
+from ...world.ranks import current_world, get_rank
+from ...world.group import keep_timeout, some_ended
 from ...world.store import wait_until
 
 # %% ../../../nbs/strategy/shards/00_sharding.ipynb #75908766
