@@ -20,7 +20,7 @@ from fastai.callback.training import GradientAccumulation
 from fastai.torch_core import nested_reorder,to_concat
 from ...fault.same_call import after_rank0
 from ...metrics.predictions import Concatenated
-from ...strategy.sharded_opt import move_state
+from ...strategy.sharded import move_state
 from ...world.ranks import get_world_size
 
 # %% ../../../nbs/callbacks/patches/00_fastai_patches.ipynb #90dfbe92
