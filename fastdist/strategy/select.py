@@ -115,13 +115,13 @@ def make_strategy(settings, # What the arguments ask for, as `check_args` return
 def _same_state(strategy, group=None):
     """What the optimizer remembers is gathered from all workers: where they have no parts of the same, it is dropped, and they are told.
     The group to gather in; `False` if one that was in it has gone since"""
-    sharded = getattr(strategy, 'sharded', None) if strategy.name!='zero1' else None
-    try: same = same_text(repr(sharded and [(tuple(o.shape), o.o.dtype) for o in sharded.held().values()]), group)
+    sharded = getattr(strategy, 'sharded', None)
+    try: same = same_text(repr(sharded and sharded.kinds()), group)
     except (RuntimeError,ValueError): # torch does not know a group whose making has failed
         if group is None: raise
         return False
     if same: return group
-    if sharded: sharded.opt.clear_state()
+    strategy.release(False)
     warn(f"rank {get_rank()}: the optimizers of the workers do not remember the same tensors, as some have made another, have frozen other "
          "layers, or have failed in the first step, and what they remembered is dropped: load a checkpoint, or go on with a new optimizer")
     return group

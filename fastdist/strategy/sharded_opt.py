@@ -209,6 +209,11 @@ def held(self:_OptRows):
 
 # %% ../../nbs/strategy/04_sharded_opt.ipynb #a880099b
 @patch
+def kinds(self:_OptRows):
+    "What is the same in all workers that can put together what they remember"
+    return [(tuple(o.shape), o.o.dtype) for o in self.held().values()]
+
+@patch
 def _gather(self:_OptRows, group=None, keep=True):
     """Let the optimizer remember whole tensors, in CPU memory where it had rows, or `None`, if they are not to be kept. The set of the
     ids of those that have been gathered; `group` as for `gather_rows`"""
