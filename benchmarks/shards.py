@@ -15,7 +15,8 @@ from fastai.basics import *
 from shared import parser
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from fastdist.strategy.zero import ShardedGradients, ShardedSteps
+from fastdist.strategy.zero import ShardedGradients
+from fastdist.strategy.zero1 import Zero1
 
 NAMES = 'allreduce', 'broadcast', 'reduce', 'allgather', 'all_gather_single', '_allgather_base', 'reduce_scatter_single', '_reduce_scatter_base'
 
@@ -51,7 +52,7 @@ def one(word, arch, size, rank, steps):
     dist.init_process_group('fake', store=FakeStore(), rank=rank, world_size=size)
     model = getattr(torchvision.models, arch)()
     ps, res, sent = list(model.parameters()), {}, []
-    strategy, opt = dict(zero1=ShardedSteps, zero2=Gradients)[word](), Adam(model.parameters(), lr=1e-3)
+    strategy, opt = dict(zero1=Zero1, zero2=Gradients)[word](), Adam(model.parameters(), lr=1e-3)
     def timed(nm, f):
         begin = time.process_time()
         f()

@@ -25,7 +25,7 @@ from fastai.torch_core import nested_reorder,to_concat
 from ..comm.collectives import all_gather_list
 from ..fault.same_call import after_rank0
 from ..metrics.metrics import Concatenated
-from ..strategy.sharded_opt import move_state
+from ..strategy.sharded import move_state
 
 # %% ../../nbs/callbacks/00_fastai_patches.ipynb #dddbeaa1
 def trainer_of(learn # Any `Learner`, or `None`

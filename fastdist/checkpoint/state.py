@@ -20,6 +20,7 @@ from ..data.dl import DistributedDL
 from ..data.rng import drawers, generator_states, generators_in, set_generator_states, set_stream_states, stream_states
 from ..metrics.losses import GlobalBatchLoss
 from ..strategy.base import inner_opt, whole_model
+from ..strategy.zero1 import OwnedOptimizer
 from ..world.ranks import get_rank, get_world_size
 
 # %% ../../nbs/checkpoint/02_state.ipynb #7f32350d
@@ -206,7 +207,7 @@ def _opt_rows(learn, p):
     """What the strategy lets this worker remember of parameter `p`: (first row, how many, is it the one that writes them?); `None` where
     that is all of it. The one place that knows how optimizers are sharded, with `_as_remembered`"""
     sharded = sharded_of(learn.opt)
-    if sharded is None or not p.dim(): return
+    if sharded is None or isinstance(sharded, OwnedOptimizer) or not p.dim(): return
     of = sharded.rows_of
     return _first_row(p.shape[0], of.size, of.rank),len(sharded.rows(p)),get_rank() < of.size # in another node they are the same
 
@@ -234,7 +235,11 @@ def take_tensors(learn # `Learner` with an optimizer, after a step
         start = _first_row(len(t), n, rank)
         add(nm, t.shape, start, t[start:_first_row(len(t), n, rank+1)])
     for i,(nm,t) in enumerate(_named_tensors(learn).items()): add_own(i, nm, t, id(t) in trained)
+    sharded = sharded_of(learn.opt)
     for i,(nm,p,o) in enumerate(_opt_state(learn.opt)):
+        if isinstance(sharded, OwnedOptimizer):
+            if sharded.owns(p): add(nm, o.shape, 0, o) if isinstance(o, Tensor) else res.append((nm, (), 0, o))
+            continue
         rows = _opt_rows(learn, p)
         if not isinstance(o, Tensor): res += [(nm, (), 0, o)] if rank==0 else []
         elif rows and not is_dtensor(o) and o.shape==(rows[1],*p.shape[1:]): add(nm, p.shape, rows[0], o, rows[2])
@@ -254,9 +259,12 @@ def put_tensors(learn, # `Learner` with an optimizer, in any strategy
         with torch.no_grad(): local(t.detach() if is_dtensor(t) else t.data).copy_(rows)
     state,slow = inner_opt(opt).state,{}
     state.clear()
+    sharded = sharded_of(opt)
     for nm,p in _params(opt).items():
         for k in [k for k in stored.parts if k.startswith(f'opt.{nm}.') or k==f'slow.{nm}']:
             rows = _opt_rows(learn, p) if stored.shape(k)==tuple(p.shape) else None
+            mine = not isinstance(sharded, OwnedOptimizer) or sharded.owns(p)
+            if not mine and k.startswith('opt.') and isinstance(stored.rows(k, 0, 0), Tensor): continue
             o = _as_remembered(learn, k, p, stored.rows(k, *rows[:2]) if rows else stored.rows(k), rows)
             if k.startswith('slow.'): slow[nm] = o
             else: state.setdefault(p, {})[k.split('.', 3)[3]] = o

@@ -11,7 +11,8 @@ from fastai.basics import *
 from fastai.callback.schedule import LRFinder
 from ..callbacks.fastai_patches import replace_in_fastai
 from ..comm.collectives import is_dtensor
-from ..strategy.sharded_opt import ShardedOptimizer, move_state
+from ..strategy.sharded import ShardedOptimizer, move_state
+from ..strategy.sharded_opt import ShardedOptimizer as OptRows
 from ..fault.same_call import all_at
 from ..world.ranks import get_device, get_rank, get_world_size
 
@@ -20,7 +21,7 @@ def sharded_of(opt # A fastai optimizer, or `None`
               ):
     "The `ShardedOptimizer` that steps for `opt`, if there is one"
     res = getattr(getattr(opt, 'state_dict', None), '__self__', None)
-    return res if isinstance(res, ShardedOptimizer) else None
+    return res if isinstance(res, (ShardedOptimizer,OptRows)) else None
 
 # %% ../../nbs/checkpoint/01_weights.ipynb #41a88cd7
 class _Stated:

@@ -115,6 +115,7 @@ def scatter_single(*args, **kwargs):
 def group_ranks(group # A process group; `None` for that of all workers
                ):
     "The global ranks of a group that this process is in; of itself alone, where there is one process"
+    if isinstance(group, dist.ProcessGroupGloo): return list(range(group.size())) # one that torch has not made, of all workers
     check_member(group)
     if dist.is_initialized(): return dist.get_process_group_ranks(group)
     if get_world_size() > 1: raise RuntimeError(
@@ -384,13 +385,15 @@ def all_gather_list(data, # Anything that can be pickled; tensors in it arrive o
                                "pass a larger max_size, or leave it out for any size")
     return c.objects()
 
-def gather_tensors(o, # Anything that can be pickled, with tensors in it
+def gather_tensors(o, # Anything that can be pickled, with tensors in it; of `None` nothing is sent
                    dst:int=None, # Rank of the worker that receives all; by default each of them does
+                   group=None, # A process group; by default that of all workers
                   ):
     "List of each worker's `o`, by rank, on the CPU, and of this worker's own as it is; `None` in workers that receive nothing"
-    c = Call(f'gather_tensors({dst=})', None, lambda c: (None,pack(o)))
+    c = Call(f'gather_tensors({dst=})', group, lambda c: (None,None if o is None else pack(o)))
     parts = c.parts(dst)
-    if parts is not None and dst in (None,get_rank()): return [o if i==c.me else c.load(p, i) for i,p in enumerate(parts)]
+    if parts is None or dst not in (None,get_rank()): return
+    return [o if i==c.me else c.load(p, i) if len(p) else None for i,p in enumerate(parts)]
 
 # %% ../../nbs/comm/00_collectives.ipynb #f8c7aa4f
 def broadcast_object(o=None, # What rank `src` sends; in other workers it does not matter

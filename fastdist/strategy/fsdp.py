@@ -18,7 +18,8 @@ from ..model.units import units
 from .base import Strategy, check_trainable, put_method, unused_error
 from .backward import Backwards, BeforeAdding, average_used
 from .shards.fully_shard import attributes, groups_of, keep_in_place, put_params, put_values, slots_of, take_off
-from .shards.sharding import explain_shards, gather_group, gather_rows, gathered_at_once, shard_like
+from .sharded import gather_group
+from .shards.sharding import explain_shards, gather_rows, gathered_at_once, shard_like
 from .zero import _ShardedSteps
 from ..world.errors import refuse
 from ..world.ranks import current_world, get_rank

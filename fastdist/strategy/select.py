@@ -15,8 +15,9 @@ from ..comm.collectives import all_gather_list, least, same_text
 from ..fault.supervisor import monitor
 from .base import Strategy, state_tensors
 from .ddp import Replica
-from .shards.sharding import gather_group, no_shards
-from .zero import ShardedGradients, ShardedSteps
+from .sharded import gather_group, no_shards
+from .zero import ShardedGradients
+from .zero1 import Zero1
 from ..world.errors import refuse
 from ..world.ranks import current_world, get_local_world_size, get_rank, get_world_size
 
@@ -98,7 +99,7 @@ def _from_word(settings, learn, device):
     shard = _node_size(settings.mesh) if word=='hsdp' else None
     return FullyShard(shard, fsdp.modules, fsdp.min_numel, fsdp.reshard, fsdp.mp_policy, fsdp.cpu_offload, fsdp.ignored)
 
-_wholes = dict(ddp=Replica, zero1=ShardedSteps, zero2=ShardedGradients) # whole parameters in each worker
+_wholes = dict(ddp=Replica, zero1=Zero1, zero2=ShardedGradients) # whole parameters in each worker
 
 def make_strategy(settings, # What the arguments ask for, as `check_args` returns it
                   learn, # `Learner` that is to be trained
@@ -114,12 +115,12 @@ def _same_state(strategy, group=None):
     """What the optimizer remembers is gathered from all workers: where they have no parts of the same, it is dropped, and they are told.
     The group to gather in; `False` if one that was in it has gone since"""
     sharded = getattr(strategy, 'sharded', None)
-    try: same = same_text(repr(sharded and [(tuple(o.shape), o.o.dtype) for o in sharded.held().values()]), group)
+    try: same = same_text(repr(sharded and sharded.kinds()), group)
     except (RuntimeError,ValueError): # torch does not know a group whose making has failed
         if group is None: raise
         return False
     if same: return group
-    if sharded: sharded.opt.clear_state()
+    strategy.release(False)
     warn(f"rank {get_rank()}: the optimizers of the workers do not remember the same tensors, as some have made another, have frozen other "
          "layers, or have failed in the first step, and what they remembered is dropped: load a checkpoint, or go on with a new optimizer")
     return group

@@ -19,7 +19,7 @@ from ..data.fastai_dl import reads_rows
 from ..data.loaders import is_stream, n_batches
 from ..metrics.losses import GlobalBatchLoss
 from ..metrics.metrics import EpochTotals
-from ..strategy.sharded_opt import move_state
+from ..strategy.sharded import move_state
 from ..world.ranks import get_rank, get_world_size
 
 # %% ../../nbs/trainer/01_loaders.ipynb #6aaca500

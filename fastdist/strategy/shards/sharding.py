@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['gathered_at_once', 'Rows', 'shard_like', 'explain_shards', 'sends_whole', 'RowMessage', 'row_messages', 'send_rows',
-           'gather_rows', 'gather_group', 'no_shards', 'mesh_of']
+           'gather_rows', 'mesh_of']
 
 # %% ../../../nbs/strategy/shards/00_sharding.ipynb #bc23fb59
 import re
@@ -254,30 +254,6 @@ def gather_rows(parts, # This worker's rows of each tensor
              "load a checkpoint before you go on with this learner")
         return alone()
     return res
-
-# %% ../../../nbs/strategy/shards/00_sharding.ipynb #6c274410
-def _meeting(name): return dist.PrefixStore(f'fastdist/shards/{name}', current_world().store('shared'))
-
-def gather_group(name # The same in all workers, and another one each time
-                ):
-    "A process group to gather shards in after a failure, or `None` where not all workers are there any more"
-    world,n,seconds = current_world(),dist.get_world_size(),10
-    try:
-        store = _meeting(name)
-        if store.add('here', 1)==n: store.set('all', '')
-        def lacks(): return store.check(['away']) or some_ended()
-        wait_until(lambda: store.check(['all']) or lacks(), seconds, n=n)
-        if not store.check(['all']): return
-        with world.reach(): group = dist.ProcessGroupGloo(store, get_rank(), n, timedelta(seconds=seconds))
-    except RuntimeError: return # dist.DistError is one
-    world.cache['gather_group'] = group # kept: others may be reading when this worker has all
-    return group
-
-def no_shards(name # As the others give it to `gather_group`
-             ):
-    "This worker has none, and does not come: the others need not wait for it"
-    try: _meeting(name).set('away', '')
-    except RuntimeError: pass
 
 # %% ../../../nbs/strategy/shards/00_sharding.ipynb #0e6f79a6
 def _refuse_pickle(*_): raise RuntimeError(
