@@ -47,7 +47,7 @@ def _write_json(file, obj):
     os.replace(new, file)
 
 # %% ../../nbs/checkpoint/00_files.ipynb #75ae7d1d
-_format = 3 # another number with each change of what stands in the files
+_format = 4 # another number with each change of what stands in the files
 
 class Checkpoint:
     "One checkpoint on disk"

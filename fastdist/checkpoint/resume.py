@@ -295,7 +295,7 @@ def after_batch(self:Resume):
 @patch
 def _keeps_batches(self:Resume):
     "Does a training metric need the predictions of the whole epoch? They are not saved"
-    kept = self.many and trainer_of(self.learn).totals.twins
+    kept = self.many and trainer_of(self.learn).totals.copies
     if kept: self._warn_once(
         "Resume saves at the end of epochs only: a metric of train_metrics=True needs the predictions of the whole epoch")
     return kept

@@ -137,7 +137,7 @@ def load_state_dict(self:CSVLogger, state):
 # %% ../../nbs/checkpoint/02_state.ipynb #8a6f6b99
 def _is_ours(o): return type(o).__module__.split('.')[0] in ('fastai','fastdist')
 
-_makes_the_fit = {'DistributedTrainer','StrategyHooks','Resume'}
+_makes_the_fit = {'DistributedTrainer','StepHooks','Resume'}
 
 def _callbacks(learn):
     "Callbacks whose state is saved, by a name that is the same in the next process: the class, and the number among those of it"

@@ -7,7 +7,7 @@ __all__ = ['stack_of', 'frame_text', 'user_frames', 'Stacks', 'ask_stack', 'ask_
            'begin_loader_stacks', 'crashes']
 
 # %% ../../nbs/fault/00_stacks.ipynb #bf82bfbf
-import ctypes,faulthandler,fcntl,gc,os,re,signal,sys,time,traceback
+import faulthandler,fcntl,gc,os,re,signal,sys,traceback
 from contextlib import suppress
 from functools import partial
 from multiprocessing import parent_process,queues
@@ -121,7 +121,9 @@ def end_stopped(beats, # `Beat` of each late rank
             p = psutil.Process(b.pid)
             if failure is not None and (file := p.environ().get('TORCHELASTIC_ERROR_FILE')): write_record_of(file, failure)
             for o in (*p.children(recursive=True), p):
-                if o.status()==psutil.STATUS_STOPPED: o.kill()
+                if o.status()!=psutil.STATUS_STOPPED: continue
+                o.kill()
+                if o.ppid()==os.getpid(): wait_until(lambda: o.status()==psutil.STATUS_ZOMBIE, 1) # torch raises an error of its own by then
 
 def end_with_children():
     "End this process at once. Its loader processes would see only seconds later that nobody wants their batches"

@@ -14,7 +14,7 @@ from dataclasses import asdict
 import torch, torch.distributed as dist
 from fastcore.basics import patch
 from ..comm.collectives import same_call
-from .connections import Connections, of_group
+from .connections import Connections, of_group, lost_peer
 from .interrupt import Interrupts, handler_kept, is_default, is_ending
 from .stacks import Stacks, crashes, end_stopped, end_with_children, frame_text, stack_of, user_frames
 from .watchdog import Heartbeats, collectives_begun, own_beat, recorded_before
@@ -35,7 +35,7 @@ class Monitor:
         except RuntimeError: self.store = store
         # seconds between two looks: the store has to reply to all; torch's FileStore keeps all that was ever written
         self.tick = max(0.4 if isinstance(base_store(store), dist.FileStore) else 0.1, self.size/1000)
-        self.beats,self.connections = Heartbeats(self.store),Connections(self.store, self.rank)
+        self.beats,self.connections = Heartbeats(self.store, self.tick),Connections(self.store, self.rank)
         self.stop_now,self.lock,self.ok = threading.Event(),threading.Lock(),time.monotonic() # when the store has replied last
         self.interrupts,self.scopes,self.count = Interrupts(lambda: bool(self.scopes)),[],0 # how many scopes there have been
         self.n = 0 # failures of the group that have been dealt with
@@ -126,7 +126,7 @@ def cause_of(self:Monitor, e # The exception that this rank sees
     if self.interrupts.pop(): return KeyboardInterrupt()
     if self.failure is not None: return self.failure.as_error()
     if not of_group(e): return
-    f = (self.attempt(lambda: wait_until(self.heard, 1)) or self._who_has_gone()) if self.broken is None else self.broken
+    f = self.broken or self.attempt(lambda: wait_until(self.heard, 1)) or (self._who_has_gone() if lost_peer(e) else None)
     if f is None: return # all are there: it is the network, or what it says
     res = f.as_error()
     if f.kind=='store': res.__cause__ = e
@@ -136,7 +136,7 @@ def cause_of(self:Monitor, e # The exception that this rank sees
 def _who_has_gone(self:Monitor):
     "One of the ranks that have lost a connection reads the heartbeats of all; the others wait for what it finds"
     def ask():
-        if self.store.compare_set(f'asks/{self.n}', '', f'{self.rank}')!=b'%d' % self.rank: return wait_until(self.heard, 4) or False
+        if self.store.compare_set(f'asks/{self.n}', '', f'{self.rank}')!=b'%d' % self.rank: return wait_until(self.heard, 4+15*self.tick) or False
         f = self.beats.gone(15*self.tick)
         if f is not None: self.publish(f)
         return f or self.heard() or False
@@ -161,18 +161,16 @@ def report(self:Monitor, e, # The exception that ends this rank's work
 def fail(self:Monitor, e # The exception that ends what the ranks do together
         ):
     "What this rank raises: `e`, and then the others hear of it; or another rank's failure, if `e` only follows from that"
-    if getattr(e, '_dealt_with', False): return e # it has ended a part of the scope, in all ranks
     with self.lock: self.ends = True # nothing is raised in this thread from here on
     try:
         error = self.cause_of(e) or e
         if self.broken is not None: return error
         f = self.failure or getattr(error, 'failure', None) or vars(error).get('_failure')
         if f is None:
-            begun,f = collectives_begun(),self.report(e)
+            begun,f = collectives_begun(),self.report(error)
             self.settle(None if self.all_the_same(begun) else f)
-            e._dealt_with = True
-            if isinstance(e, SystemExit): end_after_first(e, self.store) # it prints nothing
-            return e
+            if isinstance(error, SystemExit): end_after_first(error, self.store) # it prints nothing
+            return error
         if self.failure is None: self.attempt(self.count_out) # else that is done
         write_record(error) # this process may be gone before the one that failed, and the launcher would blame it
         if has_ended(f): self.attempt(lambda: note_killed(f))
@@ -185,7 +183,7 @@ def check(self:Monitor):
     "An error if something before this has failed, and was caught"
     f = self.failure or self.broken
     if f is None: return
-    if f.rank!=self.rank or f.by!=self.rank: raise f.as_error()
+    if f.kind=='stalled' or f.rank!=self.rank or f.by!=self.rank: raise f.as_error()
     raise RuntimeError(
         f"rank {self.rank}: an exception has ended a fit or an evaluation, not in all ranks, or not at the same place, and was caught "
         f"here, and the others have been stopped. Let it through, or raise it in all ranks, at the same place: it was {f.type}: {f.text}")

@@ -234,9 +234,10 @@ def failure(self:Watch, stall, # A `Stall`
 # %% ../../nbs/fault/01_watchdog.ipynb #c01646ae
 class Heartbeats:
     "Those of all ranks, one key in the store for each. However many there are, a rank writes its own and reads two; one reads all"
-    def __init__(self, store # torch's store of all ranks
+    def __init__(self, store, # torch's store of all ranks
+                 tick=0.1, # Seconds between two looks of a rank
                 ):
-        self.store,self.records,self.rank,self.size = store,Records(store),get_rank(),get_world_size()
+        self.store,self.records,self.rank,self.size,self.tick = store,Records(store),get_rank(),get_world_size(),tick
         self.n,self.neighbours = 0,{}
         self.watcher,self.since = None,0. # what the rank that watches has written last, and when that was new here
         self.watch,self.noticed = None,False # the `Watch`, while this rank looks after all; has it said that ranks wait?
@@ -262,7 +263,7 @@ class Heartbeats:
         "Does this rank look after all? One does, and writes that it does; where that stops, another takes its place"
         found = self.store.get('watcher') if self.store.check(['watcher']) else b''
         if found!=self.watcher: self.watcher,self.since = found,now
-        if found and not found.startswith(b'%d/' % self.rank) and now-self.since < min(limit, 10): return False
+        if found and not found.startswith(b'%d/' % self.rank) and now-self.since < max(min(limit, 10), 30*self.tick): return False
         self.store.set('watcher', f'{self.rank}/{self.n}')
         return True
 

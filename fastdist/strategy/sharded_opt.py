@@ -16,7 +16,7 @@ from fastai.optimizer import average_grad,average_sqr_grad,debias # and what is 
 from ..model.foreach import ForeachOptimizer
 from ..comm.collectives import buckets, is_dtensor, local
 from .base import inner_opt
-from .sharded import map_state as _each_state, move_state
+from .sharded import map_state as _each_state
 from .shards.sharding import gather_rows, gathered_at_once, send_rows, shard_like
 from .shards.whole import whole_numbers
 from ..fault.same_call import all_at

@@ -91,8 +91,8 @@ class OwnedOptimizer(ShardedOptimizer):
         "What is the same in all workers that can put together what they remember"
         return [tuple(p.shape) for p in self.owners],vars(self.opt).get('slow_weights') is None
 
-    def gather(self, group=None, keep=True):
-        "Remember what all workers do, each of its own parameters"
+    def gather(self, group=None, keep=True, device=None):
+        "Remember what all workers do, each of its own parameters: on `device`, or where the parameter is"
         opt,state,slow = self.opt,self.inner.state,vars(self.opt).get('slow_weights')
         slows = dict(zip(params_of(opt), [o for pg in slow for o in pg])) if slow else {}
         def remembered(p):
@@ -103,7 +103,7 @@ class OwnedOptimizer(ShardedOptimizer):
             parts = gather_tensors({i:remembered(p) for i,p in enumerate(some) if self.owns(p)} or None, group=group)
             for i,(res,here) in [o for part in parts if keep and part for o in part.items()]:
                 p = some[i]
-                res = {k:o.to(p.device) if k in here else o for k,o in res.items()}
+                res = {k:o.to(device or p.device) if k in here else o for k,o in res.items()}
                 if slow: slows[p] = res.pop(_slow)
                 if res: state[p] = res
         if slow: opt.slow_weights = L(L(slows[p] for p in pg) for pg in opt.param_lists)

@@ -26,7 +26,7 @@ from ..strategy.base import check_trainable
 from .args import takes_arguments
 from .loaders import plain_dls
 from .trainer import DistributedTrainer
-from ..world.errors import refuse
+from ..world.errors import RemoteError, refuse
 from ..world.group import teardown_distrib
 from ..world.ranks import current_world, get_rank, get_world_size
 
@@ -99,10 +99,13 @@ def detach_distributed(self:Learner):
     "Undo `to_distributed`; a strategy that shards needs all workers for that"
     cb = trainer_of(self)
     together = cb is not None and cb.strategy is not None and cb.strategy.gathers and not cb.in_context
-    with scope(cb.settings.watchdog) if together else nullcontext():
-        try:
+    error = None
+    try:
+        with scope(cb.settings.watchdog) if together else nullcontext():
             if together: same_call('detach_distributed')
-        finally: self.remove_cb(DistributedTrainer)
+    except RemoteError as e: error = e # without the others no more can be agreed on
+    with scope(cb.settings.watchdog) if together and error is None else nullcontext(): self.remove_cb(DistributedTrainer)
+    if error is not None: raise error
 
 # %% ../../nbs/trainer/06_learner.ipynb #52e5bd23
 def _resumes(resume):

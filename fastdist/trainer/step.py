@@ -28,9 +28,10 @@ class Fingerprint:
     "What has to be the same in all workers in each step, as four numbers whose sums over the workers show whether it is"
     def __init__(self, learn, # `Learner` that trains
                  replicas, # Does each worker step all parameters, so that they are the same by the same gradients alone?
+                 n=0, # How many steps were there before?
                 ):
-        self.learn,self.n = learn,0
-        self.params = [p for p in learn.model.parameters() if replicas and p.numel() and p.layout==torch.strided
+        self.learn,self.n = learn,n
+        self.params = [p for p in learn.model.parameters() if replicas and p.requires_grad and p.numel() and p.layout==torch.strided
                        and p.is_floating_point() and not is_dtensor(p)]
         self.rounding = 1e-4+16*max((torch.finfo(p.dtype).eps for p in self.params), default=0) # processors of other kinds round otherwise
 
@@ -51,7 +52,7 @@ class Fingerprint:
              ):
         "A `RuntimeError`, in all workers, where they have diverged"
         n,learn = get_world_size(),self.learn
-        at = f"rank {get_rank()}: in epoch {learn.epoch}, batch {learn.iter}, "
+        at = f"rank {get_rank()}: in epoch {learn.epoch}, by batch {learn.iter}, " # on a GPU it is seen a batch later
         if n*int(hh)!=int(h)**2:
             name,who = first_other(all_gather_list(self.hypers())) or ('now the same', 'all have them')
             raise RuntimeError(at+f"the optimizers of the workers do not step by the same numbers: {name}: {who}. Give all the same "
@@ -325,7 +326,8 @@ class StepHooks(QuickCallback):
 
     def begin_epoch(self):
         "The learner may have other callbacks now"
-        self.looked_at,self.fingerprint = None,Fingerprint(self.learn, self.strategy.name=='ddp')
+        self.looked_at = None
+        self.fingerprint = Fingerprint(self.learn, self.strategy.name=='ddp', self.fingerprint.n if self.fingerprint else 0)
 
     def begin_batch(self):
         "Before any other callback has the batch, and may train on it itself"
@@ -377,11 +379,13 @@ class StepHooks(QuickCallback):
 
     def after_batch(self):
         "Give the model back, where the forward was cancelled, and the metrics their state, where this batch does not count"
-        if not self.training: return # a callback may have evaluated in the middle of a batch that is trained
+        if self.training: self._end_batch() # a callback may have evaluated in the middle of a batch that is trained
+
+    def _end_batch(self):
         self.fit_failed()
-        if self.trainer.step is not None: self.trainer.step.end_batch()
-    # a callback that ends the pass in `after_batch` has been before this one
-    after_cancel_train = after_cancel_epoch = after_cancel_fit = after_batch
+        if self.training and self.trainer.step is not None: self.trainer.step.end_batch()
+    # a callback that ends the pass in `after_batch` has been before this one, and may have evaluated
+    after_cancel_train = after_cancel_epoch = after_cancel_fit = _end_batch
 
     def fit_failed(self, error=None # That ended the fit
                   ):

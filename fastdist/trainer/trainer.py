@@ -37,13 +37,12 @@ class DistributedTrainer(LearnerSetup):
     in_context = False # does `distrib_ctx` look after errors, and detach?
     in_fit = in_training = False # is this in a fit, and has that begun to train?
     in_evaluation = False # is this in an evaluation that a callback makes in a fit?
-    evaluation = train_dl = versions = _accelerator = None
+    evaluation = train_dl = versions = lock = _accelerator = None
     @takes_arguments
     def __init__(self, sync_bn=True, **kwargs):
         super().__init__()
         self.settings = check_args(dict(sync_bn=sync_bn, **kwargs))
         self.requested = {} # of the next evaluation, by `get_preds`: see `Evaluation`
-        self.lock = RLock() # of the thread that trains or evaluates
 
     @property
     def accelerator(self):
@@ -95,12 +94,12 @@ def attach(self:DistributedTrainer):
     if self.learn._grab_cbs(ParallelTrainer): raise ValueError(
         f"rank {get_rank()}: this learner is in parallel_ctx (or to_parallel), which uses all GPUs from one process; "
         "leave it before distrib_ctx")
-    self.precision = launched_precision(self.learn)
+    self.precision,self.lock = launched_precision(self.learn),RLock() # of the thread that trains or evaluates
     self.join_group()
     if get_world_size() > 1: self.device = worker_device(self.settings)
     with nullcontext() if self.in_context else self._fail_together():
         with interrupt_deferred(): self.set_up()
-        if self.device is not None: self.versions = _versions(self.learn)
+        if self.device is not None: self.versions = _versions(self.learn, self.strategy)
         if not self.in_context: same_call('the set-up of DistributedTrainer') # who has done it waits here for those that fail
 
 # %% ../../nbs/trainer/05_trainer.ipynb #6281de03
@@ -130,7 +129,7 @@ def _begin_fit(self:DistributedTrainer, undo):
     if get_rank() > 0: undo.enter_context(self.loggers.hidden()) # those given to `fit`
     undo.callback(self.decisions.end)
     n,dls = getattr(learn, 'n_epoch', 'some'),plain_dls(learn.dls)
-    trained,changed = [n for n,p in learn.model.named_parameters() if p.requires_grad],self.versions not in (None,_versions(learn))
+    trained,changed = [n for n,p in learn.model.named_parameters() if p.requires_grad],self.versions not in (None,_versions(learn, strategy))
     if not self.decisions.begin(f"a fit of {n} epoch{'' if n==1 else 's'}", trained, repr((data_of(dls), changed))):
         same_data(dls)
         if strategy is not None and len({*all_gather_list(changed)}) > 1: _take_rank0s(learn, strategy)
@@ -140,16 +139,16 @@ def _begin_fit(self:DistributedTrainer, undo):
     undo.enter_context(rank0_stream())
     undo.callback(self.random.exit)
 
-def _versions(learn):
-    "Of parameters and optimizer state: another value when one is changed in place, or is another tensor"
-    ts = *learn.model.parameters(),*(state_tensors(learn.opt) if learn.opt else ())
+def _versions(learn, strategy):
+    "Of parameters and the optimizer's state: another value when one is changed in place, or is another tensor. A part of a state says nothing"
+    ts = *learn.model.parameters(),*(() if learn.opt is None or getattr(strategy, 'splits', ()) else state_tensors(learn.opt))
     return [(id(t), None if t.is_inference() else t._version) for t in ts]
 
 def _take_rank0s(learn, strategy):
     "Only some workers have changed weights or optimizer state between two fits: all take rank 0's"
     if strategy.splits: raise RuntimeError(
         f"rank {get_rank()}: only some workers have changed the weights or the optimizer's state since the last fit, as learn.load does, "
-        f"and with strategy={strategy.name!r} each has a part of them: do it in all workers, whatever their rank")
+        f"which strategy={strategy.name!r} shares out: do it in all workers, whatever their rank")
     same_everywhere(whole_model(learn), learn.opt, grads=True)
 
 @patch
@@ -233,7 +232,7 @@ def after_fit(self:DistributedTrainer):
         for cb in self.learn._grab_cbs(ActivationStats):
             if self.decisions.has_all(cb): gather_stats(cb) # else it is one worker's, which has its share
     self.random.exit()
-    self.versions = _versions(self.learn)
+    self.versions = _versions(self.learn, self.strategy)
 
 @patch
 def before_epoch(self:DistributedTrainer):

@@ -250,7 +250,7 @@ def ranks_on_hosts(store, # torch's store, which all workers have
     keys,mine = [f'host/{r}' for r in range(world_size)],_host_id()
     store.set(keys[rank], mine)
     try: store.wait(keys, timedelta(seconds=limit))
-    except dist.DistStoreError as e: raise TimeoutError(
+    except RuntimeError as e: raise TimeoutError( # of a `FileStore` it is no `DistStoreError`
         f"rank {rank} waited {limit} s to learn which ranks are on which host, and ranks "
         f"{[r for r,k in enumerate(keys) if not store.check([k])]} have not written theirs: call this in all ranks, or set LOCAL_RANK") from e
     hosts = [o.decode() for o in store.multi_get(keys)]

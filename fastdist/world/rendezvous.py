@@ -21,7 +21,7 @@ import psutil, torch, torch.distributed as dist
 from ..env import is_host, notice
 from .ranks import check_rank, env_int, from_env, host_name, ranks_on_hosts, use_cpu
 from .store import unset, wait_until
-from .errors import Failure, RemoteError, write_record
+from .errors import Failure, write_record
 
 # %% ../../nbs/world/04_rendezvous.ipynb #0f94c7a8
 @dataclass
@@ -394,7 +394,9 @@ def _by_file(path, s, limit):
         host,raw = '127.0.0.1' if local else _addresses()[0],_serve('127.0.0.1', 0, local, 0, limit)
         raw.set(name, '')
         hall.set('address', json.dumps([['127.0.0.1'] if local else _addresses(), raw.port]))
-    else: raw,host = _store_at(*json.loads(hall.get('address')), name, s.rank, limit)
+    else:
+        _wait_for(s, lambda: hall.check(['address']), lambda: [0], [hall], limit)
+        raw,host = _store_at(*json.loads(hall.get('address')), name, s.rank, limit)
     part = dist.PrefixStore(name, raw)
     arrive(part, s, [part], limit) # nobody needs the file any more
     if s.rank==0: path.unlink(missing_ok=True)

@@ -8,15 +8,13 @@ __all__ = ['gathered_at_once', 'Rows', 'shard_like', 'explain_shards', 'sends_wh
 
 # %% ../../../nbs/strategy/shards/00_sharding.ipynb #bc23fb59
 import re
-from datetime import timedelta
 
 import torch.distributed as dist
 from fastai.basics import *
 from torch.distributed.device_mesh import DeviceMesh
 from ...comm.collectives import as_bytes, bucket_bytes, buckets, gather_single, local, scatter_single
 from ...world.ranks import current_world, get_rank
-from ...world.group import keep_timeout, some_ended
-from ...world.store import wait_until
+from ...world.group import keep_timeout
 
 # %% ../../../nbs/strategy/shards/00_sharding.ipynb #75908766
 def _rows(n, size, rank):
