@@ -58,7 +58,7 @@ def _check_handlers(name, value):
     if not isinstance(value, (list,tuple)): refuse(name, value, f"it is a list of {_handler_names} (of accelerate.utils)")
     found = {}
     for h in value:
-        nm = _handlers.get(type(h))
+        nm = next((v for k,v in _handlers.items() if isinstance(h, k)), None)
         if nm is None: refuse(name, h, f"only {_handler_names} (of accelerate.utils) have an effect here")
         if nm in found: refuse(name, h, f"there are two {type(h).__name__}")
         found[nm] = h

@@ -7,6 +7,7 @@ __all__ = ['LearnerSetup']
 
 # %% ../../nbs/trainer/04_setup.ipynb #00a9b8b2
 from contextlib import ExitStack
+from threading import RLock
 
 from fastai.basics import *
 from ..callbacks.fastai_patches import QuickCallback
@@ -55,7 +56,7 @@ class LearnerSetup(QuickCallback):
     def set_up(self):
         "Set up the learner; where a part of it fails, `detach` undoes those before it"
         learn,settings = self.learn,self.settings
-        self.undo,self.added = ExitStack(),[]
+        self.undo,self.added,self.lock = ExitStack(),[],RLock() # of the thread that trains or evaluates
         if self.device is not None: self._share()
         else:
             self._recompute(self.undo)

@@ -7,7 +7,6 @@ __all__ = ['DistributedTrainer']
 
 # %% ../../nbs/trainer/05_trainer.ipynb #92e6cd80
 from contextlib import ExitStack, contextmanager, nullcontext
-from threading import RLock
 
 from accelerate import Accelerator
 from fastai.basics import *
@@ -37,7 +36,7 @@ class DistributedTrainer(LearnerSetup):
     in_context = False # does `distrib_ctx` look after errors, and detach?
     in_fit = in_training = False # is this in a fit, and has that begun to train?
     in_evaluation = False # is this in an evaluation that a callback makes in a fit?
-    evaluation = train_dl = versions = lock = _accelerator = None
+    evaluation = train_dl = versions = _accelerator = None
     @takes_arguments
     def __init__(self, sync_bn=True, **kwargs):
         super().__init__()
@@ -94,7 +93,7 @@ def attach(self:DistributedTrainer):
     if self.learn._grab_cbs(ParallelTrainer): raise ValueError(
         f"rank {get_rank()}: this learner is in parallel_ctx (or to_parallel), which uses all GPUs from one process; "
         "leave it before distrib_ctx")
-    self.precision,self.lock = launched_precision(self.learn),RLock() # of the thread that trains or evaluates
+    self.precision = launched_precision(self.learn)
     self.join_group()
     if get_world_size() > 1: self.device = worker_device(self.settings)
     with nullcontext() if self.in_context else self._fail_together():

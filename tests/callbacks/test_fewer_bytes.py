@@ -48,7 +48,7 @@ def compressed(hook, options=None, n=40, epochs=4, freeze=False, accumulate=None
         with bytes_sent() as sent: learn.fit(epochs)
     nbytes = {}
     for b, dt in sent:
-        if b > 100: nbytes[dt] = nbytes.get(dt, 0)+b
+        if b > 104: nbytes[dt] = nbytes.get(dt, 0)+b
     return SimpleNamespace(weights=weights(learn), nbytes=nbytes, n=sum(p.numel() for p in learn.model.parameters()))
 
 

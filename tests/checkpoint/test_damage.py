@@ -83,7 +83,7 @@ def test_a_fit_goes_on_from_the_one_before(tmp_path, capfd):
     says = json.loads((newest/'summary.json').read_text())
     says['format'] += 1
     (newest/'summary.json').write_text(json.dumps(dict(says, checksum=_summary_sum(says))))
-    with pytest.warns(UserWarning, match='was made by another version of fastdist: it has format 4'): res, n = fitted(tmp_path/'b')
+    with pytest.warns(UserWarning, match='was made by another version of fastdist: it has format 5'): res, n = fitted(tmp_path/'b')
     assert not differ(want, res) and newest.exists()  # not put aside: it is whole
     shutil.rmtree(newest)
     other = lambda: nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)).double()
