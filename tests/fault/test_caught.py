@@ -49,10 +49,11 @@ def test_by_one(world3, calls):
 
 
 def test_by_one_at_the_end(world3):
-    "The others wait for it in what comes after the evaluation, and it says so when it goes on"
+    "The others have what the evaluation gives by then, or not; it is said at what they call next, and at the end of the context"
     for rank, (res, _) in enumerate(world3(caught, [1], ['get_preds', 'fit'], late=True)):
-        assert [o[:2] for o in res] == ([('ValueError', None), *[('RuntimeError', None)]*2] if rank == 1 else [('RemoteError', 1)]*3), res
-        assert all('no such image' in o[2] for o in res)
+        kinds = [o[:2] for o in res]
+        assert len(kinds) == 3 and (kinds == [('ValueError', None), *[('RuntimeError', None)]*2] if rank == 1 else kinds[1:] == [('RemoteError', 1)]*2), res
+        assert all('no such image' in o[2] for o in (res if rank == 1 else res[1:]))
 
 
 def evaluated_again():
