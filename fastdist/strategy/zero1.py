@@ -87,6 +87,10 @@ class OwnedOptimizer(ShardedOptimizer):
             for some in buckets(kind, _at_once): send_owned(some, self.owners)
         return res
 
+    def kinds(self):
+        "What is the same in all workers that can put together what they remember"
+        return [tuple(p.shape) for p in self.owners],vars(self.opt).get('slow_weights') is None
+
     def gather(self, group=None, keep=True):
         "Remember what all workers do, each of its own parameters"
         opt,state,slow = self.opt,self.inner.state,vars(self.opt).get('slow_weights')

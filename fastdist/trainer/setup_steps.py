@@ -20,7 +20,6 @@ from ..model.compile import compile_model
 from ..model.foreach import Foreach
 from ..strategy.base import check_values, same_everywhere, whole_model
 from ..strategy.select import close_strategy, drop_strategy, make_strategy, open_strategy
-from ..strategy.shards.whole import norms_of_shards, whole_numbers
 from .fit.alike import versions
 from .args.accelerate_args import check_args_consistent
 from .fit.evaluation import Evaluation
@@ -124,8 +123,6 @@ def _share_model(self:SetupSteps):
     each = ddp is not None and (ddp.find_unused_parameters or ddp.static_graph) # what the last batch does not use would not be averaged
     self.hooks = StrategyHooks(self, self.strategy, each)
     self.add(self.hooks)
-    self.undo.enter_context(norms_of_shards())
-    if 'gradients' in self.strategy.splits: self.undo.enter_context(whole_numbers())
     self.undo.callback(self._close_strategy)
     open_strategy(self.strategy, learn, device)
     self.strategy.set_opt(learn.opt)
@@ -154,7 +151,7 @@ def _show_in_rank0(self:SetupSteps):
 @patch
 def model_steps(self:SetupSteps):
     "What `shape_model` does"
-    return [self._share_batch_norm, self._checkpoint, self._share_model, self._compile]
+    return [self._share_batch_norm, self._share_model, self._checkpoint, self._compile]
 
 @patch
 def steps(self:SetupSteps):

@@ -101,8 +101,9 @@ def test_a_fit_costs_what_it_costs_one_of_two():
     for strategy in STRATEGIES:
         for phase, a in two[strategy].items():
             b, at = many[strategy][phase], (strategy, phase)
-            assert len(a.sent) == len(b.sent) and a.asked == b.asked, (at, a.sent, b.sent, a.asked, b.asked)
             expected = MESSAGES[strategy][PHASES.index(phase)]
+            # what an owner has goes with the call's own message where it is little: of a thousand some have nothing
+            assert len(a.sent) == len(b.sent) + (strategy == 'zero1' and phase == 'context 0 ends') and a.asked == b.asked, (at, a.sent, b.sent, a.asked, b.asked)
             assert expected in (None, len(a.sent)), (at, a.sent)
             if phase in CALLS and strategy == 'ddp': assert sum(a.calls.values()) <= CALLS[phase], (at, a.calls)
             sizes = [sum(n for _, n in o.sent) for o in (a, b)]
