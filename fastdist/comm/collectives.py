@@ -497,7 +497,7 @@ def _check_dense(t, what):
                     "or, to be reduced, a number; send other things with all_gather_list")
 
 def _outline(o, what, op, group):
-    "What workers must have in common of `o`, a number or a tensor, which is `what` in the message: a `TypeError` for what `op` cannot reduce"
+    "What workers must have in common of `o`, which is `what` in the message; a `TypeError` where `op` cannot reduce it"
     if isinstance(o, (Number,np.bool_)): return 'a number'
     _check_dense(o, what)
     if o.dtype not in (_floats if op=='mean' else _floats+_integers): raise TypeError(
@@ -519,7 +519,8 @@ def _reduced(name, values, group, op):
     "All of `values`, a `dict` of numbers and tensors, reduced; keys may be in another order in each worker"
     op = _op_word(op)
     def prepare(c):
-        if op not in _reduce_ops: raise ValueError(f"rank {get_rank()}: {op=} is not known: take one of {', '.join(map(repr, _reduce_ops))}")
+        if op not in _reduce_ops: raise ValueError(
+            f"rank {get_rank()}: {op=} is not known: take one of {', '.join(map(repr, _reduce_ops))}")
         outlines = {k:_outline(v, k, op, group) for k,v in values.items()}
         return None,pack((outlines, {k:v for k,v in values.items() if not isinstance(v, Tensor)}))
     c = Call(f'{name}({op=})', group, prepare)
@@ -527,7 +528,8 @@ def _reduced(name, values, group, op):
     for k in dict.fromkeys(k for o in every for k in o):
         outlines = [o.get(k, 'nothing') for o in every]
         if len(set(outlines)) > 1: raise ValueError(
-            f"{name}: {k} differs: {who_has(c.ranks, outlines)}; all workers must have the same keys, shapes and dtypes, or take all_gather_tensors")
+            f"{name}: {k} differs: {who_has(c.ranks, outlines)}; all workers must have the same keys, shapes and dtypes, "
+            "or take all_gather_tensors")
     res = {k:_fold[op]([o[k] for o in numbers]) for k in numbers[0]}
     tensors = [k for k in every[0] if k not in res] # in the first worker's order
     for ks in groupby(tensors, lambda k: (values[k].dtype,values[k].device.type)).values():
@@ -554,7 +556,8 @@ def all_reduce_dict(data:dict, # Numbers and tensors by name
     def back(v, o):
         if isinstance(o, Tensor): return v.to(o.device if device is None else device)
         return v if device is None else torch.tensor(v, dtype=torch.float64, device=device)
-    if not isinstance(data, dict): raise TypeError(f"rank {get_rank()}: data is {type(data).__name__}: all_reduce_dict takes a dict of numbers and tensors")
+    if not isinstance(data, dict): raise TypeError(
+        f"rank {get_rank()}: data is {type(data).__name__}: all_reduce_dict takes a dict of numbers and tensors")
     names = {k:f'data[{k!r}]' for k in data}
     res = _reduced('all_reduce_dict', {names[k]:v for k,v in data.items()}, group, op)
     return {k:back(res[names[k]], v) for k,v in data.items()}

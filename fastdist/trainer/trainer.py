@@ -128,7 +128,8 @@ def _begin_fit(self:DistributedTrainer, undo):
     if get_rank() > 0: undo.enter_context(self.loggers.hidden()) # those given to `fit`
     undo.callback(self.decisions.end)
     n,dls = getattr(learn, 'n_epoch', 'some'),plain_dls(learn.dls)
-    trained,changed = [n for n,p in learn.model.named_parameters() if p.requires_grad],self.versions not in (None,_versions(learn, strategy))
+    trained = [n for n,p in learn.model.named_parameters() if p.requires_grad]
+    changed = self.versions not in (None,_versions(learn, strategy))
     if not self.decisions.begin(f"a fit of {n} epoch{'' if n==1 else 's'}", trained, repr((data_of(dls), changed))):
         same_data(dls)
         if strategy is not None and len({*all_gather_list(changed)}) > 1: _take_rank0s(learn, strategy)
@@ -139,7 +140,7 @@ def _begin_fit(self:DistributedTrainer, undo):
     undo.callback(self.random.exit)
 
 def _versions(learn, strategy):
-    "Of parameters and the optimizer's state: another value when one is changed in place, or is another tensor. A part of a state says nothing"
+    "Of parameters, and of an optimizer's state that is not shared out: another value when one is changed in place, or another tensor"
     ts = *learn.model.parameters(),*(() if learn.opt is None or getattr(strategy, 'splits', ()) else state_tensors(learn.opt))
     return [(id(t), None if t.is_inference() else t._version) for t in ts]
 
