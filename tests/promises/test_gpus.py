@@ -967,7 +967,7 @@ def test_shards_that_stand_twice(gpu_worlds):
     for o in world(twice, hybrid(), opt=Adam, frozen=True): same(o, alone)
     same_in_half(world, hybrid(), 'fp16', 'plain')
     # as 'fsdp', and the shards of its parts between nodes
-    for bn, counts in () if real_gpus.hide() else ((False, (7+3, 1648)), (True, (12+4, 2136))):
+    for bn, counts in () if real_gpus.hide() else ((False, (7+3, 1648)), (True, (12+4, 2168))):
         for (found, sent), _ in world(waits, hybrid(), bn=bn):
             for step, messages in zip(found, sent, strict=True):
                 assert step == A_STEP_LATE, step
