@@ -2453,6 +2453,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                    'fastdist/trainer/learner.py'),
                                           'fastdist.trainer.learner._AllOrNone.__enter__': ( 'trainer/learner.html#_allornone.__enter__',
                                                                                              'fastdist/trainer/learner.py'),
+                                          'fastdist.trainer.learner._all_detach': ( 'trainer/learner.html#_all_detach',
+                                                                                    'fastdist/trainer/learner.py'),
                                           'fastdist.trainer.learner._around': ( 'trainer/learner.html#_around',
                                                                                 'fastdist/trainer/learner.py'),
                                           'fastdist.trainer.learner._as_if_exported': ( 'trainer/learner.html#_as_if_exported',

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from fastai.basics import *
 from ..callbacks.data_parallel import ParallelTrainer, check_device_ids
 from ..callbacks.fastai_patches import device_of, trainer_of
-from ..comm.collectives import same_call
+from ..comm.collectives import OutOfStep, same_call
 from ..checkpoint.resume import Resume, resume_of
 from ..fault.cancel import cancels
 from ..fault.same_call import all_at
@@ -94,17 +94,23 @@ def to_distributed(self:Learner,
     return self
 
 # %% ../../nbs/trainer/06_learner.ipynb #eb8e5310
+def _all_detach(cb, tries=2):
+    "Wait until all workers are here. An error: an `OutOfStep`, after which the others have come here too, or of workers that have gone"
+    try:
+        with scope(cb.settings.watchdog): same_call('detach_distributed')
+    except RemoteError as e: return e
+    except OutOfStep as e:
+        if tries > 1: return _all_detach(cb, tries-1) or e
+        raise
+
 @patch
 def detach_distributed(self:Learner):
     "Undo `to_distributed`; a strategy that shards needs all workers for that"
     cb = trainer_of(self)
     together = cb is not None and cb.strategy is not None and cb.strategy.gathers and not cb.in_context
-    error = None
-    try:
-        with scope(cb.settings.watchdog) if together else nullcontext():
-            if together: same_call('detach_distributed')
-    except RemoteError as e: error = e # without the others no more can be agreed on
-    with scope(cb.settings.watchdog) if together and error is None else nullcontext(): self.remove_cb(DistributedTrainer)
+    error = _all_detach(cb) if together else None
+    agrees = together and not isinstance(error, RemoteError) # without the others nothing can be agreed on any more
+    with scope(cb.settings.watchdog) if agrees else nullcontext(): self.remove_cb(DistributedTrainer)
     if error is not None: raise error
 
 # %% ../../nbs/trainer/06_learner.ipynb #52e5bd23

@@ -49,7 +49,7 @@ def trained_raw(recompute=True, wrap=None, bn=False, lr=0.1, repeat=1, offload=F
     if wrap and not dist.is_initialized(): dist.init_process_group('gloo')
     rank, size = (get_rank(), get_world_size()) if wrap else (0, 1)
     model, runs = Deep(bn, repeat=repeat), []
-    model.units[0].layers[0].register_forward_pre_hook(lambda *_: runs.append(1))
+    model.blocks[0].layers[0].register_forward_pre_hook(lambda *_: runs.append(1))
     norms = contextlib.ExitStack()
     if wrap:
         norms.enter_context(global_batch_norm(model))
@@ -62,7 +62,7 @@ def trained_raw(recompute=True, wrap=None, bn=False, lr=0.1, repeat=1, offload=F
     undo, fwd = put() if before else noop, model
     if wrap == 'fsdp':
         blocks = units(model, min_numel=1)
-        assert blocks == list(model.units)
+        assert blocks == list(model.blocks)
         for b in blocks: fully_shard(b)
         fully_shard(model)
     if wrap == 'ddp': fwd = DistributedDataParallel(model, broadcast_buffers=False)

@@ -207,4 +207,4 @@ def own_generators():
 
 def test_own_generators(world2):
     "Workers whose weights part learn of it within some batches, which the error says"
-    for same, sharded, text in world2(own_generators): assert same is sharded is None and 'no longer have the same weights' in text and 'in epoch 0, batch' in text
+    for same, sharded, text in world2(own_generators): assert same is sharded is None and 'no longer have the same weights' in text and 'in epoch 0, by batch' in text
