@@ -206,10 +206,9 @@ def _shard_of(t):
 def _opt_rows(learn, p):
     """What the strategy lets this worker remember of parameter `p`: (first row, how many, is it the one that writes them?); `None` where
     that is all of it. The one place that knows how optimizers are sharded, with `_as_remembered`"""
-    sharded = sharded_of(learn.opt)
-    if sharded is None or isinstance(sharded, OwnedOptimizer) or not p.dim(): return
-    of = sharded.rows_of
-    return _first_row(p.shape[0], of.size, of.rank),len(sharded.rows(p)),get_rank() < of.size # in another node they are the same
+    if sharded_of(learn.opt) is None or not is_dtensor(p): return
+    start,writes = _shard_of(p)
+    return start,len(local(p)),writes # in another node they are the same
 
 def _as_remembered(learn, nm, p, o, rows):
     "What was read of `p`, as the optimizer remembers it: `rows` of this worker, or all"
@@ -217,7 +216,7 @@ def _as_remembered(learn, nm, p, o, rows):
     group = _groups(learn.opt)[int(nm.split('.')[1])]
     on_cpu = nm.endswith('.step') and not (group.get('fused') or group.get('capturable')) # as torch's optimizers keep their counts
     o = o if on_cpu else o.to(local(p).device)
-    return sharded_of(learn.opt).as_wanted(p, o) if rows else o
+    return sharded_of(learn.opt).of_rows(p, o) if rows else o
 
 # %% ../../nbs/checkpoint/02_state.ipynb #5ad81252
 _small = 2**16 # bytes up to which one worker writes a whole tensor

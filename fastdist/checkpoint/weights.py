@@ -12,7 +12,6 @@ from fastai.callback.schedule import LRFinder
 from ..callbacks.fastai_patches import replace_in_fastai
 from ..comm.collectives import is_dtensor
 from ..strategy.sharded import ShardedOptimizer, move_state
-from ..strategy.sharded_opt import RowsOptimizer
 from ..fault.same_call import all_at
 from ..world.ranks import get_device, get_rank, get_world_size
 
@@ -21,7 +20,7 @@ def sharded_of(opt # A fastai optimizer, or `None`
               ):
     "What stands behind the methods of `opt`, where each worker has a part of its state; `None` elsewhere"
     res = getattr(getattr(opt, 'state_dict', None), '__self__', None)
-    return res if isinstance(res, (ShardedOptimizer,RowsOptimizer)) else None
+    return res if isinstance(res, ShardedOptimizer) else None
 
 # %% ../../nbs/checkpoint/01_weights.ipynb #41a88cd7
 class _Stated:

@@ -2,5 +2,4 @@
 from .base import Strategy as Strategy
 from .ddp import Replica as Replica
 from .zero1 import Zero1 as Zero1
-from .zero import ShardedGradients as ShardedGradients
 from .fsdp import FullyShard as FullyShard

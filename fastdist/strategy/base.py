@@ -39,10 +39,8 @@ class _InBatch:
 class Strategy(_InBatch):
     "The hooks of a strategy, and what they do where it has none. `setup`, `forward` and `close` are those that it must have"
     name = 'own'
-    shards_params = False # Does a forward pass need the other workers, as each has a shard of the parameters?
-    gathers = False # Does `close` need the other workers?
-    moves = False # Does `setup` bring the model to the device, part by part, and `close` back to where it was? Else it is there, whole
-    splits = () # What is in shards when the optimizer steps: 'parameters', 'gradients'
+    shards_state = False # Has each worker a part of the optimizer's state, so that `close` needs the others?
+    shards_params = False # Has it shards of the parameters too, in a copy that `setup` brings to the device? Else the model is there, whole
     loose,of_model = (),None # parameters that the optimizer has beside the model's; `ModelParams` of this, once somebody has asked
     share_scale = staticmethod(lambda root=None: 1.) # what is propagated backward of this worker's share is multiplied by
     learn = model = device = None # from `setup` on
@@ -73,6 +71,11 @@ def model_params(self:Strategy):
 def all_params(self:Strategy):
     "The parameters of the model, and those that the optimizer has beside them, as of a loss function"
     return [*self.model_params(), *self.loose]
+
+@patch
+def own_params(self:Strategy):
+    "The parameters of the learner's own model, also while `learn.model` is a copy"
+    return [*self.model.parameters()]
 
 @patch
 def drop_grads(self:Strategy):

@@ -131,10 +131,9 @@ def close(self:Replica, group=None):
 @patch
 def _check_views(self:Replica, opt):
     views = self.handler is not None and self.handler.gradient_as_bucket_view
-    # of fastai's own class it is replaced, by one that zeros them where they are (`ForeachOptimizer`)
-    if views and type(opt) is not Optimizer and getattr(type(opt), 'zero_grad', None) is Optimizer.zero_grad: refuse(
-        'gradient_as_bucket_view', True, f"{type(opt).__name__}.zero_grad, which is fastai's, detaches gradients in place, and torch "
-        "refuses that for views: give the class a zero_grad of its own, or leave it False")
+    if views and getattr(type(opt), 'zero_grad', None) is Optimizer.zero_grad: refuse(
+        'gradient_as_bucket_view', True, "zero_grad of fastai's optimizers detaches gradients in place, which torch refuses for views: "
+        "give an optimizer of torch's (opt_func=partial(OptimWrapper, opt=torch.optim.AdamW)), or leave it False")
 
 # %% ../../nbs/strategy/03_ddp.ipynb #90b4c125
 @patch

@@ -116,7 +116,7 @@ _slow = '__slow__' # Lookahead's copy of a parameter, beside what the optimizer 
 # %% ../../nbs/strategy/04_zero1.ipynb #dfa3d434
 class Zero1(Replica):
     "`'zero1'`: gradients averaged by `DistributedDataParallel`, steps and optimizer state sharded by whole parameters"
-    name,splits,gathers,sharded = 'zero1',('parameters',),True,None
+    name,shards_state,sharded = 'zero1',True,None
 
     def set_opt(self, opt):
         "Shard the steps and the state of `opt`"

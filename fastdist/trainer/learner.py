@@ -38,7 +38,7 @@ def _unsharded(learn, what):
     "Each worker has the whole model and the whole state of the optimizer meanwhile, for `what`, a call"
     trainer = trainer_of(learn)
     strategy = getattr(trainer, 'strategy', None)
-    if strategy is None or not strategy.gathers:
+    if strategy is None or not strategy.shards_state:
         yield
         return
     all_at(what)
@@ -107,7 +107,7 @@ def _all_detach(cb, tries=2):
 def detach_distributed(self:Learner):
     "Undo `to_distributed`; a strategy that shards needs all workers for that"
     cb = trainer_of(self)
-    together = cb is not None and cb.strategy is not None and cb.strategy.gathers and not cb.in_context
+    together = cb is not None and cb.strategy is not None and cb.strategy.shards_state and not cb.in_context
     error = _all_detach(cb) if together else None
     agrees = together and not isinstance(error, RemoteError) # without the others nothing can be agreed on any more
     with scope(cb.settings.watchdog) if agrees else nullcontext(): self.remove_cb(DistributedTrainer)
@@ -346,7 +346,7 @@ def get_preds(self:Learner, *args,
 def _users_state(trainer, state):
     "`state` of a learner as it would be without `trainer`; a `RuntimeError` where this worker has shards of the parameters only"
     strategy = trainer.strategy
-    what = 'parameters' if getattr(strategy, 'shards_params', False) else 'optimizer' if getattr(strategy, 'splits', ()) else None
+    what = 'parameters' if getattr(strategy, 'shards_params', False) else 'optimizer' if getattr(strategy, 'shards_state', False) else None
     if what=='parameters' or what and state.get('opt'): raise RuntimeError(
         f"rank {get_rank()}: a learner cannot be pickled or copied while strategy={strategy.name!r} has its {what} in shards: "
         "call learn.export or learn.save, or leave the context first")

@@ -21,10 +21,8 @@ from ..fault.cancel import Decisions
 from ..metrics.metrics import EpochTotals
 from ..model.units import checkpoint_activations, compile_model
 from ..model.batchnorm import global_batch_norm
-from ..model.foreach import Foreach
 from ..strategy.base import check_values, same_everywhere, sync_buffers, whole_model
 from ..strategy.select import close_strategy, drop_strategy, make_strategy, open_strategy
-from ..strategy.shards.whole import norms_of_shards, whole_numbers
 from .args import check_args_consistent
 from .loaders import SharedLoaders, back_on_device, move_learner
 from .step import StepHooks
@@ -95,11 +93,10 @@ def _share(self:LearnerSetup):
     undo.callback(self._drop_strategy)
     self._choose_strategy()
     same_everywhere(whole, learn.opt, grads=True)
-    self.random,self.totals,self.foreach = WorkerRandom(get_rank()),EpochTotals(learn),Foreach()
+    self.random,self.totals = WorkerRandom(get_rank()),EpochTotals(learn)
     self.decisions = Decisions(learn, WorkerRandom(get_rank()).entered, is_logger)
     self.loaders,self.loggers = SharedLoaders(learn, device, self.settings.split_batches),HiddenLoggers(learn)
     undo.callback(self.random.exit)
-    undo.callback(self.foreach.close)
     undo.callback(self._unshape)
     self._shape()
     undo.enter_context(self.loaders.on_learner())
@@ -110,7 +107,7 @@ def _share(self:LearnerSetup):
 @patch
 def _choose_strategy(self:LearnerSetup):
     self.strategy = make_strategy(self.settings, self.learn, self.device)
-    if not self.strategy.moves: move_learner(self.learn, self.device)
+    if not self.strategy.shards_params: move_learner(self.learn, self.device)
 
 @patch
 def _drop_strategy(self:LearnerSetup):
@@ -120,22 +117,20 @@ def _drop_strategy(self:LearnerSetup):
 # %% ../../nbs/trainer/04_setup.ipynb #df5ee11a
 @patch
 def _shape(self:LearnerSetup):
-    "Batch norm over the global batch, recomputation, the strategy's replica or shards, and compilation: in this order"
+    "Batch norm over the global batch, the strategy's replica or shards, recomputation and compilation: in this order"
     learn,settings,undo = self.learn,self.settings,ExitStack()
     self.shaped = undo # also where the next lines fail
     if settings.sync_bn: undo.enter_context(global_batch_norm(learn.model))
-    self._recompute(undo)
     if self.strategy is None: self._choose_strategy() # the model has changed
     strategy,ddp = self.strategy,settings.ddp
     strategy.share_scale = lambda root=None: self.step.share_scale(root)
     # what the last batch does not use would not be averaged
     self.hooks = StepHooks(self, strategy, each=ddp is not None and (ddp.find_unused_parameters or ddp.static_graph))
     self.add(self.hooks, undo)
-    undo.enter_context(norms_of_shards())
-    if 'gradients' in strategy.splits: undo.enter_context(whole_numbers())
     undo.callback(self._close_strategy)
     open_strategy(strategy, learn, self.device)
     strategy.set_opt(learn.opt)
+    self._recompute(undo)
     self._compile(undo)
     self._note_model()
 
@@ -178,6 +173,9 @@ def rewrap_if_changed(self:LearnerSetup):
     "Shape the model anew, where it has changed; rank 0's weights are all's"
     if not self.has_changed(): return
     if not self.strategy.shards_params and is_sharded(self.learn.model): return # by its user, after the context began
+    if self.strategy.shards_params and self.learn.model is self.strategy.model: raise RuntimeError(
+        f"rank {get_rank()}: layers or parameters of learn.model have been exchanged in a context with strategy={self.strategy.name!r}, in "
+        "which it is a sharded copy of the learner's own: leave the context before you change the model")
     self.strategy.average() # what has been accumulated stays, in all workers
     self._unshape()
     check_values(whole := whole_model(self.learn))

@@ -19,7 +19,7 @@ from ..data.loaders import data_of, same_data
 from ..data.rng import rank0_stream, rejoin_streams
 from ..fault.supervisor import catchable, handler_kept, interrupt_deferred, raise_root_cause, rejoin, scope
 from ..model.batchnorm import norm_scope_of, set_norm_scope
-from ..strategy.base import inner_opt, same_everywhere, state_tensors, whole_model
+from ..strategy.base import same_everywhere, state_tensors, whole_model
 from .args import check_args, check_precision, launched_precision, takes_arguments, worker_device
 from .evaluation import Evaluation
 from .loaders import plain_dls
@@ -141,12 +141,12 @@ def _begin_fit(self:DistributedTrainer, undo):
 
 def _versions(learn, strategy):
     "Of parameters, and of an optimizer's state that is not shared out: another value when one is changed in place, or another tensor"
-    ts = *learn.model.parameters(),*(() if learn.opt is None or getattr(strategy, 'splits', ()) else state_tensors(learn.opt))
+    ts = *learn.model.parameters(),*(() if learn.opt is None or getattr(strategy, 'shards_state', False) else state_tensors(learn.opt))
     return [(id(t), None if t.is_inference() else t._version) for t in ts]
 
 def _take_rank0s(learn, strategy):
     "Only some workers have changed weights or optimizer state between two fits: all take rank 0's"
-    if strategy.splits: raise RuntimeError(
+    if strategy.shards_state: raise RuntimeError(
         f"rank {get_rank()}: only some workers have changed the weights or the optimizer's state since the last fit, as learn.load does, "
         f"which strategy={strategy.name!r} shares out: do it in all workers, whatever their rank")
     same_everywhere(whole_model(learn), learn.opt, grads=True)
@@ -220,7 +220,6 @@ def before_fit(self:DistributedTrainer):
     self.random.reset()
     self.strategy.end_fit()
     self.strategy.set_opt(self.learn.opt)
-    self.foreach.follow(self.learn.opt and inner_opt(self.learn.opt))
 
 @patch
 def after_fit(self:DistributedTrainer):

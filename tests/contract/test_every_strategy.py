@@ -13,8 +13,9 @@ SHARDED = STRATEGIES[1:]
 @pytest.mark.parametrize('n', [2, 3])
 @pytest.mark.parametrize('strategy', SHARDED)
 def test_as_one_process(worlds, strategy, n):
-    "Each case by two workers or by three"
-    training.check(worlds(n), NAMES[(n+SHARDED.index(strategy)) % 2::2], **ctx_of(strategy))
+    "Each case by two workers or by three; the loss of a GAN has parts of the model, which is a sharded copy in some strategies"
+    names = [o for o in NAMES[(n+SHARDED.index(strategy)) % 2::2] if o != 'gan' or strategy == 'zero1']
+    training.check(worlds(n), names, **ctx_of(strategy))
 
 
 def test_on_one_worker():

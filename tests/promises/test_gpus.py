@@ -562,7 +562,7 @@ def with_views(strategy, views):
     "Weights after a fit, and the most bytes that it took, with gradients in memory of their own or in that of the messages"
     import gc, fastdist.all
     from accelerate.utils import DistributedDataParallelKwargs
-    learn = quiet(learner(n=36, bs=6, n_val=6, lr=0.05, dtype=torch.float32, model=wide, cbs=GradientAccumulation(12)))
+    learn = quiet(learner(n=36, bs=6, n_val=6, lr=0.05, dtype=torch.float32, model=wide, opt=partial(OptimWrapper, opt=torch.optim.SGD), cbs=GradientAccumulation(12)))
     class Peak(Callback):
         "That of later steps: DDP makes its buckets anew after the first"
         def before_batch(self):
@@ -888,7 +888,6 @@ def peaks(ctx, found, width=WIDTH, layers=12):
     """What is in use of the device, in sizes of the model: before a context, the most while it begins, when it has begun, the most in a step, in a save and a load,
     and while it ends, and after it; where the learner is then. Of two contexts, and a fit by this worker alone in between"""
     import fastdist.all
-    from fastdist.model import foreach
     from fastdist.world import setup_distrib
     setup_distrib()
     set_seed(1)
@@ -908,30 +907,27 @@ def peaks(ctx, found, width=WIDTH, layers=12):
             if self.training and self.iter == 3: reset()
         def after_train(self): o.step = peak()
     def devices(): return {str(t.device.type) for t in (*model.parameters(), *(v for s in learn.opt.state.values() for v in s.values() if isinstance(v, torch.Tensor) and v.dim()))}
-    at_once, foreach._gpu_bytes = foreach._gpu_bytes, 1  # what a step takes beside is bounded by this number, which is of larger models
-    try:
-        for i in range(2):
-            o = SimpleNamespace(before=now())
+    for i in range(2):
+        o = SimpleNamespace(before=now())
+        reset()
+        with learn.distrib_ctx(**ctx):
+            o.begins, o.begun = peak(), now()
+            learn.fit(1, cbs=InSteps())
+            o.fitted = now()
             reset()
-            with learn.distrib_ctx(**ctx):
-                o.begins, o.begun = peak(), now()
-                learn.fit(1, cbs=InSteps())
-                o.fitted = now()
-                reset()
-                if 'fsdp_plugin' in ctx:  # tensors of the pretended device have no way into a file
-                    learn.save('saved')
-                    learn.load('saved')
-                o.saves = peak()
-                reset()
-            o.ends, o.after, o.devices = peak(), now(), devices()
-            if 'fsdp_plugin' in ctx:
-                o.saved = diff(torch.load(learn.path/learn.model_dir/'saved.pth', weights_only=False, map_location='cpu')['model'], weights(learn))
-            res.append(vars(o))
-            if i == 0:
-                learn.fit(1)
-                assert devices() == {here.type}
-                if found == 'cpu': fastdist.trainer.loaders.move_learner(learn, torch.device('cpu'))
-    finally: foreach._gpu_bytes = at_once
+            if 'fsdp_plugin' in ctx:  # tensors of the pretended device have no way into a file
+                learn.save('saved')
+                learn.load('saved')
+            o.saves = peak()
+            reset()
+        o.ends, o.after, o.devices = peak(), now(), devices()
+        if 'fsdp_plugin' in ctx:
+            o.saved = diff(torch.load(learn.path/learn.model_dir/'saved.pth', weights_only=False, map_location='cpu')['model'], weights(learn))
+        res.append(vars(o))
+        if i == 0:
+            learn.fit(1)
+            assert devices() == {here.type}
+            if found == 'cpu': fastdist.trainer.loaders.move_learner(learn, torch.device('cpu'))
     return res
 
 

@@ -29,7 +29,7 @@ class Seen(Callback):
         for p in self.model.parameters():
             n = p.grad.norm()
             self.noted += [n.item(), float(p.detach().norm()), (p.grad**2).sum().item(), float(p.detach().max()), float(f'{n:.9f}'), p.grad.abs().max().tolist(),
-                          float(p.grad.cpu().numpy().sum()), int(p.grad.norm()*100), *p.detach()[:1].reshape(-1).tolist()]
+                          float(p.grad.cpu().numpy().sum()), int(p.grad.norm()*100), *np.ravel(p.detach().tolist())]
 
 
 class Decides(Callback):
@@ -47,24 +47,6 @@ class Signs(Callback):
     order = 5
     def before_step(self):
         for p in self.model.parameters(): p.grad = torch.sign(p.grad)*p.grad.abs().mean()
-
-
-class Inits(Callback):
-    "Draws a layer anew, by `nn.init` and by the layer itself"
-    def before_epoch(self):
-        if self.epoch != 1: return
-        nn.init.trunc_normal_(self.model[0][0].weight, std=.3)
-        self.model[1][0].reset_parameters()
-
-
-class Noise(Callback):
-    "Adds noise to gradients and parameters, and leaves out some"
-    order = 5
-    def before_step(self):
-        for p in self.model.parameters(): p.grad.add_(torch.randn_like(p.grad), alpha=.01)
-    def after_step(self):
-        with torch.no_grad():
-            for p in self.model.parameters(): p.add_(torch.rand_like(p), alpha=.01).mul_(torch.bernoulli(torch.full_like(p, .9)))
 
 
 class Assigns(Callback):
@@ -237,7 +219,7 @@ def of_object(o, y): return F.cross_entropy(o.logits, y).float()
 of_object.loss_divisor = None # a mean over samples
 
 
-CASES = dict(seen=lambda: dict(cbs=Seen()), decides=lambda: dict(cbs=Decides()), signs=lambda: dict(cbs=Signs()), inits=lambda: dict(cbs=Inits()), noise=lambda: dict(cbs=Noise()),
+CASES = dict(seen=lambda: dict(cbs=Seen()), decides=lambda: dict(cbs=Decides()), signs=lambda: dict(cbs=Signs()),
              own=lambda: dict(opt=own), rows=lambda: dict(opt=rows), own_torch=lambda: dict(opt=partial(OptimWrapper, opt=OwnTorch)),
              clipping=lambda: dict(opt=clipping), clipping_wrapper=lambda: dict(opt=partial(ClippingWrapper, opt=torch.optim.SGD)),
              clipping_lookahead=lambda: dict(opt=lambda params, lr, **kwargs: ClippingLookahead(SGD(params, lr, mom=.9), k=3)),
@@ -247,16 +229,15 @@ CASES = dict(seen=lambda: dict(cbs=Seen()), decides=lambda: dict(cbs=Decides()),
              copies=lambda: dict(cbs=Copies()), hooked=lambda: dict(before=hooked), hooked_after=lambda: dict(before=hooked_after),
              hooks_later=lambda: dict(cbs=HooksLater()), others=lambda: dict(cbs=Others()),
              teacher=lambda: dict(model=lambda: Teacher().double()), gives_object=lambda: dict(model=lambda: GivesObject().double(), loss=of_object))
-IN_SHARDS = r"rank \d: .*parameters.* in shards.*p\.data = .*p\.copy_"
-COPIED = r'rank \d: rows, or a view, of a parameter or gradient in shards are a copy.*p\[rows\] = '
-CANNOT = "cannot step parameters of which each worker has a part: use strategy='ddp'"
-HOOKED = r"has a hook .*strategy='fsdp'.*use strategy='zero2'"
-ERRORS = dict(
-    fsdp=dict(zeroes=COPIED, clamps=IN_SHARDS, swaps=IN_SHARDS, replaces=f'Replaces {CANNOT}', copies="strategy='fsdp'.*use strategy='zero1'.*deepcopy",
-              hooked=f'1.0.weight.*{HOOKED}', hooked_after=f'2.bias.*{HOOKED}', hooks_later=f'1.0.weight.*{HOOKED}', others="is given another .*functional_call.*strategy='fsdp'.*use strategy='zero2'",
-              teacher="t.weight is written to in its forward.*strategy='fsdp'.*strategy='zero2'",
-              gives_object="GivesObject.*an object.*strategy='zero2'|strategy='fsdp' lets go of .*an object.*strategy='zero2'"),
-    zero1={k: "with strategy='zero1' would have the gradients of some parameters only: .*use strategy='ddp'" for k in CASES if 'clip' in k}, zero2=dict(zeroes=COPIED, replaces=f'Replaces {CANNOT}'))
+IN_SHARDS = r"rank \d: parameters and gradients are in shards.*use strategy='zero1'"
+OTHERWISE = r"rank \d: with strategy='\w+' .* DTensors .*use strategy='zero1' or 'ddp'"
+HOOKED = r"has a hook .*strategy='\w+'.*use strategy='zero1'"
+SHARDS = dict(assigns=OTHERWISE, zeroes=IN_SHARDS, clamps=IN_SHARDS, swaps=IN_SHARDS, copies=OTHERWISE,
+              replaces=r"rank \d: Replaces cannot step parameters of which each worker has a part: use strategy='zero1' or 'ddp'",
+              hooked=f'1.0.weight {HOOKED}', hooked_after=f'2.bias {HOOKED}', hooks_later=f'1.0.weight {HOOKED}',
+              teacher="t.weight is written to in a forward.*use strategy='zero1'", gives_object=f"GivesObject returns .* use strategy='zero1'|{OTHERWISE}")
+ERRORS = dict(zero1={k: "with strategy='zero1' would have the gradients of some parameters only: .*use strategy='ddp'" for k in CASES if 'clip' in k},
+              zero2=SHARDS, fsdp=dict(SHARDS, penalty=IN_SHARDS))
 ONE = {}
 
 
@@ -269,22 +250,9 @@ def test_exact_or_an_error(worlds, size, strategy):
     ONE.update(ONE or every(None))
     ctx = dict(split_batches=True, strategy='fsdp') if strategy == 'one unit' else ctx_of(strategy)
     errors = ERRORS.get(dict(ctx)['strategy'], {})
-    if strategy == 'fsdp': errors = {**errors, 'penalty': "something in this fit .*the loss.* use strategy='zero1' or 'ddp'"}
+    if strategy == 'one unit': errors = {k: v for k, v in errors.items() if k != 'penalty'} # which is gathered from the forward to the backward
     for r, found in enumerate(worlds(size)(every, ctx)):
         for nm, o in found.items():
+            if nm == 'others' and strategy == 'fsdp': continue # docs/strategies.md: it is trained with the model's own
             if nm in errors: assert isinstance(o, str) and re.search(errors[nm], o, re.S), (nm, r, o)
             else: assert isinstance(o, tuple) and diff(ONE[nm][0], o[0]) < 1e-7 and diff(ONE[nm][1], o[1]) < 1e-6, (nm, r, o if isinstance(o, str) else diff(ONE[nm][0], o[0]))
-
-
-class OwnNumbers(Callback):
-    "Each worker's own, into rows that all have a part of"
-    order = 5
-    def before_step(self):
-        from fastdist.world import get_rank
-        self.model[2].weight.grad[0] = torch.full((7,), float(get_rank())).double()
-
-
-@pytest.mark.parametrize('strategy', ['zero2', 'fsdp'])
-def test_numbers_that_are_not_the_same_in_all_workers(worlds, strategy):
-    told = worlds(2)(trained_by, ctx_of(strategy), OwnNumbers())
-    assert all(re.search(rf'rank {r}: an assignment changes .* in shards by a tensor that is not the same in all workers: make it', o) for r, o in enumerate(told)), told

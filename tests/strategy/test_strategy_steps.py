@@ -72,7 +72,7 @@ def test_unused_parameters(worlds, strategy):
     from accelerate.utils import DistributedDataParallelKwargs
     world = worlds(size_of((strategy, STRATEGIES)))
     for m in world(unused, ctx_of(strategy)): assert 'does not depend on spare.weight, spare.bias' in m
-    if strategy!='fsdp':
+    if strategy in ('ddp', 'zero1'):
         for m in world(unused, ctx_of(strategy, kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])): assert diff(unused(None), m) < 1e-7
 
 
@@ -105,7 +105,7 @@ def sometimes(ctx, decays=False):
     return weights(learn), grads
 
 
-@pytest.mark.parametrize('strategy', ['ddp', 'zero1', 'zero2'])
+@pytest.mark.parametrize('strategy', ['ddp', 'zero1'])
 def test_parameters_that_some_workers_use(worlds, strategy):
     from accelerate.utils import DistributedDataParallelKwargs
     decays = strategy != 'zero2'  # to add to gradients in shards, a callback has to have shards

@@ -1,1 +1,0 @@
-"""How tensors, and the modules that have them, are divided between workers"""
