@@ -55,6 +55,7 @@ class Strategy(_InBatch):
     def on_zero(self): "When gradients are zeroed, or dropped: forget what is set aside of them"
     def explain(self, error # What a fit ends with
                ): "Raise an error that says more, where `error` is one that the strategy leads to"
+    def check_unchanged(self): "Where the model has changed, before it is shaped anew: raise a `RuntimeError` if that is not to be followed"
     def end_fit(self): "When a fit begins, and when the context ends"
     def release(self, group=None): "Give the optimizer back as it was, with its whole state; `group` as for `close`"
     def close(self, group=None # Process group to gather shards in, if the one that there was has broken; `False` if there is none

@@ -173,9 +173,7 @@ def rewrap_if_changed(self:LearnerSetup):
     "Shape the model anew, where it has changed; rank 0's weights are all's"
     if not self.has_changed(): return
     if not self.strategy.shards_params and is_sharded(self.learn.model): return # by its user, after the context began
-    if self.strategy.shards_params and self.learn.model is self.strategy.model: raise RuntimeError(
-        f"rank {get_rank()}: layers or parameters of learn.model have been exchanged in a context with strategy={self.strategy.name!r}, in "
-        "which it is a sharded copy of the learner's own: leave the context before you change the model")
+    self.strategy.check_unchanged()
     self.strategy.average() # what has been accumulated stays, in all workers
     self._unshape()
     check_values(whole := whole_model(self.learn))

@@ -409,7 +409,7 @@ def moving_average(ctx, path):
         valid = learn.validate()
         learn.fit(1)
     shards = [type(a).__name__ for a in ema.avg]
-    assert set(shards)=={'DTensor' if ctx and ctx['strategy']=='fsdp' else 'Tensor'}, shards
+    assert set(shards)=={'DTensor' if ctx and ctx['strategy'] in ('zero2', 'fsdp') else 'Tensor'}, shards
     return result(learn, valid=[*valid])
 
 

@@ -121,7 +121,7 @@ def each(strategy):
     "All cases, by name"
     ctx = None if strategy is None else ctx_of(strategy)
     units = strategy and dict(split_batches=True, strategy=strategy) # all of the model is one
-    find = strategy and (ctx if strategy=='fsdp' else ctx_of(strategy, kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)]))
+    find = strategy and (ctx if strategy in ('zero2', 'fsdp') else ctx_of(strategy, kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)]))
     res = {f'clip {o}': clipped(ctx, o) for o in (INF, 'inf', 1, 3.)}
     res |= {'dropped': dropped(find, (2, 5)), 'dropped, not allowed': dropped(ctx, (2, 5)), 'dropped at last': dropped(ctx, (6,))}
     res |= dict(mixed=trained_in(units, Mixed), penalty=trained_in(ctx, smooth, cbs=Penalty()), materialised=trained_in(ctx, materialised))
@@ -132,15 +132,14 @@ def each(strategy):
     return res
 
 
+OTHERWISE = r"rank \d: with strategy='(zero2|fsdp)' .*use strategy='zero1' or 'ddp'"
 ERRORS = {
     'lazy': ('ddp zero1 zero2 fsdp', r'rank \d: 0.weight, 0.bias, 1.weight, .* have no shape yet.*run a batch through the model before'),
     'grows': ('ddp zero1 zero2 fsdp', r'rank \d: the buffer ones of the model differs: .*torch.float64 of shape \(\d,\).*Give it the same shape'),
-    'dropped, not allowed': ('ddp zero1 zero2', 'the loss does not depend on spare.weight, spare.bias, .*find_unused_parameters=True'),
-    'dropped at last': ('ddp zero1 zero2', 'the loss does not depend on spare.weight, spare.bias, .*find_unused_parameters=True'),
-    'mixed': ('fsdp', "strategy='fsdp' gathers parameters of one type together, and .*a.weight is of torch.float32.*use strategy='zero2'"),
-    'penalty': ('fsdp', "strategy='fsdp' lets go of the parameters .*use strategy='zero2'"),
-    'sparse': ('zero2 fsdp', "strategy='(zero2|fsdp)' does not shard sparse gradients.*use strategy='ddp'"),
-    'of parameters': ('fsdp', "strategy='fsdp' lets go of the parameters .*use strategy='zero2'")}
+    'dropped, not allowed': ('ddp zero1', 'the loss does not depend on spare.weight, spare.bias, .*find_unused_parameters=True'),
+    'dropped at last': ('ddp zero1', 'the loss does not depend on spare.weight, spare.bias, .*find_unused_parameters=True'),
+    'mixed': ('zero2 fsdp', "strategy='(zero2|fsdp)' gathers parameters of one type together, and .*a.weight is of torch.float32.*use strategy='zero1'"),
+    'penalty': ('zero2 fsdp', OTHERWISE), 'sparse': ('zero2 fsdp', OTHERWISE), 'of parameters': ('fsdp', OTHERWISE)}
 ONE = {}
 
 

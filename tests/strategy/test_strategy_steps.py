@@ -306,7 +306,7 @@ def sent(ctx, depth):
 def test_messages_of_a_step(worlds):
     "P4: a number that grows neither with the parameters, while they are few bytes, nor with the workers; the loss is one of them"
     for size in (2, 3):
-        for strategy, expected in dict(ddp=dict(all_gather_single=1), zero1=dict(all_gather_single=2), zero2=dict(allreduce=1, all_gather_single=2)).items():
+        for strategy, expected in dict(ddp=dict(all_gather_single=1), zero1=dict(all_gather_single=2), zero2=dict(all_gather_single=2, reduce_scatter_single=1)).items():
             for depth in ((1, 20) if size==3 else (20,)):
                 for steps in worlds(size)(sent, ctx_of(strategy), depth): assert steps==[expected]*6, (strategy, depth, steps)
         every = [worlds(size)(sent, dict(strategy='fsdp', split_batches=True), depth) for depth in ((1, 20) if size==3 else (20,))]
