@@ -294,8 +294,16 @@ def _copy(self:FullyShard):
     self.parts.append(fully_shard(copy, mp_policy=policy, **kw))
     for m in copy.modules():
         if isinstance(m, nn.RNNBase): m.flatten_parameters = noop # cuDNN's one buffer would be a copy of what is gathered
+    if hasattr(copy, 'reset'): copy.reset = partial(self._reset, copy.reset)
     self._check_types(copy)
     return copy
+
+@patch
+def _reset(self:FullyShard, reset, *args, **kwargs):
+    "fastai's recurrent models make their state, between two forwards, from their parameters"
+    for m in self.parts: m.unshard()
+    try: return reset(*args, **kwargs)
+    finally: self.sync_params()
 
 @patch
 def _fill(self:FullyShard, copy):
