@@ -1,8 +1,6 @@
 "fit, lr_find, predict, save, ...: what a Learner does, on many workers as on one"
 import pytest
-from harness import WorkerError
 from learners import *
-from fastai.learner import load_learner
 
 SPLIT = dict(split_batches=True)
 
@@ -39,6 +37,7 @@ def test_accelerator(world2): assert world2(accelerators) == [(0, 2, [0, 1]), (1
 
 
 def lr_find(distrib, bs=5, **ctx):
+    "In a context whose batches are the workers' own: the number of iterations counts steps of all"
     import tempfile
     with tempfile.TemporaryDirectory() as tmp:
         learn = quiet(learner(n=22, bs=bs, bn=True, opt=Adam, path=tmp))
@@ -53,123 +52,9 @@ def lr_find(distrib, bs=5, **ctx):
 
 def test_lr_find(world):
     "The same suggestion on all workers, the weights restored on all, and no folder left"
-    found, losses, _, w, _ = lr_find(False)
-    for found1, losses1, moved, w1, left in world(lr_find, True):
+    found, losses, _, w, _ = lr_find(False, bs=5*world.n)
+    for found1, losses1, moved, w1, left in world(lr_find, True, split_batches=False):
         assert diff(found, found1) < 1e-6 and diff(losses, losses1) < 1e-5 and moved == 0 and diff(w, w1) < 1e-6 and left == []
-
-
-def found_outside(distrib, opt):
-    "The notebook that everybody has: lr_find, and then a fit; and once more"
-    import tempfile
-    with tempfile.TemporaryDirectory() as tmp:
-        learn, res, moved = quiet(learner(n=22, bs=5, bn=True, opt=opt, path=tmp)), [], 0
-        for _ in range(2):
-            before = weights(learn)
-            learn.lr_find(num_it=8, stop_div=False, show_plot=False)
-            moved += diff(before, weights(learn))
-            with in_ctx(learn, distrib): learn.fit(1, 0.01)
-            res.append(weights(learn))
-        return moved, res, [str(o) for o in (Path(tmp)/'models').iterdir()]
-
-
-@pytest.mark.parametrize('opt', [Adam, SGD])
-def test_lr_find_outside_of_a_context(world, opt):
-    "It leaves the model and the optimizer as they were, in each worker"
-    moved, res, _ = found_outside(False, opt)
-    assert moved == 0
-    for moved1, res1, left in world(found_outside, True, opt):
-        assert moved1 == 0 and not left and all(diff(a, b) < 1e-6 for a, b in zip(res, res1))
-
-
-def test_lr_find_with_batches_of_its_own(worlds):
-    "The number of iterations counts steps of all workers"
-    for size in (2, 3):
-        found, losses, _, w, _ = lr_find(False, bs=5*size)
-        for found1, losses1, moved, w1, _ in worlds(size)(lr_find, True, split_batches=False):
-            assert diff(found, found1) < 1e-6 and diff(losses, losses1) < 1e-5 and moved == 0 and diff(w, w1) < 1e-6
-
-
-def exported_folds(folder, distrib):
-    "Three folds, drawn as the script goes on; learners are exported before, in and after a context"
-    import fastdist.all
-    def part(idxs):
-        items = Items(24)
-        items.x, items.y = items.x[idxs], items.y[idxs]
-        return items
-    set_seed(3)
-    res = []
-    for _ in range(3):
-        idxs = random.sample(range(24), 24)
-        learn = quiet(learner(n=24, bs=5, opt=Adam, path=folder))
-        learn.dls = DataLoaders(TfmdDL(part(idxs[:17]), bs=5, shuffle=True), TfmdDL(part(idxs[17:]), bs=5))
-        learn.export('a.pkl')
-        for when in ('in', 'after'):
-            with in_ctx(learn, distrib, **SPLIT):
-                learn.fit(1)
-                if when == 'in': learn.export('a.pkl')
-            if when == 'after': learn.export('a.pkl')
-        res.append(weights(learn))
-    return res, [random.random(), float(np.random.rand()), float(torch.rand(1))]
-
-
-def test_exports_and_goes_on(world, tmp_path):
-    "Only rank 0 writes; what the others draw next, and their optimizers, are as rank 0's"
-    one, drawn = exported_folds(tmp_path, False)
-    for many, drawn1 in world(exported_folds, tmp_path, True): assert drawn1 == drawn and all(diff(a, b) < 1e-6 for a, b in zip(one, many))
-
-
-def save_load(folder):
-    import fastdist.all
-    learn = quiet(learner(n=22, bs=5, opt=Adam, path=folder))
-    with learn.distrib_ctx(**SPLIT):
-        learn.fit(1)
-        for i in range(5): learn.save('a')  # at once read by all
-        saved = weights(learn)
-        learn.fit(1)
-        learn.load('a')
-        assert diff(saved, weights(learn)) == 0
-        learn.export('a.pkl')
-        learn.fit(1)
-    learn.save('b')
-    learn.load('b')
-    return saved, weights(learn)
-
-
-def test_save_load_export(world, tmp_path):
-    "Keys without a prefix; the exported learner has nothing of fastdist in it, and loads where there is none"
-    import pickletools
-    saved, last = world(save_load, tmp_path)[0]
-    learn = learner(n=22, bs=5, opt=Adam, path=tmp_path)
-    learn.load('a')
-    assert diff(saved, weights(learn)) == 0
-    learn.load('b')
-    assert diff(last, weights(learn)) == 0
-    exported = load_learner(tmp_path/'a.pkl')
-    assert diff(saved, weights(exported)) == 0
-    assert sorted(o.name for o in exported.cbs) == ['cast_to_tensor', 'recorder', 'train_eval'] and not hasattr(exported, 'distributed_trainer')
-    import zipfile
-    with zipfile.ZipFile(tmp_path/'a.pkl') as z: data = z.read([o for o in z.namelist() if o.endswith('data.pkl')][0])
-    names = [arg.split(' ')[0].split('.')[0] for _, arg, _ in pickletools.genops(data) if isinstance(arg, str)]
-    assert 'fastai' in names and 'fastdist' not in names and 'accelerate' not in names
-
-
-def export_fails(strategy):
-    import fastdist.all
-    from fastdist.world import get_rank
-    def close(*args): raise ValueError('no memory')
-    learn = quiet(learner(n=22, bs=5, opt=Adam))
-    with learn.distrib_ctx(strategy=strategy, **SPLIT):
-        learn.fit(1)
-        if get_rank(): learn.distributed_trainer.strategy.close = close
-        learn.export('never.pkl')
-
-
-@pytest.mark.parametrize('strategy', ['zero1', 'fsdp'])
-def test_one_fails_in_an_export(world2, strategy):
-    "While shards are put together: that is what both are told"
-    with pytest.raises(WorkerError) as e: world2(export_fails, strategy)
-    told = [e.value.problems[r].strip() for r in range(2)]
-    assert 'RemoteError: ' in told[0] and all(o.endswith('ValueError: no memory') for o in told), told
 
 
 class Unwritable:
@@ -270,130 +155,6 @@ def test_outside_of_a_context(world):
     for r in res: assert diff(r[0], res[0][0]) < 1e-6
 
 
-class Attr(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body, self.knob = mlp(), 7
-    def forward(self, x): return self.body(x)
-
-
-def users_model(distrib):
-    "In a fit, whoever looks at learn.model finds the user's model"
-    learn = quiet(learner(n=9, bs=4, model=Attr))
-    model, seen = learn.model, []
-    class Look(Callback):
-        def look(self): seen.append(self.learn.model is model and self.learn.model.knob == 7 and isinstance(self.learn.model, Attr))
-    for e in 'before_fit before_epoch before_train before_batch after_pred after_loss before_backward after_backward before_step after_step after_batch after_train before_validate after_validate after_epoch after_fit'.split():
-        setattr(Look, e, Look.look)
-    hooked = []
-    hook = model.body[0].register_forward_hook(lambda m, i, o: hooked.append(learn.model is model))
-    with in_ctx(learn, distrib): learn.fit(1, cbs=Look())
-    hook.remove()
-    return all(seen), len(seen), all(hooked), len(hooked)
-
-
-def test_learn_model_is_the_users(world3):
-    for ok, n, ok2, n2 in world3(users_model, True): assert ok and n > 20 and ok2 and n2 > 3
-
-
-class Reaches(Attr):
-    "A model with two parts that take turns, as in a GAN"
-    def __init__(self):
-        super().__init__()
-        self.other, self.turn = nn.Linear(4, 3).double(), False
-    def forward(self, x): return (self.other if self.turn else self.body)(x)
-
-
-class Turns(Callback):
-    def before_batch(self):
-        if not self.training: return
-        m = self.learn.model
-        m.turn = not m.turn
-        m.body.requires_grad_(not m.turn); m.other.requires_grad_(m.turn)
-
-
-def turns(distrib):
-    torch.manual_seed(4)
-    learn = quiet(learner(n=22, bs=5, model=Reaches, cbs=Turns()))
-    with in_ctx(learn, distrib): learn.fit(2)
-    return weights(learn)
-
-
-def test_layers_frozen_from_batch_to_batch(world):
-    w = turns(False)
-    for w1 in world(turns, True): assert diff(w, w1) < 2e-7
-
-
-def cancels(distrib):
-    "All workers skip the same backward, step or batch, the first ones too, by callbacks of several kinds; and a schedule that goes on in validation"
-    from fastai.callback.core import CancelBackwardException, CancelBatchException, CancelStepException  # not a copy, sent by value
-    class Early(Callback):
-        order = -30
-        def before_batch(self):
-            if self.train_iter == 0: raise CancelBatchException
-            self.opt.set_hyper('lr', .1/(1+self.iter))
-    class Cancel(Callback):
-        def before_backward(self):
-            if self.train_iter == 1: raise CancelBackwardException
-        def before_step(self):
-            if self.train_iter == 3: raise CancelStepException
-        def after_pred(self):
-            if self.train_iter == 5 and self.training: raise CancelBatchException
-    class ByCall(Callback):
-        def __call__(self, event):
-            if event == 'after_loss' and self.train_iter == 7 and self.training: raise CancelBatchException
-    learn = quiet(learner(n=22, n_val=9, bs=5, bn=True, cbs=[Early(), Cancel(), ByCall()]))
-    with in_ctx(learn, distrib):
-        learn.fit(2)
-        grad = deepcopy(learn).loss_grad # a worker without a batch in the validation would have that of training, with its graph
-    return weights(learn), grad.requires_grad
-
-
-def test_cancelled_by_all(world):
-    w, graph = cancels(False)
-    for w1, graph1 in world(cancels, True): assert diff(w, w1) < 2e-7 and not graph and not graph1
-
-
-def shown():
-    "What one worker prints"
-    import contextlib, io
-    import fastdist.all
-    learn = learner(n=9, bs=4, metrics=accuracy)
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out):
-        with learn.distrib_ctx(**SPLIT): learn.fit(2)
-    return out.getvalue(), [o.name for o in learn.cbs], hasattr(learn, 'progress'), [list(o) for o in learn.recorder.values]
-
-
-def test_one_table(world3):
-    res = world3(shown)
-    assert res[0][0].count('valid_loss') == 1 and [o[0] for o in res[1:]] == ['', '']
-    for o in res: assert o[1:] == res[0][1:]
-
-
-def set_by_a_seed(rank_too):
-    import fastdist.all
-    from fastdist.all import get_rank
-    learn = quiet(learner(n=22, bs=5))
-    set_seed(42 + (get_rank() if rank_too else 0))
-    drawn = []
-    class Draw(Callback):
-        def after_pred(self): drawn.append((random.random(), np.random.rand(), torch.rand(1).item()))
-    with learn.distrib_ctx(**SPLIT):
-        learn.fit(1, cbs=Draw())
-        learn.fit(1, cbs=Draw())
-    return drawn, (random.random(), np.random.rand(), torch.rand(1).item())
-
-
-def test_augmentations_differ_and_splits_do_not(world3):
-    "Workers draw from streams of their own from forward to backward, the same again after the same seed; afterwards the script's stream goes on in all alike"
-    res, again = world3(set_by_a_seed, False), world3(set_by_a_seed, False)
-    drawn = [d for ds, _ in res for d in ds]
-    assert len(set(drawn)) == len(drawn)
-    assert res[0][1] == res[1][1] == res[2][1]
-    assert [o[0] for o in again] == [o[0] for o in res]
-
-
 def collectives(n_val):
     "Collectives of each training step, and of an epoch's validation, by name; and those of predictions"
     import collections
@@ -459,35 +220,6 @@ def test_collectives_counted(world2):
         assert [c['blocking'] for c in by('asked')] == [blocking], by('asked') # a user's callback costs none
         assert not any(c for c in by('batch')), by('batch')
         assert 0 < sum(by('validate')[0].values()) <= 16 and 0 < sum(by('preds')[0].values()) <= 32, (by('validate'), by('preds'))
-
-
-class Noise:
-    "Noise in, a small picture out"
-    def __init__(self, n):
-        g = torch.Generator().manual_seed(1)
-        self.z, self.x = torch.randn(n, 100, generator=g), torch.randn(n, 3, 16, 16, generator=g).clamp(-1, 1)
-    def __len__(self): return len(self.z)
-    def __getitem__(self, i): return self.z[i], self.x[i]
-
-
-def gan(distrib, n_val=6, switch_eval=False):
-    from fastai.vision.gan import FixedGANSwitcher, GANLearner, basic_critic, basic_generator
-    set_seed(0)
-    dls = DataLoaders(TfmdDL(Noise(24), bs=6, shuffle=True, num_workers=0), TfmdDL(Noise(n_val), bs=6, num_workers=0))
-    generator, critic = basic_generator(16, 3, in_sz=100, n_features=8, n_extra_layers=0), basic_critic(16, 3, n_features=8, n_extra_layers=0, act_cls=partial(nn.LeakyReLU))
-    learn = quiet(GANLearner.wgan(dls, generator, critic, opt_func=SGD, lr=1e-3, switch_eval=switch_eval, switcher=FixedGANSwitcher(n_crit=1, n_gen=1)))
-    before = weights(learn)
-    with in_ctx(learn, distrib): learn.fit(2)
-    return weights(learn), diff(before, weights(learn))
-
-
-@pytest.mark.parametrize('args', [(), (15, True)], ids=['wgan', 'default'])
-def test_gan(world2, args):
-    """fastai's own, whose callbacks reach into learn.model and freeze one half of it at a time. By default its generator is in training mode
-    in a validation, so that batch norm's running statistics have all batches of it"""
-    w, moved = gan(False, *args)
-    assert moved > 1e-4
-    for w1, _ in world2(gan, True, *args): assert diff(w, w1) < 2e-6
 
 
 def test_no_bar_where_nobody_sees_it_in_one_process_either(monkeypatch):

@@ -1,11 +1,7 @@
 "Loaders that a script or a callback puts in the place of a learner's, or changes by itself, in a context: it trains as in one process, and the learner keeps them"
 from copy import deepcopy
 
-import pytest
 from loaders import *
-
-both = pytest.mark.parametrize('world', [2, 3])
-
 
 def fitted(fit, make, distrib, split=True, after=None, **kwargs):
     "What a learner over `make()` has after `fit(learn, loaders)` in a context, and after `after(learn)` behind it"
@@ -35,19 +31,10 @@ def change_held(learn, trn, val):
     trn.shuffle, trn.bs, val.bs = False, 9, 2
     learn.fit(1)
 
-class Grows(TfmdDL):
-    "A batch size that grows from epoch to epoch"
-    def before_iter(self):
-        super().before_iter()
-        self.bs += 1
 
-def growing(): return dl(Grows, n=23, bs=3, shuffle=True), dl(n=9, bs=4, seed=1)
 def thrice(learn, *_): learn.fit(3)
 
-@both
-def test_a_batch_size_set_in_the_loader_itself(worlds, world): as_one(worlds(world), change_held, usual)
-@both
-def test_a_batch_size_set_by_the_loader_itself(worlds, world): as_one(worlds(world), thrice, growing)
+def test_a_batch_size_set_in_the_loader_itself(world3): as_one(world3, change_held, usual)
 
 
 # what is put in the place of a learner's loaders
@@ -73,29 +60,8 @@ def what_is_left(learn):
 def test_loaders_made_of_those_of_a_context(world2): as_one(world2, new_ones, usual, after=what_is_left)
 def test_a_loader_replaced_in_its_place(world3): as_one(world3, one_replaced, usual, after=what_is_left)
 
-def untouched(strategy=None):
-    import fastdist.all
-    learn = learn_of(*usual())
-    dls, loaders, inside = learn.dls, [*learn.dls.loaders], sorted(vars(learn.dls))
-    with learn.distrib_ctx(): learn.fit(1)
-    return learn.dls is dls and all(a is b for a, b in zip(learn.dls.loaders, loaders)) and sorted(vars(learn.dls)) == inside
-
-def test_loaders_that_nobody_replaces_stay(world2): assert world2(untouched) == [True]*2
-
 
 # by a callback, for one epoch
-
-class OtherInTraining(Callback):
-    def before_train(self):
-        if self.epoch == 1: self.learn.dl = other()
-
-def with_other(learn, *_):
-    learn.fit(3, cbs=OtherInTraining())
-    learn.remove_cbs(learn._grab_cbs(OtherInTraining))
-    learn.fit(1)
-
-@both
-def test_a_callback_trains_on_another_loader(worlds, world): as_one(worlds(world), with_other, usual)
 
 
 class OtherInValidation(Callback):
@@ -124,72 +90,10 @@ class ValidatesBetween(Callback):
 
 def validates_between(learn, *_): learn.fit(2, cbs=ValidatesBetween())
 
-@both
-def test_a_callback_validates_in_the_middle_of_an_epoch(worlds, world): as_one(worlds(world), validates_between, usual)
-
-class EndsIt(Callback):
-    order = 3000
-    def after_batch(self):
-        if self.training and self.train_iter == 3: raise ValueError('stopped')
-
-def stopped_and_gone_on(folder):
-    "The checkpoint is of the batch after which the callback validates"
-    import fastdist.all
-    from fastdist.checkpoint.resume import Resume
-    for ends in ([EndsIt()], []):
-        set_seed(3)
-        learn = learn_of(*usual())
-        from_the_start()
-        with learn.distrib_ctx(split_batches=True):
-            try: learn.fit(2, cbs=[ValidatesBetween(), Resume(folder, every=2), *ends])
-            except ValueError: assert ends
-    return weights(learn)
-
-def test_a_restart_after_such_a_batch(world2, tmp_path):
-    one = fitted(validates_between, usual, False)[0]
-    for w in world2(stopped_and_gone_on, tmp_path/'ckpt'): assert diff(one, w) < 2e-7
+def test_a_callback_validates_in_the_middle_of_an_epoch(world2): as_one(world2, validates_between, usual)
 
 
 # batches with parts that no sample has rows of
-
-class NoneBetween(Items):
-    def __getitem__(self, i): return *super().__getitem__(i)[:1], None, super().__getitem__(i)[1]
-
-def collated(b):
-    x, _, y = zip(*b)
-    return torch.stack(x), None, torch.stack(y)
-
-class First(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.m = mlp()
-    def forward(self, x, none): return self.m(x)
-
-def with_none():
-    res = [TorchDL(NoneBetween(n, seed=seed), batch_size=bs, collate_fn=collated) for n, bs, seed in ((23, 6, 0), (9, 4, 1))]
-    for o in res: o.n_inp = 2
-    return res
-
-def once(learn, *_):
-    learn.model = First()
-    learn.fit(1)
-
-@both
-def test_a_part_of_batches_that_is_none(worlds, world): as_one(worlds(world), once, with_none)
-
-
-class Endless:
-    def __getitem__(self, i): return Items(23)[i % 23]
-
-def endless():
-    import fastdist.all
-    learn = learn_of(FastaiDL(Endless(), bs=4), dl(n=9))
-    try:
-        with learn.distrib_ctx(): learn.fit(1)
-    except TypeError as e: return str(e)
-
-def test_a_data_set_without_an_end(world2):
-    for o in world2(endless): assert 'has no length: pass n=' in o, o
 
 
 class Named(Items):
@@ -203,5 +107,4 @@ class OfNamed(OwnDouble):
 
 def named(): return dl(ds=Named(23), bs=6, shuffle=True), dl(ds=Named(9, seed=1), bs=4)
 
-@both
-def test_targets_that_are_dicts(worlds, world): as_one(worlds(world), thrice, named, loss=OfNamed(), metrics=[])
+def test_targets_that_are_dicts(world3): as_one(world3, thrice, named, loss=OfNamed(), metrics=[])

@@ -2,7 +2,7 @@
 import functools, pytest
 from strategies import *
 
-PAIRS = [(a, b) for a in STRATEGIES for b in STRATEGIES]
+PAIRS = [('ddp', 'ddp'), ('ddp', 'zero1'), ('zero1', 'ddp'), ('zero2', 'zero2'), ('ddp', 'fsdp'), ('fsdp', 'fsdp'), ('zero2', 'ddp')]
 WORK = [p for p in PAIRS if set(p) <= {'ddp', 'zero1'} or p == ('zero2', 'zero2')]
 
 
@@ -46,8 +46,7 @@ def tried(shared, strategies):
     except Exception as e: return type(e).__name__, str(e)
 
 
-@pytest.mark.parametrize('shared', ['all', 'head'])
-@pytest.mark.parametrize('pair', PAIRS, ids='-'.join)
+@pytest.mark.parametrize('pair,shared', [(o, ('all', 'head')[i % 2]) for i, o in enumerate(PAIRS)], ids=lambda o: o if isinstance(o, str) else '-'.join(o))
 def test_of_one_model(world2, pair, shared):
     "Trains both as one process does, or says at once that these strategies cannot"
     for rank, got in enumerate(world2(tried, shared, pair)):
@@ -56,6 +55,6 @@ def test_of_one_model(world2, pair, shared):
             assert got[0] == 'ValueError' and got[1].startswith(f"rank {rank}: strategy={pair[1]!r} is not accepted: ") and f"strategy={pair[0]!r}" in got[1], got
 
 
-@pytest.mark.parametrize('pair', [('fsdp', 'ddp'), ('zero2', 'fsdp'), ('fsdp', 'fsdp')], ids='-'.join)
+@pytest.mark.parametrize('pair', [('fsdp', 'ddp'), ('zero2', 'fsdp')], ids='-'.join)
 def test_of_their_own_models(world3, pair):
     for got in world3(both, 'nothing', pair): assert agree(in_one('nothing'), got)
