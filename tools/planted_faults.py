@@ -117,7 +117,7 @@ FAULTS = [Fault(*o) for o in [
      ['tests/launch/test_launch.py::test_exit_status']),
     ('file-left', 'P5', "fastdist check leaves its trial file in the user's folder",
      "prefix='.fastdist-check-')", "prefix='.fastdist-check-', delete=False)",
-     ['tests/launch/test_check.py::test_good[3-args1]']),
+     ['tests/launch/test_check.py::test_good']),
     ('cancel-of-one-alone', 'P2', "a Cancel exception counts only where all workers raise it; the others go on by themselves",
      "most,least = Reduced(torch.tensor([code,-code], device=self.device), 'max')", "most,least = Reduced(torch.tensor([code,-code], device=self.device), 'min')",
      ['tests/fault/test_decisions.py::test_cancelled_by_some_of_two[outside-subset0]']),

@@ -97,14 +97,6 @@ def test_a_subclass_overrides_what_the_loader_does(kind):
     assert [v for b in listed(mine.dl) for v in b] == list(range(10))
 
 
-class Doubled(DistributedDL):
-    def collate_fn(self, items): return self.dl.collate_fn(items)*2
-
-@pytest.mark.parametrize('kind', ['torch', 'torch_stream'])
-def test_a_subclass_collates(kind):
-    assert listed(Doubled(made(kind), 1, 2, split_batches=True)) == [[2*v for v in b] for b in listed(DistributedDL(made(kind), 1, 2, split_batches=True))]
-
-
 def test_a_subclass_stays_one():
     "In `new`, copies and pickles"
     mine = Counted(made('tfmd'), 1, 2, split_batches=True, note='x')
@@ -127,26 +119,6 @@ def test_stands_in_for_its_loader(kind):
         assert again.dl is dl and len(ddl) == len(first) == len(again)
         for o in copy.copy(ddl), *([] if kind == 'torch_persistent' else [copy.deepcopy(ddl), pickle.loads(pickle.dumps(ddl))]):
             assert isinstance(o, DistributedDL) and isinstance(o, type(dl)) and len(o) == len(first)
-
-
-@pytest.mark.parametrize('kind', ['tfmd', 'sorted', 'language_model', 'table'])
-def test_what_fastai_does_with_a_loader(kind):
-    import matplotlib
-    matplotlib.use('agg')
-    dl = made(kind)
-    ddl = DistributedDL(dl, 1, 2, split_batches=True)
-    assert (ddl.bs, ddl.n, ddl.dataset, ddl.shuffle, ddl.n_inp) == (4, dl.n, dl.dataset, dl.shuffle, dl.n_inp) and ddl.rng is dl.rng and ddl.drop_last == dl.drop_last
-    b = ddl.one_batch()
-    assert find_bs(b) == 2 and len(ddl.new(bs=2)) == len(dl.new(bs=2)) and ddl.new(bs=2).rank == 1
-    if kind == 'table': ddl.show_batch()
-    if kind == 'sorted': assert len(ddl.decode_batch(b)) == 2
-    for o in ddl, DataLoaders(ddl, ddl):
-        assert o.to('meta') is (o if o is not ddl else None) and ddl.device == torch.device('meta')
-        o.to('cpu')
-        assert ddl.device == torch.device('cpu')
-    assert len(DataLoaders(ddl, ddl).train) == len(ddl)
-    idxs = ddl.get_idxs()
-    assert len(idxs) == dl.n
 
 
 def test_what_is_set_reaches_the_loader():

@@ -57,39 +57,6 @@ def test_losses_of_a_language_model(world3):
         for name, values in want.items(): assert diff(values, got[name]) < 1e-5*max(values), name  # perplexity enlarges the rounding of float32
 
 
-def noise(o=None): return torch.tensor([torch.rand(1).item(), np.random.rand(), random.random()])
-
-
-def augmented(kind, num_workers, seeds=(1, 1, 2)):
-    "The random numbers of each item, epoch by epoch, for a loader made after each of `seeds`"
-    from fastdist.data.dl import DistributedDL
-    res = []
-    for s in seeds:
-        set_seed(s)
-        dl = dict(item=lambda: TfmdDL(list(range(12)), bs=4, after_item=noise, num_workers=num_workers),
-                  batch=lambda: TfmdDL(list(range(12)), bs=4, after_batch=lambda b: torch.stack([noise() for _ in b]), num_workers=num_workers),
-                  torch=lambda: TorchDL(Noisy(12), batch_size=4, num_workers=num_workers))[kind]()
-        dl = DistributedDL(dl, split_batches=True)
-        res.append([torch.cat(list(dl)) for _ in range(2)])
-    return res
-
-class Noisy:
-    def __init__(self, n): self.n = n
-    def __len__(self): return self.n
-    def __getitem__(self, i): return noise()
-
-
-# fastai applies `after_batch` in the worker itself, whether loader processes read the items or not
-@pytest.mark.parametrize('kind,num_workers', [('item', 2), ('batch', 0), ('torch', 0)])
-def test_augmentations_differ_and_come_again(world3, kind, num_workers):
-    "Between workers, loader processes, items, epochs; after the same seed they are the same"
-    res = world3(augmented, kind, num_workers)
-    for again in res: assert torch.equal(torch.cat(again[0]), torch.cat(again[1]))
-    drawn = torch.cat([e for worker in res for run in (worker[0], worker[2]) for e in run])
-    assert drawn.shape == (2*2*12, 3)
-    for col in drawn.T: assert len(col.unique()) == len(col)
-
-
 class Draws(Callback):
     "What dropout draws in each training batch"
     def before_fit(self): self.drawn = []

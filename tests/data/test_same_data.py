@@ -16,11 +16,6 @@ def tabular():
     return tabular_learner(dls, layers=[4])
 
 
-def collab():
-    from fastai.collab import CollabDataLoaders, collab_learner
-    return collab_learner(CollabDataLoaders.from_df(frame(), user_name='user', item_name='title', rating_name='rating', bs=8), n_factors=3, y_range=(0, 5.5))
-
-
 def learner(dls): return Learner(dls, nn.Sequential(nn.Linear(1, 2)), loss_func=CrossEntropyLossFlat())
 
 
@@ -72,7 +67,7 @@ class Wraps:
 def wrapped(): return learner(DataLoaders.from_dsets(*map(Wraps, halves()), bs=8))
 
 
-KINDS = dict(tabular=tabular, collab=collab, block=block, random_split=random_split, wrapped=wrapped, **{f'permuted_{o}': partial(permuted, o) for o in ('tensors', 'own', 'lists')})
+KINDS = dict(tabular=tabular, block=block, wrapped=wrapped, **{f'permuted_{o}': partial(permuted, o) for o in ('tensors', 'own', 'lists')})
 
 
 def seen(kind, seed):

@@ -85,19 +85,6 @@ def test_save_that_fails_leaves_the_last_file(world, tmp_path):
     for _, saved in every: assert diff(saved, weights(learn)) == 0
 
 
-def graph():
-    import matplotlib; matplotlib.use('agg')
-    import fastdist.all
-    from fastai.callback.progress import ShowGraphCallback
-    learn = learner(n=22, bs=5, cbs=ShowGraphCallback())
-    cbs = list(learn.cbs)
-    with learn.distrib_ctx(**SPLIT): learn.fit(2)
-    return list(learn.cbs) == cbs
-
-
-def test_show_graph(world2): assert world2(graph) == [True, True]
-
-
 def alone():
     "Under a launcher, outside of a context and on one rank alone, with a process group alive"
     from fastdist.all import get_rank, setup_distrib

@@ -1,5 +1,4 @@
 "Loaders that a script or a callback puts in the place of a learner's, or changes by itself, in a context: it trains as in one process, and the learner keeps them"
-from copy import deepcopy
 
 from loaders import *
 
@@ -39,12 +38,6 @@ def test_a_batch_size_set_in_the_loader_itself(world3): as_one(world3, change_he
 
 # what is put in the place of a learner's loaders
 
-def new_ones(learn, *_):
-    learn.fit(1)
-    learn.dls = DataLoaders(learn.dls.train.new(bs=4), learn.dls.valid.new(bs=2))
-    learn.fit(1)
-    learn.dls = deepcopy(learn.dls)
-    learn.fit(1)
 
 def one_replaced(learn, *_):
     learn.fit(1)
@@ -57,7 +50,6 @@ def what_is_left(learn):
     n = len(learn.recorder.losses)
     return [type(o).__name__ for o in learn.dls.loaders], [o.n for o in learn.dls.loaders], getattr(learn.dls, 'note', None), str(learn.dls.path), n
 
-def test_loaders_made_of_those_of_a_context(world2): as_one(world2, new_ones, usual, after=what_is_left)
 def test_a_loader_replaced_in_its_place(world3): as_one(world3, one_replaced, usual, after=what_is_left)
 
 
@@ -76,21 +68,6 @@ def validates_other():
 
 def test_a_callback_validates_on_another_loader(world2):
     for o in world2(validates_other): assert 'learn.dl in before_validate' in o and 'learn.dls.loaders[1]' in o, o
-
-
-class ValidatesBetween(Callback):
-    "In the middle of an epoch, after which `learn.dl` stays the loader of the validation, as fastai leaves it"
-    order = 60 # the recorder has the loss of the batch
-    def after_batch(self):
-        if not self.training or self.learn.iter != 1: return
-        learn, number = self.learn, (self.learn.iter, self.learn.n_iter)
-        learn._do_epoch_validate()
-        learn.training, (learn.iter, learn.n_iter) = True, number
-        learn.model.train()
-
-def validates_between(learn, *_): learn.fit(2, cbs=ValidatesBetween())
-
-def test_a_callback_validates_in_the_middle_of_an_epoch(world2): as_one(world2, validates_between, usual)
 
 
 # batches with parts that no sample has rows of
