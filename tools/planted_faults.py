@@ -183,11 +183,11 @@ FAULTS = [Fault(*o) for o in [
      ['tests/promises/test_gpus.py::test_the_host_waits_for_no_kernel_of_a_step[ddp-plain-24-False]']),
     ('waits-in-each-step', 'P4', "whether Ctrl-C was pressed is asked by a collective of its own in each step, which all wait for",
      'if self.step.ends is not None: self.decisions', 'if self.decisions.agree() or self.step.ends is not None: self.decisions',
-     ['tests/trainer/test_learner.py::test_collectives_counted']),
+     ['tests/promises/test_thousand_workers.py::test_a_fit_costs_what_it_costs_one_of_two']),
     ('collective-in-each-validation-batch', 'P4', "the loss of each validation batch is added up over the workers at once",
      'self.totals.add_batch(rows=self.by_rows)',
      'torch.distributed.all_reduce(self.learn.loss.detach().clone()); self.totals.add_batch(rows=self.by_rows)',
-     ['tests/trainer/test_learner.py::test_collectives_counted']),
+     ['tests/contract/test_messages.py::test_messages']),
     # P5: leaves no trace
     ('callbacks-left', 'P5', "callbacks that a context adds stay on the learner",
      'undo.callback(self.learn.remove_cb, cb)', 'undo.callback(noop)',

@@ -97,26 +97,6 @@ def test_collections(tmp_path):
     assert len(said) == 1 and 'Resume does not save Collects.last: no data' in said[0], said
 
 
-class Gradual(Callback):
-    "Unfreezes as the second epoch begins, and freezes all but one layer at its fourth batch"
-    def before_epoch(self):
-        if self.epoch == 1: self.learn.unfreeze()
-    def before_batch(self):
-        if self.training and self.epoch == 1 and self.iter == 3: self.learn.model[1].bias.requires_grad_(False)
-
-
-def frozen(folder):
-    learn = simple(folder, Gradual())
-    learn.freeze()
-    return learn
-
-
-def trained(learn): return learn.opt.frozen_idx, [p.requires_grad for p in learn.model.parameters()]
-
-
-def test_what_a_callback_unfreezes(tmp_path): compare(tmp_path, frozen, trained, [9], 1)
-
-
 class Counts:
     def state_dict(self): return {k: v for k, v in vars(self).items() if k in ('epoch', 'seen')}
     def load_state_dict(self, state): vars(self).update(state)

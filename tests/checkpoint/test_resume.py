@@ -1,9 +1,9 @@
 "Going on from each checkpoint of a run ends as the run itself: weights, optimizer, recorder, files, order of samples, random numbers"
-import random, shutil, time, warnings
+import random, shutil
 import pytest, torch.distributed as dist
 from fastai.callback.progress import CSVLogger
 from fastai.callback.rnn import ModelResetter
-from fastai.callback.tracker import EarlyStoppingCallback, ReduceLROnPlateau, SaveModelCallback
+from fastai.callback.tracker import EarlyStoppingCallback, ReduceLROnPlateau
 from fastai.text.data import LMDataLoader
 from torch.utils.data import DataLoader as TorchDL
 from loaders import Corpus
@@ -162,15 +162,14 @@ class OfWords(nn.Module):
     def forward(self, p, y): return nn.functional.cross_entropy(p.flatten(0, 1), y.as_subclass(Tensor).flatten())
 
 
-def reads(folder, cbs=None, ctx=None, bs=6):
+def reads(folder, cbs=None):
     "Three epochs of a language model, whose loader shuffles the texts from the order that they had"
     folder.mkdir(parents=True, exist_ok=True)
     set_seed(7)
-    dls = DataLoaders(LMDataLoader(Corpus(7), bs=bs, seq_len=4, shuffle=True), LMDataLoader(Corpus(5, 1), bs=6, seq_len=4))
+    dls = DataLoaders(LMDataLoader(Corpus(7), bs=6, seq_len=4, shuffle=True), LMDataLoader(Corpus(5, 1), bs=6, seq_len=4))
     learn = quiet(Learner(dls, Words(), loss_func=OfWords(), opt_func=Adam, lr=.05, path=folder, metrics=accuracy, cbs=ModelResetter()))
-    with contextlib.nullcontext() if ctx is None else learn.distrib_ctx(**ctx):
-        learn.fit(1, cbs=cbs)
-        learn.fit(2, cbs=cbs)
+    learn.fit(1, cbs=cbs)
+    learn.fit(2, cbs=cbs)
     return found(learn)
 
 
@@ -211,47 +210,6 @@ def test_other_loaders_are_told(world2, tmp_path):
     for told in world2(with_other_loaders, tmp_path):
         assert all('give this script a folder of its own' in o and '/step-0000000' in o for o in told), told
         for o, why in zip(told, ['it had 22 samples', 'states of random number generators do not fit', 'it had 7 texts, this one has 5', 'it had 7 texts, this one has 9'], strict=True): assert why in o, o
-
-
-class Fault(Callback):
-    "At step `at`, an exception of a callback before the batch; of one rank, or of all"
-    at, rank = None, None
-    def before_batch(self):
-        from fastdist.world import get_rank
-        if self.training and self.learn.train_iter == Fault.at and Fault.rank in (None, get_rank()):
-            random.random(), torch.rand(1)  # it has drawn by then
-            1/0
-
-
-class Presses(Callback):
-    "Ctrl-C, in one rank"
-    at = None
-    def before_batch(self):
-        from fastdist.world import get_rank
-        import os, signal
-        if self.training and self.learn.train_iter == Presses.at and get_rank() == 1: os.kill(os.getpid(), signal.SIGINT)
-
-
-def stopped_by(folder, at=None, rank=None, press=None):
-    "(The class of the exception, the steps that were made, what is left)"
-    import fastdist.all
-    from fastdist.checkpoint.resume import Resume
-    Trained.steps.clear()
-    Fault.at, Fault.rank, Presses.at, res = at, rank, press, None
-    learn = made(folder, more=False, cbs=[Trained(), Fault(), Presses()])
-    try:
-        with learn.distrib_ctx(split_batches=True): learn.fit(2, cbs=Resume(folder/'ckpt', every='1 epoch'))
-    except BaseException as e: res = type(e).__name__
-    return res, len(Trained.steps), found(learn) if res is None else None
-
-
-def test_all_workers_fail_or_one(world2, tmp_path):
-    "All at the same batch, one alone, or by Ctrl-C: the last regular checkpoint counts, and nobody waits"
-    want = [o[2] for o in world2(stopped_by, tmp_path/'whole')]
-    for i, (kw, who) in enumerate([(dict(at=8), ['ZeroDivisionError']*2), (dict(press=9), ['KeyboardInterrupt']*2), (dict(at=8, rank=0), ['ZeroDivisionError', 'RemoteError'])]):
-        first = world2(stopped_by, tmp_path/f'{i}', **kw)
-        assert [o[0] for o in first] == who, (kw, first)
-        for w, (res, made, now) in zip(want, world2(stopped_by, tmp_path/f'{i}')): assert (res, made) == (None, 6) and not differ(w, now), (kw, made)
 
 
 def many(tmp_path, strategy, kind, at, plain=False):
@@ -297,7 +255,7 @@ def test_what_waits_for_a_step(worlds, strategy, tmp_path):
 
 @pytest.mark.parametrize('strategy', ['ddp', 'fsdp'])
 def test_two_workers(world2, strategy, tmp_path):
-    for bad, names in world2(many, tmp_path, strategy, dict(zero2='fine_tune').get(strategy, 'one_cycle'), [1, 5, 6, 8], plain=strategy == 'ddp'):
+    for bad, names in world2(many, tmp_path, strategy, 'one_cycle', [1, 5, 6, 8], plain=strategy == 'ddp'):
         assert not bad and len(names) == 4, (bad, names)
 
 

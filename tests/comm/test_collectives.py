@@ -1,5 +1,5 @@
 "What workers say to each other: in worlds of 1, 2 and 3, in subgroups, and when they do not make the same calls"
-import contextlib, io, operator, pickle, random
+import io, operator, pickle, random
 from functools import reduce
 
 import numpy as np
@@ -62,21 +62,6 @@ def gather_objects():
 
 
 def test_gather_objects(world): assert world(gather_objects) == [True]*world.size
-
-
-def large(size):
-    talk, rank, n = start()
-    a = talk.all_gather_list(torch.full((size//4,), rank, dtype=torch.int32).numpy())
-    b = talk.all_gather_list('x'*size if rank == 0 else rank)
-    c = talk.broadcast_object('y'*size if rank == n-1 else None, src=n-1)
-    e = talk.all_gather_tensors(torch.full((size//8+rank,), rank, dtype=torch.float64))
-    f = talk.all_reduce(torch.ones(size//4))
-    return ([len(o) for o in a] == [size//4]*n and [int(o[0]) for o in a] == list(range(n)) and [int(o[-1]) for o in a] == list(range(n)) and
-            len(b[0]) == size and b[1:] == list(range(1, n)) and c == 'y'*size and
-            [tuple(o.shape) for o in e] == [(size//8+r,) for r in range(n)] and all(bool((o == r).all()) for r, o in enumerate(e)) and bool((f == n).all()))
-
-
-def test_large(world): assert world(large, 20_000_000) == [True]*world.size
 
 
 def frame_limit():
@@ -332,49 +317,6 @@ def test_agree(world):
         assert how[0] == 'ValueError' and "'any', 'all', 'rank0'" in how[1] and value[0] == 'RuntimeError' and one[0] == 'ValueError'
 
 
-def only():
-    talk, rank, n = start()
-    ran = []
-    @talk.rank0_only
-    def first(x, y=1):
-        "The first"
-        ran.append('first')
-        return x, y
-    @talk.rank0_only
-    def fails(): raise OSError('disk')
-    return first(1, y=2), ran, first.__name__, first.__doc__, error(fails)
-
-
-def test_rank0_only(world):
-    for rank, (first, ran, name, doc, fails) in enumerate(world(only)):
-        assert first == (None if rank else (1, 2)) and ran == ([] if rank else ['first']) and (name, doc) == ('first', 'The first')
-        assert fails == (('no error', None) if rank else ('OSError', 'disk'))
-
-
-def prints():
-    talk, rank, n = start()
-    class Bad:
-        def __str__(self): raise OSError('no text')
-    f = io.StringIO()
-    talk.print_in_order('I am', rank, file=f, flush=True)
-    talk.print_in_order('a\nb', rank, sep='-', end='.\n', file=f)
-    talk.print_in_order(file=f)
-    talk.print_in_order('x'*5000, file=f)
-    e = error(lambda: talk.print_in_order(Bad() if rank == n-1 else 1, file=f))
-    talk.print_in_order('end', file=f)
-    with contextlib.redirect_stdout(io.StringIO()) as out: talk.print_in_order('out')
-    return f.getvalue(), out.getvalue(), e
-
-
-def test_print_in_order(world):
-    n = world.size
-    (text, out, e), *others = world(prints)
-    assert all(o[:2] == ('', '') for o in others)
-    want = [*(f'[rank {r}] I am {r}' for r in range(n)), *(l for r in range(n) for l in (f'[rank {r}] a', f'[rank {r}] b-{r}.')), *(f'[rank {r}] ' for r in range(n)),
-            *(f"[rank {r}] {'x'*5000}" for r in range(n)), *(f'[rank {r}] end' for r in range(n))]
-    assert text.split('\n') == [*want, ''] and out == ''.join(f'[rank {r}] out\n' for r in range(n)) and 'no text' in e[1]
-
-
 # Out of step
 
 def out_of_step():
@@ -399,19 +341,6 @@ def test_out_of_step(world2):
     for pair, ((kind, text), after) in one.items():
         assert kind == 'OutOfStep' and after, pair
         assert text.startswith('rank 0 is at ') and ', rank 1 at ' in text and 'test_collectives.py:' in text
-
-
-def no_group_yet():
-    import os
-    import fastdist.comm.collectives as talk
-    from fastdist.world import teardown_distrib
-    teardown_distrib()  # of an earlier test
-    return error(lambda: talk.all_gather_list(1)), error(lambda: talk.node_group())
-
-
-def test_no_group_yet(world2):
-    for res in world2(no_group_yet):
-        for kind, text in res: assert kind == 'RuntimeError' and 'call setup_distrib() first' in text
 
 
 # Groups

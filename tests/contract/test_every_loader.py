@@ -86,9 +86,6 @@ def test_as_one_process(worlds, n):
     case.check(worlds(n), [*NAMES[n % 2::2], *(own if n == 2 else []), *[o for o in case if o not in (*NAMES, *own)]])
 
 
-def numbered(n, **kwargs): return [(torch.tensor([float(i)]), torch.tensor([0.])) for i in range(n)]
-
-
 def read(make):
     "What this worker reads of the training set in each of three epochs, and draws for each sample; nobody has seeded the workers"
     import fastdist.all

@@ -107,7 +107,7 @@ def test_torch_loaders(n, bs, size, drop_last, shuffle, split):
         parts.append(counted(dl))
     assert [len(dl) for dl in dls] == [len(p) for p in parts] == [len(one)]*size
     if not shuffle: assert joined(parts) == one
-    else:  # which samples are left out differs; in a fit even the order is that of one process: test_loaders.py
+    else:  # which samples are left out differs; in a fit even the order is that of one process: contract/test_every_loader.py
         seen = sum(joined(parts), [])
         assert len(seen) == len(set(seen)) == len(sum(one, [])) and [len(b) for b in joined(parts)] == [len(b) for b in one]
 

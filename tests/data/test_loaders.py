@@ -82,39 +82,6 @@ def test_a_fit_draws_the_same_after_the_same_seed(world3):
     assert len({v for worker in res for v in worker[0]}) == sum(len(worker[0]) for worker in res)
 
 
-def messages(kind, n):
-    "Sizes of the messages at the start of an epoch"
-    import torch.distributed as dist
-    from fastdist.data.dl import DistributedDL
-    from fastdist.world import init_group
-    init_group()
-    sent, real = [], {}
-    def note(nm):
-        real[nm] = getattr(dist, nm)
-        def f(o, *args, **kwargs):
-            sent.append(o.nbytes if nm == 'broadcast' and o.nbytes > 1024 else nm)  # 1024: the size of what follows, and its beginning
-            return real[nm](o, *args, **kwargs)
-        setattr(dist, nm, f)
-    make = dict(shuffled=lambda: TfmdDL(list(range(n)), bs=n//4, shuffle=True, num_workers=0), sequential=lambda: TfmdDL(list(range(n)), bs=n//4, num_workers=0),
-                torch=lambda: TorchDL(list(range(n)), batch_size=n//4, shuffle=True))[kind]
-    set_seed(1)
-    dl = DistributedDL(make(), split_batches=True)
-    try:
-        for o in 'broadcast', 'all_reduce', 'all_gather', 'gather', 'scatter', 'barrier': note(o)
-        for _ in range(2):
-            for b in dl: pass
-    finally:
-        for nm, f in real.items(): setattr(dist, nm, f)
-    return [o for o in sent if isinstance(o, int)], len([o for o in sent if not isinstance(o, int)])
-
-
-@pytest.mark.parametrize('kind,each', [('shuffled', 1), ('sequential', 0), ('torch', 1)])
-def test_agreeing_is_one_message_of_fixed_size(world2, kind, each):
-    small, large = world2(messages, kind, 100)[1], world2(messages, kind, 100000)[1]
-    assert len(small[0]) == 2*each and max(small[0]+large[0], default=0) < 20000 and max(large[0], default=0) < 1.1*max(small[0], default=1)
-    assert small[1] == large[1]  # the lengths
-
-
 def own_orders(kind):
     "Each worker draws an order of its own, which it cannot be made to share"
     import fastdist.all

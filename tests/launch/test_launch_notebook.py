@@ -1,5 +1,5 @@
 "P6: a notebook, in a real kernel, trains on many workers with `launch_in_notebook`, whatever has run in it before"
-import os, re, secrets, signal, sys, time
+import os, re, secrets, signal, sys
 from types import SimpleNamespace
 
 import pytest
@@ -227,25 +227,10 @@ def forever():
     assert r.error['traceback'] == ['KeyboardInterrupt: the workers have been ended']
     wait_for(lambda: not kernel.workers(), 'the workers have ended')
     assert 'RemoteError' not in r.text, r.text
-    # again and again: workers that do not end at once are not left behind
-    kernel.run("""
-def deaf():
-    for o in signal.SIGINT, signal.SIGTERM: signal.signal(o, signal.SIG_IGN)
-    print('under way', flush=True)
-    time.sleep(4)
-""")
-
-    def impatient(t, c):
-        if t != 'stream' or 'under way' not in c['text']: return
-        for _ in range(5):
-            kernel.km.interrupt_kernel()
-            time.sleep(0.2)
-    assert kernel.run("launch_in_notebook(deaf, n=1)", during=impatient).error['ename'] == 'KeyboardInterrupt' and not kernel.workers()
-    assert kernel.run("print(launch_in_notebook(lambda: 6*7))").text.endswith('\n42\n')
 
 
 def test_kept_workers(kernel, tmp_path):
-    "The next call has the same processes and none of what the last has left; others where they would not do: another number, an edited module, one that has ended, a failure"
+    "The next call has the same processes and none of what the last has left; others where they would not do: another number, an edited module, a failure"
     (tmp_path/'mine.py').write_text('answer = 1')
     r = kernel.run(f"sys.path.insert(0, {str(tmp_path)!r})" + """
 import mine
@@ -271,17 +256,12 @@ assert diff(b[5], c[5])==0
     assert r.text.count('fastdist: starting 2 workers') == 1 and len(kernel.workers()) == 2, r.text
     (tmp_path/'mine.py').write_text('answer = 22')
     r = kernel.run("""
-import importlib, psutil
+import importlib
 importlib.reload(mine)
 d = call()
 assert d[0]!=c[0] and d[1]==22 and diff(d[5], c[5])==0, d
-e = call(1)
-assert e[0]!=d[0]
-os.kill(e[0], signal.SIGKILL)
-while psutil.Process(e[0]).status()!=psutil.STATUS_ZOMBIE: time.sleep(0.01)
-time.sleep(1) # its other threads end after it
 f = call(1)
-assert f[0]!=e[0]
+assert f[0]!=d[0]
 try: launch_in_notebook(lambda: 1/0, n=1, keep=True)
 except RemoteError as err: print(err.__cause__)
 g = call(1)

@@ -1,6 +1,5 @@
 "The harness itself: a test of fastdist means something only if these pass"
-import os, signal, subprocess, sys, textwrap, time
-from dataclasses import dataclass
+import os, subprocess, sys, textwrap, time
 
 import pytest
 
@@ -20,11 +19,6 @@ def worlds():
 
 @pytest.fixture(scope='module')
 def world2(worlds): return worlds(2)
-
-
-@dataclass
-class Point:
-    x: int
 
 
 def rank(): return int(os.environ['RANK'])
@@ -63,15 +57,6 @@ def test_results_by_rank(worlds, n):
     ids = worlds(n)(identity)
     assert [i[:2] for i in ids] == [(r, n) for r in range(n)] and len({i[2] for i in ids}) == n
     assert worlds(n)(identity) == ids  # the same processes: nothing is started again
-
-
-def test_what_can_be_sent(world2):
-    y = 5
-    def closure(x): return x * y + rank()
-    assert world2(closure, 2) == [10, 11]
-    assert world2(lambda: y) == [5, 5]
-    assert world2(lambda p: Point(p.x + rank()), Point(1)) == [Point(1), Point(2)]  # a class of the test module stays the same class
-    assert 'test_harness' not in world2(lambda: sorted(__import__('sys').modules))[1]
 
 
 def test_exception_on_one_rank(world2):
@@ -114,13 +99,6 @@ def test_dying_rank(world2):
     assert 1 in e.value.problems and 'died' in e.value.problems[1]
     assert time.monotonic() - begin < 100 and processes(mark) == {}
     assert world2(add, 0) == [10, 11]
-
-
-def test_a_world_killed_between_calls_is_started_again(world2):
-    pids = [i[2] for i in world2(identity)]
-    os.kill(pids[0], signal.SIGKILL)
-    while not world2._dead(0): time.sleep(0.01)  # a process that is ending has no environment any more, and is not yet dead
-    assert world2(add, 0) == [10, 11] and not {i[2] for i in world2(identity)} & set(pids)
 
 
 def test_nothing_left():

@@ -1,5 +1,5 @@
 "Python that forks from a process with everything imported is like any other: a test by it means something only if these pass"
-import multiprocessing, os, secrets, signal, subprocess, sys, textwrap
+import multiprocessing, os, secrets, signal, subprocess, sys
 from pathlib import Path
 
 import psutil, pytest
@@ -75,12 +75,6 @@ def test_what_it_starts():
     assert r.returncode == 10 and said['parent'] == said['sid'] == said['group'] != os.getpid() and r.left == {} and processes('-', said['sid']) == {}
 
 
-def test_what_a_worker_starts():
-    "It has no seed, unless the test asks for one: Python that it starts is a process like any other, and cold"
-    code = 'import subprocess, sys; sys.exit(subprocess.run([sys.executable, "-c", "import sys; sys.exit(3 + (\\"torch\\" in sys.modules))"]).returncode)'
-    assert [launched([sys.executable, '-c', code], 60, env={'LOCAL_RANK': '0', **env}).returncode for env in ({}, {warm.SPAWNS: '1'})] == [3, 4]
-
-
 def test_spawned_by_multiprocessing():
     ctx = multiprocessing.get_context('spawn')
     ours, theirs = ctx.Pipe()
@@ -89,13 +83,3 @@ def test_spawned_by_multiprocessing():
     assert ours.recv() == 'here'
     p.join(60)
     assert p.exitcode == 0
-
-
-def test_forked_from_a_warm_process():
-    "What a fork starts is its own child, not that of the process that it was forked from"
-    code = '''
-        import os, subprocess, sys
-        child = 'import os, sys; sys.exit(3 if os.getppid() == int(sys.argv[1]) else 4)'
-        if os.fork() == 0: os._exit(subprocess.run([sys.executable, '-c', child, str(os.getpid())]).returncode)
-        sys.exit(os.waitstatus_to_exitcode(os.wait()[1]))'''
-    assert launched([sys.executable, '-c', textwrap.dedent(code)], 60).returncode == 3

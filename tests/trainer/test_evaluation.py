@@ -61,30 +61,3 @@ def test_changed_inputs_with_shards(world3):
         assert diff(preds, all_preds) < 1e-12 and n == 6
         seen.append(mine)
     assert seen == [3,3,0]
-
-
-class Within(Callback):
-    "Evaluates in the middle of a batch, or right after one, and puts back what the batch needs, as in one process"
-    def __init__(self, at): setattr(self, at, self.evaluate)
-    def evaluate(self):
-        if not self.training or self.iter != 1: return
-        learn, rec = self.learn, self.learn.recorder
-        kept = [(o, {k: vars(o)[k] for k in ks if k in vars(o)}) for o, ks in ((learn, ('xb', 'yb', 'pred', 'loss', 'loss_grad', 'iter', 'n_iter')), (rec, list(vars(rec))))]
-        learn.validate()
-        learn.training = True
-        learn.model.train()
-        for o, was in kept: vars(o).update(was)
-
-
-def evaluated_within(at, distrib):
-    import fastdist.all
-    learn = quiet(learner(n=23, n_val=17, metrics=accuracy, cbs=Within(at)))
-    with learn.distrib_ctx(split_batches=True) if distrib else contextlib.nullcontext(): learn.fit(2)
-    return weights(learn), [float(o) for o in learn.recorder.losses], list(learn.recorder.values[-1])
-
-
-@pytest.mark.parametrize('at', ['after_pred', 'after_batch'])
-def test_an_evaluation_in_a_batch(world2, at):
-    "The batch that it is in, and those after it, are trained as before: replicas became different models"
-    want = evaluated_within(at, False)
-    for got in world2(evaluated_within, at, True): assert all(diff(a, b) < 2e-6 for a, b in zip(want, got))

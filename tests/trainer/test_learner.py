@@ -1,4 +1,4 @@
-"fit, lr_find, predict, save, ...: what a Learner does, on many workers as on one"
+"What a learner does around a fit: its Accelerator, files, fits outside of a context, bars, and callbacks that come and go"
 import pytest
 from learners import *
 
@@ -34,27 +34,6 @@ def accelerators():
 
 
 def test_accelerator(world2): assert world2(accelerators) == [(0, 2, [0, 1]), (1, 2, [0, 1])]
-
-
-def lr_find(distrib, bs=5, **ctx):
-    "In a context whose batches are the workers' own: the number of iterations counts steps of all"
-    import tempfile
-    with tempfile.TemporaryDirectory() as tmp:
-        learn = quiet(learner(n=22, bs=bs, bn=True, opt=Adam, path=tmp))
-        before = weights(learn)
-        with in_ctx(learn, distrib, **ctx):
-            found = learn.lr_find(num_it=30, start_lr=1e-4, show_plot=False)
-            moved = diff(before, weights(learn))
-            learn.fit(1)
-        left = [str(o) for o in (Path(tmp)/'models').iterdir()]
-    return list(found), [float(o) for o in learn.recorder.losses], moved, weights(learn), left
-
-
-def test_lr_find(world):
-    "The same suggestion on all workers, the weights restored on all, and no folder left"
-    found, losses, _, w, _ = lr_find(False, bs=5*world.n)
-    for found1, losses1, moved, w1, left in world(lr_find, True, split_batches=False):
-        assert diff(found, found1) < 1e-6 and diff(losses, losses1) < 1e-5 and moved == 0 and diff(w, w1) < 1e-6 and left == []
 
 
 class Unwritable:
@@ -140,73 +119,6 @@ def test_outside_of_a_context(world):
     learn = quiet(learner(n=9, bs=4, metrics=[accuracy, F1Score(average='macro')]))
     assert diff(res[0][0], list(learn.validate())) < 1e-6
     for r in res: assert diff(r[0], res[0][0]) < 1e-6
-
-
-def collectives(n_val):
-    "Collectives of each training step, and of an epoch's validation, by name; and those of predictions"
-    import collections
-    import torch.distributed as dist
-    import fastdist.all
-    from fastdist.comm import collectives as pack
-    counts, res = collections.Counter(), []
-    class Keeps(Metric): # of an unknown kind
-        def reset(self): self.n = 0
-        def accumulate(self, learn): self.n += len(learn.y)
-        @property
-        def value(self): return self.n
-    learn = quiet(learner(n=40, bs=5, n_val=n_val, val_bs=2, metrics=[accuracy, worst, F1Score(average='macro'), Keeps()]))
-    class Step(Callback):
-        order = -1000
-        def before_batch(self):
-            if self.training: counts.clear()
-        def before_validate(self): counts.clear()
-    class Asked(Callback):
-        def after_batch(self): self.seen = self.iter
-    class StepEnd(Callback):
-        order = 2000
-        def after_batch(self): res.append(('step' if self.training else 'batch', dict(counts)))
-        def after_validate(self): res.append(('validate', dict(counts)))
-    blocking, all_reduce, reduced = [0], dist.all_reduce, pack.Reduced.__init__
-    def seen(*args, **kwargs):
-        blocking[0] += not kwargs.get('async_op')
-        return all_reduce(*args, **kwargs)
-    def small(*args, **kwargs):
-        blocking[0] += sys._getframe(1).f_code.co_name != 'send_loss' # others wait at once
-        reduced(*args, **kwargs)
-    try:
-        with counted_collectives(counts), learn.distrib_ctx(split_batches=True):
-            learn.fit(1) # makes DDP
-            dist.all_reduce, pack.Reduced.__init__ = seen, small
-            learn.fit(1, cbs=[Step(), StepEnd()])
-            fit, blocking[0] = blocking[0], 0
-            counts.clear()
-            learn.fit(1, cbs=Asked())
-            res.append(('asked', dict(counts, blocking=blocking[0])))
-            counts.clear()
-            learn.get_preds()
-            res.append(('preds', dict(counts)))
-    finally:
-        dist.all_reduce, pack.Reduced.__init__ = all_reduce, reduced
-    return res, fit
-
-
-def worst(pred, targ): return pred.max().abs().sqrt()
-
-
-def test_collectives_counted(world2):
-    "P4. In a step one, beside DDP's own, and nobody waits for it; in validation a number that does not depend on that of the batches"
-    fits, few, many = (world2(collectives, n) for n in (20, 100, 300))
-    assert [few[0][0][-2:], few[1][0][-2:]] == [many[0][0][-2:], many[1][0][-2:]], (few, many)
-    for a, b in zip(fits[0][0][-2:], few[0][0][-2:]): assert all(n <= b[1][k] for k, n in a[1].items())  # what is small travels along
-    for res, blocking in many:
-        by = lambda k: [c for o, c in res if o == k]
-        assert len(by('step')) == 8 and all(c == {'allreduce': 1} for c in by('step')[1:]), by('step')
-        # of a fit: callbacks and random numbers compared, the latter in each epoch again; was Ctrl-C pressed? And of its validation: did a callback end it?
-        # The metrics compared, and summed, and the kind of what is gathered for F1
-        assert blocking == 8
-        assert [c['blocking'] for c in by('asked')] == [blocking], by('asked') # a user's callback costs none
-        assert not any(c for c in by('batch')), by('batch')
-        assert 0 < sum(by('validate')[0].values()) <= 16 and 0 < sum(by('preds')[0].values()) <= 32, (by('validate'), by('preds'))
 
 
 def test_no_bar_where_nobody_sees_it_in_one_process_either(monkeypatch):

@@ -42,30 +42,3 @@ def test_passes_of_its_own(world3, strategy):
     w, values, _ = looked(events)
     for r, (w1, values1, seen) in enumerate(world3(looked, events, ctx_of(strategy), 2)):
         assert diff(w, w1) < 2e-7 and diff(values, values1) < 2e-6 and seen == ((30, [22, 9]) if r == 2 else None)
-
-
-class Predicts(Callback):
-    "In rank 0, with the events by which fastai begins and ends a fit and an evaluation alike"
-    def __init__(self, how): self.how = how
-    def after_train(self):
-        from fastdist.world import get_rank
-        if get_rank() == 0 or self.how == 'all': self.learn.get_preds(dl=[(torch.ones(2, 4).double(), torch.zeros(2).long())], reorder=False)
-
-
-def predicted(kind, how):
-    import fastdist.all
-    from fastdist.world import get_rank
-    cbs = [GradientAccumulation(14)] if kind == 'fastais' else []
-    ctx = dict(gradient_accumulation_steps=3) if kind == 'steps' else {}
-    if how in ('if', 'all') or how == 'alone' and get_rank() == 0: cbs.append(Predicts(how))
-    learn = quiet(learner(n=22, bs=5, cbs=cbs, opt=partial(SGD, mom=.9)))
-    with learn.distrib_ctx(split_batches=True, **ctx): learn.fit(3)
-    return weights(learn)
-
-
-@pytest.mark.parametrize('kind', ['fastais', 'steps'])
-def test_predictions_within_a_fit_begin_no_other(world2, kind):
-    "Callbacks that count steps and samples took the evaluation for a fit's begin and end, in one worker alone: processes ended by signal 6, or gradients were lost"
-    want = world2(predicted, kind, None)
-    for how in 'if', 'alone', 'all': assert [diff(a, b) for a, b in zip(want, world2(predicted, kind, how))] == [0, 0], how
-    if kind == 'steps': assert diff(predicted(kind, None), predicted(kind, 'all')) == 0
