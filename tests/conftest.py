@@ -125,7 +125,7 @@ def pytest_xdist_auto_num_workers(config):
     return min(len(os.sched_getaffinity(0)) + 2, 6)
 
 
-TOGETHER = 'test_slurm.py', 'test_hosts.py', 'test_gpus.py', 'test_compile.py', 'test_strategy_words.py'
+TOGETHER = 'test_slurm.py', 'test_hosts.py', 'test_gpus.py', 'test_units.py', 'test_strategy_words.py'
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -77,20 +77,6 @@ def test_beside_what_to_fp16_says():
     assert seen(None, GradScalerKwargs(init_scale=2.), to_fp16=dict(init_scale=2.))[0].scales == [2.]*3
 
 
-def test_another_class_of_scaler():
-    class Mine(torch.amp.GradScaler): pass
-    class Owner(OnCPU):
-        def before_fit(self):
-            super().before_fit()
-            self.learn.scaler = Mine('cpu')
-    from fastdist.callbacks.precision import PrecisionSettings
-    kinds = []
-    class Kind(Callback):
-        def after_batch(self): kinds.append(type(self.learn.scaler))
-    quiet(learner(n=5, dtype=torch.float32, cbs=[Owner(), Kind()])).fit(1, cbs=PrecisionSettings(scaler=GradScalerKwargs()))
-    assert {*kinds} == {Mine}
-
-
 @pytest.mark.parametrize('cb,handlers,msg', [
     (None, (AutocastKwargs(), None), r'kwargs_handlers=AutocastKwargs\(.*call learn.to_fp16\(\) or learn.to_bf16\(\)'), (None, (None, GradScalerKwargs()), r'kwargs_handlers=GradScalerKwargs\(.*call learn.to_fp16'),
     ('bf16', (None, GradScalerKwargs()), 'bf16 has the range of float32 and uses no gradient scaler')])
@@ -103,34 +89,6 @@ def test_refused_and_no_trace(cb, handlers, msg):
     if cb: assert learn.on_cpu.autocast is None
 
 
-def test_bf16_with_autocast(): assert {*seen(AutocastKwargs(enabled=False), None, to_fp16=dict(amp_mode='bf16'))[0].dtypes} == {torch.float32}
-
-
-class Fails(Callback):
-    order = 20
-    def __init__(self, event): self.event = event
-    def before_batch(self):
-        if self.event == 'before_batch': raise ZeroDivisionError('no batch')
-    def after_pred(self):
-        from fastai.basics import CancelFitException
-        if self.event == 'after_pred': raise CancelFitException
-
-
-def fails(event):
-    "Is autocast on after a fit that ends between the events in which fastai turns it on and off? And what does a layer return then?"
-    import fastdist.all
-    learn = quiet(learner(n=15, bs=5, dtype=torch.float32, cbs=[OnCPU('bf16'), Fails(event)]))
-    with learn.distrib_ctx():
-        try: learn.fit(1)
-        except ZeroDivisionError: pass
-        return torch.is_autocast_enabled('cpu'), torch.nn.Linear(2, 2)(torch.ones(1, 2)).dtype
-
-
-@pytest.mark.parametrize('event', ['before_batch', 'after_pred'])
-def test_off_after_a_fit_that_fails(worlds, event):
-    for n in (1, 3): assert worlds(n)(fails, event) == [(False, torch.float32)]*n
-
-
 def on_a_gpu():
     "Scales and types of a fit with settings, and types of one without"
     look, _, moved = seen(AutocastKwargs(enabled=False), GradScalerKwargs(init_scale=2., growth_factor=4., growth_interval=1), owner=MixedPrecision, device='cuda')
@@ -140,26 +98,6 @@ def on_a_gpu():
 def test_on_a_gpu(real_gpu_worlds):
     (scales, types, moved, plain), = real_gpu_worlds(1)(on_a_gpu)
     assert scales == [8., 32., 128.] and types == {'torch.float32'} and moved > 0 and plain == {'torch.float16'}
-
-
-def states(rng_types):
-    import torch, torch.distributed as dist
-    from fastdist.callbacks.precision import synchronize_rng
-    from fastdist.world import get_rank, setup_distrib
-    setup_distrib()
-    torch.manual_seed(11+get_rank())
-    before = torch.get_rng_state()
-    synchronize_rng(rng_types)
-    return before.numpy().tobytes(), torch.get_rng_state().numpy().tobytes(), torch.rand(2, dtype=torch.float64).tolist()
-
-
-@pytest.mark.parametrize('n', [2, 3])
-def test_random_states(worlds, n):
-    before, after, drawn = zip(*worlds(n)(states, ['torch', 'generator']))
-    assert len({*before}) == n and {*after} == {before[0]} and all(o == drawn[0] for o in drawn)
-    for types in [], None, ['generator']:
-        before, after, drawn = zip(*worlds(n)(states, types))
-        assert before == after and drawn[0] != drawn[1]
 
 
 def launched(word, strategy=None, **ctx):
@@ -191,7 +129,7 @@ def launched(word, strategy=None, **ctx):
                 off=trained(kw=dict(kwargs_handlers=[AutocastKwargs(enabled=False)])))
 
 
-@pytest.mark.parametrize('n,strategy', [(1, None), (2, 'ddp'), (3, 'zero1'), (2, 'zero2'), (3, 'fsdp')])
+@pytest.mark.parametrize('n,strategy', [(1, None), (2, 'ddp'), (3, 'fsdp')])
 def test_launched_with_bf16(worlds, n, strategy):
     "accelerate launch --mixed_precision bf16 trains as a learner with fastai's MixedPrecision, in training and in validation, unless there is one"
     for found in [launched('bf16')] if n == 1 else worlds(n)(launched, 'bf16', strategy):

@@ -56,9 +56,8 @@ def saved(ctx, path):
     return res
 
 
-@pytest.mark.parametrize('world', [2, 3])
-def test_all_load_what_was_saved_last(worlds, world, tmp_path):
-    for r, res in enumerate(worlds(world)(saved, dict(split_batches=True), tmp_path)):
+def test_all_load_what_was_saved_last(world2, tmp_path):
+    for r, res in enumerate(world2(saved, dict(split_batches=True), tmp_path)):
         want = [3., 4., 6., 7., 8., 9., *([10.] if r else []), 11.+r]
         assert list(res.values()) == [{o} for o in want], (r, res)
 
@@ -81,7 +80,7 @@ def alone(strategy, folder):
     return res
 
 
-@pytest.mark.parametrize('world,strategy', [(2, 'zero1'), (3, 'zero2'), (2, 'fsdp')])
+@pytest.mark.parametrize('world,strategy', [(2, 'zero1'), (3, 'zero2')])
 def test_rank0_alone_has_a_part(worlds, world, strategy, tmp_path):
     for r, res in enumerate(worlds(world)(alone, strategy, tmp_path)):
         for nm in ('save', 'export', 'opt'):
@@ -90,8 +89,8 @@ def test_rank0_alone_has_a_part(worlds, world, strategy, tmp_path):
 
 
 def encoder(ctx, path):
-    "A text learner that saves its encoder in the middle of a fit, goes on, and loads; what is in the files; and what cannot be written by hand"
-    import copy, fastdist.all, os, pickle
+    "A text learner that saves its encoder in the middle of a fit, goes on, and loads; what is in the files"
+    import fastdist.all
     from fastai.text.learner import TextLearner
     base = learner(n=20, bs=5, model=lambda: Scaled(False).double().body[:2])
     model = nn.Sequential(base.model, nn.Linear(7, 3).double())
@@ -107,42 +106,13 @@ def encoder(ctx, path):
         learn.load_encoder('e0').unfreeze()
         learn.load('m')
         learn.fit(1)
-        if ctx and ctx['strategy'] == 'fsdp':
-            model, raised = learn.model, []
-            for o in (model.state_dict(), model[0].state_dict(), list(model.parameters()), {k: v.cpu() for k, v in model.state_dict().items()}, learn.opt.param_lists):
-                for write in (lambda o: torch.save(o, path/f'{os.getpid()}.pth'), pickle.dumps):
-                    try: write(o)
-                    except RuntimeError as e: raised.append(str(e))
-            assert len(raised) == 10 and all('this tensor is in shards' in o and 'learn.save_encoder in all workers' in o for o in raised), raised
-            copy.deepcopy(model.state_dict())
     files = [torch.load(learn.path/learn.model_dir/f'e{i}.pth') for i in range(2)]
     assert all(type(v) is torch.Tensor for f in files for v in f.values())
     return dict(weights=weights(learn), **{f'file {i}': f for i, f in enumerate(files)})
 
 
-@pytest.mark.parametrize('strategy', ['zero2', 'fsdp'])
-def test_encoder(world3, strategy, tmp_path):
-    "Files of whole weights, or an error"
+def test_encoder(world3, tmp_path):
+    "Files of whole weights"
     one = encoder(None, tmp_path/'one')
-    for found in world3(encoder, ctx_of(strategy), tmp_path/'many'):
+    for found in world3(encoder, ctx_of('fsdp'), tmp_path/'many'):
         for k in one: assert diff(one[k], found[k]) < 1e-7, (k, diff(one[k], found[k]))
-
-
-def into_memory(ctx):
-    "A fit that goes back to weights kept in memory"
-    import fastdist.all, io
-    learn = quiet(learner(n=9, bs=4, opt=Adam))
-    with contextlib.nullcontext() if ctx is None else learn.distrib_ctx(**ctx):
-        learn.fit(1)
-        learn.save(kept := io.BytesIO())
-        learn.fit(1)
-        kept.seek(0)
-        learn.load(kept)
-        learn.fit(1)
-    return weights(learn)
-
-
-@pytest.mark.parametrize('strategy', ['ddp', 'fsdp'])
-def test_a_file_in_memory_is_of_each_worker(world2, strategy):
-    one = into_memory(None)
-    for many in world2(into_memory, ctx_of(strategy)): assert diff(one, many) < 1e-7

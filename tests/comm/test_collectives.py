@@ -1,5 +1,5 @@
 "What workers say to each other: in worlds of 1, 2 and 3, in subgroups, and when they do not make the same calls"
-import contextlib, io, math, operator, pickle, random
+import io, operator, pickle, random
 from functools import reduce
 
 import numpy as np
@@ -64,34 +64,6 @@ def gather_objects():
 def test_gather_objects(world): assert world(gather_objects) == [True]*world.size
 
 
-def gather_sizes():
-    "All sizes around what fits in a frame, the same in all workers and different ones"
-    talk, rank, n = start()
-    bad = []
-    for size in [0, 1, *range(600, 1030, 3), 2048, 10**5]:  # of those between, one rank or another has each: size+1, size-7
-        for mine in (lambda r: size, lambda r: size+r, lambda r: size if r == n-1 else 0, lambda r: max(0, size-r*7)):
-            if talk.all_gather_list(bytes([rank])*mine(rank)) != [bytes([r])*mine(r) for r in range(n)]: bad.append(size)
-    return bad
-
-
-def test_gather_sizes(world): assert world(gather_sizes) == [[]]*world.size
-
-
-def large(size):
-    talk, rank, n = start()
-    a = talk.all_gather_list(torch.full((size//4,), rank, dtype=torch.int32).numpy())
-    b = talk.all_gather_list('x'*size if rank == 0 else rank)
-    c = talk.broadcast_object('y'*size if rank == n-1 else None, src=n-1)
-    e = talk.all_gather_tensors(torch.full((size//8+rank,), rank, dtype=torch.float64))
-    f = talk.all_reduce(torch.ones(size//4))
-    return ([len(o) for o in a] == [size//4]*n and [int(o[0]) for o in a] == list(range(n)) and [int(o[-1]) for o in a] == list(range(n)) and
-            len(b[0]) == size and b[1:] == list(range(1, n)) and c == 'y'*size and
-            [tuple(o.shape) for o in e] == [(size//8+r,) for r in range(n)] and all(bool((o == r).all()) for r, o in enumerate(e)) and bool((f == n).all()))
-
-
-def test_large(world): assert world(large, 20_000_000) == [True]*world.size
-
-
 def frame_limit():
     "One collective while it fits, two beyond: the sizes at which a pickle of its own becomes a second collective"
     import torch.distributed as dist
@@ -137,32 +109,10 @@ def max_sizes():
 def test_max_size(world3):
     for (fits, less, small, both, after), size in world3(max_sizes):
         assert fits[0] == 'no error' and [len(o) for o in fits[1]] == [2000, 10, 10]
-        assert less == ('ValueError', f'all_gather_list: rank 0 has {size} bytes, which is more than max_size={size-1}: pass a larger max_size, or leave it out for any size')
+        assert less[0] == 'ValueError' and f'rank 0 has {size} bytes, which is more than max_size={size-1}' in less[1]
         assert small[0] == 'ValueError' and 'rank 0 has' in small[1] and 'ranks 1, 2 have' in small[1]
         assert both[0] == 'ValueError' and 'ranks 0, 1, 2 have' in both[1]
         assert after == [0, 1, 2]
-
-
-def tensors_in_objects():
-    talk, rank, n = start()
-    from fastai.torch_core import TensorImage
-    big = torch.arange(10**6)
-    w = torch.nn.Parameter(torch.full((2,), float(rank)))
-    shared = torch.ones(2)
-    o = dict(slice=big[rank:rank+3], param=w, grad=(w*2), sub=TensorImage(torch.ones(2, 2)), half=torch.ones(2).bfloat16(), conj=torch.tensor([1+2j]).conj(),
-             empty=torch.empty(0, 3), twice=[shared, shared], sparse=torch.eye(3).to_sparse())
-    size = len(talk.pack(o['slice']))
-    res = talk.all_gather_list(o)
-    last = res[-1]
-    last['slice'][0] = -1  # can be written, and is nobody else's
-    return (size < 300, bool((big == torch.arange(10**6)).all()), [r['param'].tolist() for r in res], type(last['param']).__name__, last['param'].requires_grad,
-            type(last['sub']).__name__, str(last['half'].dtype), last['conj'].tolist(), tuple(last['empty'].shape), last['twice'][0] is last['twice'][1],
-            last['sparse'].to_dense().tolist() == torch.eye(3).tolist(), res[0]['slice'][1:].tolist())
-
-
-def test_tensors_in_objects(world2):
-    for res in world2(tensors_in_objects):
-        assert res == (True, True, [[0., 0.], [1., 1.]], 'Parameter', True, 'TensorImage', 'torch.bfloat16', [1-2j], (0, 3), True, True, [1, 2])
 
 
 class Trap:
@@ -206,20 +156,6 @@ def test_broadcast(world):
     for res in world(broadcasts): assert all(res)
 
 
-def wrong_src():
-    talk, rank, n = start()
-    res = [error(lambda: talk.broadcast_object(1, src=s)) for s in (n, -1, 'x')]
-    return res, error(lambda: talk.broadcast_object(1, src=rank)), talk.agree(True)
-
-
-def test_wrong_src(world):
-    n = world.size
-    for res, differ, after in world(wrong_src):
-        assert [o[0] for o in res] == ['ValueError']*3 and after
-        assert f'src={n} is not in this group: its global ranks are {list(range(n))}' in res[0][1]
-        assert differ[0] == ('no error' if n == 1 else 'OutOfStep')
-
-
 # Tensors
 
 def reference(ts, op):
@@ -230,9 +166,9 @@ def reference(ts, op):
 def reduce_tensors():
     talk, rank, n = start()
     bad = []
-    dtypes = 'float16 bfloat16 float32 float64 int8 uint8 int32 int64'.split()
+    dtypes = 'float16 bfloat16 float32 float64 uint8 int64'.split()
     for dtype in [getattr(torch, o) for o in dtypes]:
-        for shape in ((), (1,), (0,), (2, 0, 3), (3, 5), (400,), (100, 40)):
+        for shape in ((), (2, 0, 3), (3, 5), (100, 40)):
             for op in ('sum', 'mean', 'max', 'min'):
                 if op == 'mean' and not dtype.is_floating_point: continue
                 every = [(torch.rand(shape, generator=torch.Generator().manual_seed(r))*40).to(dtype) for r in range(n)]
@@ -251,66 +187,23 @@ def reduce_tensors():
 def test_all_reduce(world): assert world(reduce_tensors) == [[]]*world.size
 
 
-def reduce_small():
-    "[sum, max, min of three numbers each, whether by a gather or by an all-reduce, in float64 and int64]"
-    from fastdist.comm import collectives as pack
-    _, rank, _ = start()
-    res = []
-    for pack._few in (0, 8):
-        for dtype in (torch.float64, torch.int64):
-            ts = [pack.Reduced(torch.tensor([rank, -rank, 2**40+rank], dtype=dtype), op) for op in ('sum', 'max', 'min')]
-            res.append([o.wait().tolist() for o in ts])
-            assert ts[0].wait().tolist() == res[-1][0]  # asked once more
-    return res
-
-
-def test_small_tensors(world2, world3):
-    for world, n in ((world2, 2), (world3, 3)):
-        total, most = n*(n-1)//2, n-1
-        for res in world(reduce_small): assert res == [[[total, -total, n*2**40+total], [most, 0, 2**40+most], [0, -most, 2**40]]]*4
-
-
-def reduce_specials():
-    talk, rank, n = start()
-    from fastai.torch_core import TensorImage
-    res = []
-    for size in (3, 3000):
-        res.append(talk.all_reduce(torch.full((size,), 60000.).half(), op='mean').tolist() == [60000.]*size)
-        w = torch.nn.Parameter(torch.full((size,), float(rank)))
-        res.append(talk.all_reduce(w) is w and w.tolist() == [sum(range(n))]*size and w.requires_grad)
-        im = TensorImage(torch.full((size,), float(rank)))
-        res.append(talk.all_reduce(im, op='max') is im and im[0].item() == n-1)
-        every = talk.all_gather_list(talk.all_reduce(torch.rand(size)).numpy().tobytes())
-        res.append(len(set(every)) == 1)
-    return res
-
-
-def test_all_reduce_of_special_values(world3):
-    for res in world3(reduce_specials): assert all(res)
-
-
 def reduce_differing():
     talk, rank, n = start()
     E = error
     res = [E(lambda: talk.all_reduce(torch.ones(2 if rank else 3, 500))), E(lambda: talk.all_reduce(torch.ones(2, dtype=torch.float64 if rank else torch.float32))),
            E(lambda: talk.all_reduce(torch.ones(2) if rank else torch.ones(2000))),
            E(lambda: talk.all_reduce(torch.ones(2).int(), op='mean')), E(lambda: talk.all_reduce(torch.ones(2).bool())),
-           E(lambda: talk.all_reduce(torch.ones(2), op='avg')), E(lambda: talk.all_reduce([1])), E(lambda: talk.all_reduce(torch.eye(2).to_sparse())),
-           E(lambda: talk.all_reduce(torch.ones(2, dtype=torch.complex64), op='max')), E(lambda: talk.all_reduce(torch.ones(2, device='meta'))), E(lambda: talk.all_reduce(torch.ones(2).short()))]
+           E(lambda: talk.all_reduce(torch.ones(2), op='avg')), E(lambda: talk.all_reduce([1])), E(lambda: talk.all_reduce(torch.eye(2).to_sparse())), E(lambda: talk.all_reduce(torch.ones(2, device='meta')))]
     one = E(lambda: talk.all_reduce(torch.ones(2) if rank else 'no tensor'))
-    for size in 2, 2000:
-        alone = E(lambda: talk.all_reduce(torch.ones(size, device='cpu' if rank else 'meta')))
-        assert alone[0] == 'TypeError' and 'rank 0: tensor is Tensor of layout torch.strided on meta' in alone[1], alone
     return rank, res, one, talk.all_reduce(torch.ones(2000))[0].item()
 
 
 def test_all_reduce_errors(world3):
     for rank, res, one, after in world3(reduce_differing):
         assert after == 3.
-        assert res[0] == ('ValueError', 'all_reduce: tensor differs: rank 0 has torch.float32 of shape (3, 500), ranks 1, 2 have torch.float32 of shape (2, 500); '
-                          'all workers must have the same keys, shapes and dtypes, or take all_gather_tensors')
+        assert res[0][0] == 'ValueError' and 'rank 0 has torch.float32 of shape (3, 500), ranks 1, 2 have torch.float32 of shape (2, 500)' in res[0][1] and 'all_gather_tensors' in res[0][1]
         assert res[1][0] == 'ValueError' and 'ranks 1, 2 have torch.float64' in res[1][1] and res[2][0] == 'ValueError'
-        assert [o[0] for o in res[3:9]] == ['TypeError', 'TypeError', 'ValueError', 'TypeError', 'TypeError', 'TypeError'] and res[9][0] == res[10][0] == 'TypeError'
+        assert [o[0] for o in res[3:]] == ['TypeError', 'TypeError', 'ValueError', 'TypeError', 'TypeError', 'TypeError']
         assert '.float()' in res[3][1] and '.int()' in res[4][1] and "'sum', 'mean', 'max', 'min'" in res[5][1]
         assert one[0] == 'TypeError' and "rank 0: tensor is str 'no tensor'" in one[1] and ('rank 0 failed in all_reduce(op=' in one[1]) == (rank != 0)
 
@@ -370,24 +263,6 @@ def reduce_dicts():
 def test_all_reduce_dict(world): assert world(reduce_dicts) == [[]]*world.size
 
 
-def reduce_device():
-    talk, rank, n = start()
-    d = dict(t=torch.ones(2), big=torch.full((1000,), float(rank), requires_grad=True), n=1, steps=torch.arange(2000)[::2])
-    here, meta = talk.all_reduce_dict(d, 'cpu'), talk.all_reduce_dict(d, device='meta')
-    alone = talk.all_reduce_dict(dict(a=torch.ones(1000), b=torch.ones(1000)))
-    rest = [talk.all_reduce_dict(o) for o in ({}, dict(a=-0.5))]
-    return (here['big'].tolist() == [sum(range(n))]*1000 and here['steps'][1].item() == 2*n and d['big'][0].item() == rank, here['big'].requires_grad, here['n'].item(),
-            {k: str(meta[k].device) for k in meta}, alone['a'].untyped_storage().nbytes(), rest,
-            error(lambda: talk.all_reduce_dict(d, device='nowhere'))[0], talk.all_reduce_dict(dict(n=[True, 1, 1.5][rank % 3])))
-
-
-def test_all_reduce_dict_details(world3):
-    for right, grad, number, devices, storage, rest, nowhere, mixed in world3(reduce_device):
-        assert right and not grad and number == 3 and set(devices.values()) == {'meta'} and storage == 4000
-        assert rest == [{}, dict(a=-1.5)] and nowhere == 'RuntimeError'
-        assert mixed == dict(n=3.5)
-
-
 def same_bits():
     talk, rank, n = start()
     torch.manual_seed(rank)
@@ -442,57 +317,13 @@ def test_agree(world):
         assert how[0] == 'ValueError' and "'any', 'all', 'rank0'" in how[1] and value[0] == 'RuntimeError' and one[0] == 'ValueError'
 
 
-def only():
-    talk, rank, n = start()
-    ran = []
-    @talk.rank0_only
-    def first(x, y=1):
-        "The first"
-        ran.append('first')
-        return x, y
-    @talk.rank0_only
-    def fails(): raise OSError('disk')
-    return first(1, y=2), ran, first.__name__, first.__doc__, error(fails)
-
-
-def test_rank0_only(world):
-    for rank, (first, ran, name, doc, fails) in enumerate(world(only)):
-        assert first == (None if rank else (1, 2)) and ran == ([] if rank else ['first']) and (name, doc) == ('first', 'The first')
-        assert fails == (('no error', None) if rank else ('OSError', 'disk'))
-
-
-def prints():
-    talk, rank, n = start()
-    class Bad:
-        def __str__(self): raise OSError('no text')
-    f = io.StringIO()
-    talk.print_in_order('I am', rank, file=f, flush=True)
-    talk.print_in_order('a\nb', rank, sep='-', end='.\n', file=f)
-    talk.print_in_order(file=f)
-    talk.print_in_order('x'*5000, file=f)
-    e = error(lambda: talk.print_in_order(Bad() if rank == n-1 else 1, file=f))
-    talk.print_in_order('end', file=f)
-    with contextlib.redirect_stdout(io.StringIO()) as out: talk.print_in_order('out')
-    return f.getvalue(), out.getvalue(), e
-
-
-def test_print_in_order(world):
-    n = world.size
-    (text, out, e), *others = world(prints)
-    assert all(o[:2] == ('', '') for o in others)
-    want = [*(f'[rank {r}] I am {r}' for r in range(n)), *(l for r in range(n) for l in (f'[rank {r}] a', f'[rank {r}] b-{r}.')), *(f'[rank {r}] ' for r in range(n)),
-            *(f"[rank {r}] {'x'*5000}" for r in range(n)), *(f'[rank {r}] end' for r in range(n))]
-    assert text.split('\n') == [*want, ''] and out == ''.join(f'[rank {r}] out\n' for r in range(n)) and 'no text' in e[1]
-
-
 # Out of step
 
 def out_of_step():
     talk, rank, n = start()
-    calls = dict(all_gather_list=lambda: talk.all_gather_list('x'*3000), all_gather_list_max=lambda: talk.all_gather_list(1, max_size=99), broadcast=lambda: talk.broadcast_object('x'*3000),
+    calls = dict(all_gather_list=lambda: talk.all_gather_list('x'*3000), broadcast=lambda: talk.broadcast_object('x'*3000),
                  all_reduce=lambda: talk.all_reduce(torch.ones(1000)), all_reduce_max=lambda: talk.all_reduce(torch.ones(1000), op='max'),
-                 all_reduce_dict=lambda: talk.all_reduce_dict(dict(t=torch.ones(1000))), all_gather_tensors=lambda: talk.all_gather_tensors(torch.ones(1000)),
-                 agree=lambda: talk.agree(True), agree_all=lambda: talk.agree(True, 'all'), print_in_order=lambda: talk.print_in_order('x'*3000, file=io.StringIO()), node=talk.node_group)
+                 all_reduce_dict=lambda: talk.all_reduce_dict(dict(t=torch.ones(1000))), agree=lambda: talk.agree(True), node=talk.node_group)
     res = {}
     for a in calls:
         for b in calls:
@@ -506,45 +337,10 @@ def out_of_step():
 
 def test_out_of_step(world2):
     one, two = world2(out_of_step)
-    assert one == two and len(one) == 11*10
+    assert one == two and len(one) == 7*6
     for pair, ((kind, text), after) in one.items():
         assert kind == 'OutOfStep' and after, pair
-        assert text.startswith('rank 0 is at ') and ', rank 1 at ' in text and 'test_collectives.py:' in text and text.endswith('all workers of a group must make the same calls in the same order')
-    text = one['all_gather_list', 'agree'][0][1]
-    assert 'rank 0 is at all_gather_list (' in text and "rank 1 at agree(how='any') (" in text
-
-
-def places():
-    talk, rank, n = start()
-    def branch_a(): return talk.agree(rank == 0)
-    def branch_b(): return talk.agree(rank == 0)
-    different = branch_a() if rank else branch_b()
-    code = 'def f(t, v): return t.agree(v)'
-    env = {}
-    exec(compile(code, 'é/'*300+'long.py', 'exec'), env)
-    long = env['f'](talk, True)
-    e = error(lambda: env['f'](talk, True) if rank == 0 else talk.all_gather_list(1))
-    both = error(lambda: env['f'](talk, 'x') if rank == 0 else talk.all_gather_list(lambda: 0))
-    return different, long, e, both, rank
-
-
-def test_places(world3):
-    for different, long, e, both, rank in world3(places):
-        assert different and long and e[0] == 'OutOfStep' and 'long.py:1 in f), ranks 1, 2 at all_gather_list (' in e[1] and len(e[1].encode()) < 800
-        assert both[0] == 'PicklingError'  # what failed says more than that the others are elsewhere
-
-
-def no_group_yet():
-    import os
-    import fastdist.comm.collectives as talk
-    from fastdist.world import teardown_distrib
-    teardown_distrib()  # of an earlier test
-    return error(lambda: talk.all_gather_list(1)), error(lambda: talk.node_group())
-
-
-def test_no_group_yet(world2):
-    for res in world2(no_group_yet):
-        for kind, text in res: assert kind == 'RuntimeError' and 'call setup_distrib() first' in text
+        assert text.startswith('rank 0 is at ') and ', rank 1 at ' in text and 'test_collectives.py:' in text
 
 
 # Groups
@@ -585,52 +381,6 @@ def test_subgroups(world3):
         assert 'rank 0 has torch.float32 of shape (1,), rank 2 has torch.float32 of shape (3,)' in differ[1] and 'rank 2 has' in large[1]
 
 
-class Wordless(Exception):
-    def __str__(self): raise KeyError('no text')
-
-
-class Undecided:
-    def __bool__(self): raise Wordless
-
-
-def no_text():
-    talk, rank, n = start()
-    try: talk.agree(Undecided() if rank else True)
-    except Exception as e: return type(e).__name__, talk.agree(True)
-
-
-def test_an_error_that_cannot_say_what_it_is(world2):
-    "Is one in all workers: the others waited for the call of the one that had it"
-    assert world2(no_text) == [('RuntimeError', True), ('Wordless', True)]
-
-
-def memory_of_its_own():
-    "What was gathered, where a worker writes to its tensor later: of sizes that are filled up, and of such that are not"
-    talk, rank, n = start()
-    res = []
-    for size in 20000, 20000 if rank == 0 else 400:
-        t = torch.full((size,), float(rank))
-        every = talk.all_gather_tensors(t)
-        t.fill_(-1)
-        res.append([o[0].item() for o in every])
-    return res
-
-
-def test_what_is_gathered_has_memory_of_its_own(world3): assert world3(memory_of_its_own) == [[[0., 1., 2.]]*2]*3
-
-
-def node_group_again():
-    talk, rank, n = start()
-    import torch.distributed as dist
-    dist.destroy_process_group(talk.node_group())
-    return talk.all_gather_list(rank, group=talk.node_group()), talk.node_group() is not None
-
-
-def test_a_node_group_that_was_destroyed(world2):
-    "Is made again: it was `None`, the group of all workers"
-    assert world2(node_group_again) == [([0, 1], True)]*2
-
-
 def nodes(ranks):
     "`ranks`: the node of each"
     import os
@@ -658,19 +408,3 @@ def test_node_group(world3, ranks):
     for rank, (members, cached, every, new, again, members2) in enumerate(world3(nodes, ranks)):
         want = [r for r in range(3) if ranks[r] == ranks[rank]]
         assert members == every == again == members2 == want and cached and new
-
-
-def limit_of_nodes():
-    "How long the messages of a group that is made in `fail_together(None)` may take, in seconds"
-    talk, rank, n = start()
-    from fastdist.world import fail_together
-    with fail_together(watchdog=None): return talk.node_group()._get_backend(torch.device('cpu')).options._timeout.total_seconds()
-
-
-def test_node_group_waits_as_long_as_the_watchdog(world2):
-    for secs in world2(limit_of_nodes): assert secs > 1e6
-
-
-def test_node_group_of_one_process():
-    import fastdist.comm.collectives as talk
-    assert talk.node_group() is None

@@ -9,7 +9,8 @@ NOT_REORDERED = {'fastai_stream', 'fastai_stream_processes'}  # fastai cannot, i
 # Objects that are loaders by their own idea of it, or whose order nobody knows, are left to other tests
 NAMES = '''shuffled loader_processes drop_last shorter_than_the_set weighted partial_set own_get_idxs_class own_shuffle several_inputs_and_targets siamese vision tabular sorted_texts
     create_batch_pads language_model prebatched fastai_stream fastai_stream_processes torch_sequential torch_random torch_random_generator torch_drop_last torch_weighted
-    torch_own_sampler torch_collate torch_processes torch_stream torch_stream_processes'''.split()
+    torch_own_sampler torch_collate torch_processes torch_stream torch_stream_processes own_get_idxs_argument two_views curriculum torch_explicit_batch_sampler
+    torch_own_batch_sampler torch_prebatched'''.split()
 
 
 def fitted(name, within, k=1, **ctx):
@@ -27,8 +28,8 @@ def fitted(name, within, k=1, **ctx):
 
 for k in NAMES: case(partial(fitted, k), name=k, tol=FLOAT32.get(k, 2e-7))
 # with batches of the workers' own, as one process with batches twice as large: those in which a batch is made in another way
-for k in 'shuffled sorted_texts torch_drop_last fastai_stream'.split():
-    case(lambda within, k=k: fitted(k, within, 1 if within.many else 2, split_batches=False), name=f'{k}, own batches')
+for k in 'shuffled sorted_texts torch_drop_last fastai_stream language_model torch_own_batch_sampler'.split():
+    case(lambda within, k=k: fitted(k, within, 1 if within.many else 2, split_batches=False), name=f'{k}, own batches', tol=FLOAT32.get(k, 2e-7))
 
 
 @case
@@ -83,9 +84,6 @@ def test_as_one_process(worlds, n):
     "Each kind by two workers or by three, and by both where it is for its sizes"
     own = [o for o in case if 'own batches' in o]
     case.check(worlds(n), [*NAMES[n % 2::2], *(own if n == 2 else []), *[o for o in case if o not in (*NAMES, *own)]])
-
-
-def numbered(n, **kwargs): return [(torch.tensor([float(i)]), torch.tensor([0.])) for i in range(n)]
 
 
 def read(make):

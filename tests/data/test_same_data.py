@@ -16,11 +16,6 @@ def tabular():
     return tabular_learner(dls, layers=[4])
 
 
-def collab():
-    from fastai.collab import CollabDataLoaders, collab_learner
-    return collab_learner(CollabDataLoaders.from_df(frame(), user_name='user', item_name='title', rating_name='rating', bs=8), n_factors=3, y_range=(0, 5.5))
-
-
 def learner(dls): return Learner(dls, nn.Sequential(nn.Linear(1, 2)), loss_func=CrossEntropyLossFlat())
 
 
@@ -53,52 +48,13 @@ def permuted(kind):
         def __init__(self, xs, ys): self.xs, self.ys = xs, ys
         def __len__(self): return len(self.xs)
         def __getitem__(self, i): return self.xs[i], self.ys[i]
-    of = dict(tensors=TensorDataset, own=Pairs, arrays=lambda x, y: Pairs(x.numpy(), y.numpy()), lists=lambda x, y: list(zip(x, y)))[kind]
+    of = dict(tensors=TensorDataset, own=Pairs, lists=lambda x, y: list(zip(x, y)))[kind]
     return learner(DataLoaders.from_dsets(*(of(*o) for o in parts), bs=8))
-
-
-def numbered():
-    "A frame whose rows were shuffled, and then numbered anew"
-    from fastai.data.all import IndexSplitter
-    return of_frame(IndexSplitter(range(32, 40)), frame().sample(frac=1).reset_index(drop=True))
-
-
-class Keeps:
-    "Keeps what it has read: the samples of this worker"
-    def __init__(self, n): self.read, self.seen = [None]*n, np.zeros(n)
-    def __len__(self): return len(self.read)
-    def __getitem__(self, i):
-        self.read[i], self.seen[i] = float(i), i+1
-        return tensor([float(i)]), tensor(i % 2)
-
-
-def twice():
-    import fastdist.all
-    learn = quiet(learner(DataLoaders(*(TfmdDL(Keeps(n), bs=8) for n in (20, 9)))))
-    for _ in range(2):
-        with learn.distrib_ctx(split_batches=True): learn.fit(1)
-    return int((learn.dls.train.dataset.seen > 0).sum())
-
-
-def test_a_data_set_that_keeps_what_it_has_read(world2):
-    assert max(world2(twice)) < 20
 
 
 def halves(n=40):
     from torch.utils.data import TensorDataset, random_split
     return random_split(TensorDataset(*torchs(n)), [32, 8])
-
-
-class Windows:
-    "Items in windows of `seq_len`; it is no language model's"
-    def __init__(self, items): self.items, self.seq_len = items, 1
-    def __len__(self): return len(self.items)
-    def __getitem__(self, i): return tensor([float(self.items[i])]), tensor(self.items[i] % 2)
-
-
-def windows():
-    p = np.random.permutation(40).tolist()
-    return learner(DataLoaders.from_dsets(Windows(p[:32]), Windows(p[32:]), bs=8))
 
 
 class Wraps:
@@ -111,17 +67,7 @@ class Wraps:
 def wrapped(): return learner(DataLoaders.from_dsets(*map(Wraps, halves()), bs=8))
 
 
-def series():
-    "Windows of a series, which is longer than their number"
-    class Series(Wraps):
-        def __len__(self): return len(self.ds)-3
-        def __getitem__(self, i): return self.ds[i:i+4].mean(0), tensor(0)
-    return learner(DataLoaders.from_dsets(*(Series(torch.rand(n, 1)) for n in (32, 8)), bs=8))
-
-
-KINDS = dict(tabular=tabular, collab=collab, block=block, random_split=random_split, numbered=numbered, windows=windows, wrapped=wrapped,
-             series=series,
-             **{f'permuted_{o}': partial(permuted, o) for o in ('tensors', 'own', 'arrays', 'lists')})
+KINDS = dict(tabular=tabular, block=block, wrapped=wrapped, **{f'permuted_{o}': partial(permuted, o) for o in ('tensors', 'own', 'lists')})
 
 
 def seen(kind, seed):

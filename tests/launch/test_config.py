@@ -35,11 +35,6 @@ MINE = '''
         def __init__(self, word): self.word = word
         def after_fit(self): print('said', self.word, self.learn.gradient_clip.max_norm, flush=True)
 
-    class Unsaved(AvgMetric):
-        def __init__(self):
-            super().__init__(accuracy)
-            self.items = (o for o in ())
-
     class Fails(Callback):
         "Once"
         def before_batch(self):
@@ -47,13 +42,10 @@ MINE = '''
             Path('failed').touch()
             raise RuntimeError('failed')
 
-    class Ends(Callback):
-        def after_batch(self): raise CancelFitException
-
-    def get(n=23, bs=5, fails=None, saves=True):
+    def get(n=23, bs=5, fails=None):
         if fails is not None and int(os.environ.get('RANK', 0))==fails: raise ValueError("no data here")
         dls = DataLoaders(TfmdDL(Items(n), bs=bs, shuffle=True), TfmdDL(Items(17, 1), bs=bs))
-        return Learner(dls, nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3)).double(), loss_func=Double(), metrics=accuracy if saves else [accuracy, Unsaved()], cbs=Groups())
+        return Learner(dls, nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3)).double(), loss_func=Double(), metrics=accuracy, cbs=Groups())
     '''
 CONFIG = '''\
     learner = "mine:get"
@@ -75,18 +67,12 @@ def folder(tmp_path, monkeypatch):
 GOOD = 'learner = "mine:get"'
 FAULTS = [  # the config, words of the command line, and the beginnings of what is said, in this order, and no more
     (f'{GOOD}\nepochs = 0\nepoch = 2', ['seed=x'], ['c.toml: epoch = 2: there is no such key: did you mean epochs? What', 'c.toml: epochs = 0: an integer of at least 1 is needed', 'argument seed=x: seed: an integer of at least 0']),
-    (f'{GOOD}\nuse_cuda_if_available = 1', [], ['c.toml: use_cuda_if_available = 1: true or false is needed']),
     ('learner = "mine.py"', [], ['c.toml: learner = "mine.py": "module:function" is needed']),
     ('epochs = 2', [], ['c.toml: learner: it is missing']),
     (f'{GOOD}\nresume = "ckpt"\nresume_every = "0 steps"', [], ['c.toml: resume_every = "0 steps": a text such as']),
     (f'{GOOD}\nnodes = 2', ['distributed_world_size=3'], ['c.toml: distributed_init_method: workers of several machines', 'c.toml: node_rank: it is the number of this machine', 'argument distributed_world_size=3: distributed_world_size: it is the number of workers on all 2']),
-    (f'{GOOD}\ndistributed_init_method = "tcp://["', [], ['c.toml: distributed_init_method = "tcp://[": env://, tcp://host:port or file:///path']),
-    (f'{GOOD}\nlog_dir = "c.toml"', ['save=no/l.pkl'], ['c.toml: log_dir = "c.toml": it is a file', 'argument save=no/l.pkl: save: there is no such folder']),
     (f'{GOOD}\nfit = "fit_sgdr"', [], ['c.toml: fit = "fit_sgdr": one of fit, fit_one_cycle, fit_flat_cos, fine_tune, or a table']),
-    (f'{GOOD}\n[callbacks]\nGradientClip = 0.1', [], ['c.toml: callbacks: a table, in which each callback has a table']),
     (GOOD, ['learner_args.n=False'], ['argument learner_args.n=False: False is no TOML, where it is true, false, 0.5']),
-    (GOOD, ['epochs'], ['argument epochs: what follows the config is like key=value']),
-    (GOOD, ['learner.x=3'], ['argument learner.x=3: learner is no table']),
     ('precision = fp16', [], ['c.toml: Invalid value (at line 1, column 13). In TOML a text stands in quotes'])]
 
 
@@ -100,20 +86,13 @@ def test_faults(folder, text, words, want):
 
 @pytest.mark.parametrize('words,want', [
     (['learner_args.bsz=3', 'distributed_world_size=2'], "argument learner_args.bsz=3: learner_args: got an unexpected keyword argument 'bsz'"),
-    (['learner_args.seed=3'], "'seed': seed is a key of its own, and stands above the line [learner_args]"),
     (['learner=mine:gte'], 'mine.py has no function gte: did you mean get?'),
     (['learner=mined:get'], 'there is no module mined, neither beside the config nor where Python looks'),
-    (['learner=quits:get'], 'importing quits ends the process, by sys.exit(0)'),
-    (['learner=mine:Items', 'learner_args.n=3'], 'it returned a Items, and not a Learner'),
-    (['precision=bf16'], 'argument precision=bf16: precision: workers are on the CPU here'),
     (['fit.method=fit_flat_cos', 'fit.pct_strt=0.5'], "fit: got an unexpected keyword argument 'pct_strt'"),
-    (['context.watchdg=9'], 'context: rank 0: watchdg=9 is not accepted: fastdist has no argument of this name; did you mean watchdog?'),
-    (['callbacks.SaveModelCallbck={}'], 'callbacks.SaveModelCallbck: there is no such callback: did you mean SaveModelCallback?'),
-    (['callbacks.GradientClip.max_nrm=1'], "callbacks.GradientClip: got an unexpected keyword argument 'max_nrm'"),
-    (['learner_args.saves=false', 'save=l.pkl'], 'argument save=l.pkl: save: this learner cannot be exported')])
+    (['context.watchdg=9'], 'did you mean watchdog?'),
+    (['callbacks.SaveModelCallbck={}'], 'did you mean SaveModelCallback?')])
 def test_what_python_does_not_take(folder, words, want):
     "What is called says what is wrong; the key is named, and there is no traceback"
-    (folder/'quits.py').write_text('import sys\nsys.exit(0)\n')
     res = train('c.toml', *words, cwd=folder)
     assert res.returncode == 1 and want in res.stderr and 'Traceback' not in res.stderr and not re.search(LAST, res.stdout), res.stderr
 
@@ -212,24 +191,6 @@ def test_resume(folder, monkeypatch):
     assert diff(*exported(folder, monkeypatch, 'l.pkl', 'plain.pkl')) < 1e-7
 
 
-def test_no_epoch_is_done(folder):
-    "A callback ends the fit in its first epoch: what there is is said, and saved"
-    res = train('c.toml', 'callbacks={"mine:Ends" = {}}', 'save=l.pkl', cwd=folder)
-    assert res.returncode == 0 and 'fastdist: valid_loss ' in res.stdout and (folder/'l.pkl').exists(), res
-
-
-def test_loader_processes_that_are_not_forked(folder):
-    "Python's default from 3.14 on: what they need is imported once, by the server that forks them, and not by each in each epoch"
-    with open('mine.py', 'a') as f: f.write(textwrap.dedent("""
-        import multiprocessing
-        multiprocessing.set_start_method('forkserver', force=True)
-        with open('imports', 'a') as f: f.write('x')
-        def with_processes(): return Learner(DataLoaders(*[TfmdDL(Items(8), bs=4, num_workers=1) for _ in range(2)]), nn.Linear(4, 3).double(), loss_func=Double())
-        """))
-    figures(train('c.toml', 'learner=mine:with_processes', cwd=folder))
-    assert (folder/'imports').read_text() == 'xx'
-
-
 def test_two_machines(folder, monkeypatch):
     "The command once on each of two machines, which meet by tcp://: four workers, the weights of one"
     words = ['c.toml', 'distributed_world_size=4', 'nodes=2', f'distributed_init_method=tcp://127.0.0.1:{free_port()}', 'epochs=1', 'learner_args.bs=8', 'save=many.pkl']
@@ -256,8 +217,7 @@ def test_other_launchers(folder):
     assert res.returncode != 0 and 'c.toml: distributed_world_size: there are 2 workers started, by torchrun: start 1, or give distributed_world_size=2' in res.stderr
 
 
-@pytest.mark.parametrize('n', [pytest.param(1, marks=pytest.mark.cold), 2])  # what a worker imports, one shows
-def test_one_fails(folder, n):
+def test_one_fails(folder):
     "An error of the function itself has its traceback"
-    res = train('c.toml', f'distributed_world_size={n}', f'learner_args.fails={n-1}', cwd=folder)  # its own limit is far below the watchdog's
+    res = train('c.toml', 'distributed_world_size=2', 'learner_args.fails=1', cwd=folder)  # its own limit is far below the watchdog's
     assert res.returncode == 1 and 'Traceback' in res.stderr and 'ValueError: no data here' in res.stderr and not re.search(LAST, res.stdout)

@@ -1,5 +1,5 @@
 "P6: one script in every way of starting it; what `fastdist launch` adds to Accelerate's launcher"
-import os, signal, subprocess, sys, textwrap, time
+import os, signal, subprocess, sys, textwrap
 from pathlib import Path
 
 import psutil, pytest
@@ -9,9 +9,8 @@ from launches import CASES, plain, run
 LAUNCH = [str(Path(sys.executable).with_name('fastdist')), 'launch']  # as a user types it
 
 
-# each way of starting is tried once with processes that import all by themselves, which is some 7 CPU-seconds for each: with one worker, where that is a
-# process of its own (`python` starts what `fastdist launch` starts here), and with two of Accelerate's
-COLD = [('fastdist launch', 1, 'script'), ('accelerate launch', 2, 'script'), ('torchrun', 1, 'script'), ('launch_in_notebook', 1, 'notebook')]
+# with processes that import all by themselves, which is some 7 CPU-seconds for each
+COLD = [('fastdist launch', 1, 'script'), ('accelerate launch', 2, 'script')]
 
 
 @pytest.mark.parametrize('way,n,kind', [pytest.param(*o, marks=[pytest.mark.cold] if o in COLD else []) for o in CASES], ids=lambda o: str(o).replace(' ', '_'))
@@ -19,7 +18,6 @@ def test_one_training(way, n, kind, tmp_path, request):
     "As many workers as were asked for, and the weights of fastai alone"
     if way == 'notebook_launcher': request.getfixturevalue('default_port')
     found = run(way, n, kind, tmp_path)
-    print(f'| {way} | {kind} | {n} | {found["seconds"]:.1f} s to the first step |')
     assert found['n'] == n
     assert found['weights'] == pytest.approx(plain(), abs=1e-6) and abs(found['weights'][0]-0.5) > 0.1
     if way == 'fastdist launch': assert 'Warning' not in found['stderr'], found['stderr']  # of fastai's import; see which of these are cold
@@ -38,7 +36,7 @@ SAYS = '''
     '''
 
 
-@pytest.mark.parametrize('n', [1, 3])
+@pytest.mark.parametrize('n', [3])
 def test_logs(tmp_path, n):
     "Rank 0 is on the screen, in the stream that it wrote to; all are in files, which a second run does not overwrite"
     for i in range(2):
@@ -53,12 +51,7 @@ def test_logs(tmp_path, n):
             assert f'err of {r}\n' in (tmp_path/'logs'/f'rank{r}{again}.stderr.log').read_text()
 
 
-def test_logs_of_all_on_the_screen(tmp_path):
-    res = launched([*LAUNCH, '-n', '3', '--tee', '3', script(tmp_path, SAYS)], 60, cwd=tmp_path)
-    assert all(f'out of {r}' in res.stdout and f'err of {r}' in res.stderr for r in range(3)), res
-
-
-@pytest.mark.parametrize('n', [1, 2])
+@pytest.mark.parametrize('n', [2])
 def test_full_disk(tmp_path, n):
     "The screen goes on where a log takes no more, and says so once; rank 0 waited for ever, for a pipe that nobody read"
     file = script(tmp_path, """
@@ -71,15 +64,6 @@ def test_full_disk(tmp_path, n):
     assert res.returncode == 0 and res.stdout == ''.join(f'{i:0100}\n' for i in range(5000)), (res.returncode, res.stderr, res.stdout[-300:])
     told = 'fastdist: logs/rank0.stdout.log takes no more (File too large): what comes now is on the screen only'
     assert [o for o in res.stderr.splitlines() if 'starting' not in o and 'logs in' not in o] == [told], res.stderr
-
-
-def test_text_comes_as_it_is_written(tmp_path):
-    "A line that has not ended"
-    file = script(tmp_path, "import sys, time; print('half', end='', flush=True); sys.stdin.readline()")
-    env = {**os.environ, 'PYTHONUNBUFFERED': '1'}
-    p = subprocess.Popen([*LAUNCH, '-n', '2', file], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=tmp_path, env=env)
-    assert p.stdout.read(4) == b'half'
-    p.communicate(b'\n\n', timeout=60)
 
 
 def test_failure_before_the_workers_have_met(tmp_path):
@@ -111,7 +95,7 @@ def test_restarts(tmp_path):
     assert 'in restart 3' in (tmp_path/'logs'/'rank2.3.stdout.log').read_text()
 
 
-@pytest.mark.parametrize('n', [1, 2])
+@pytest.mark.parametrize('n', [2])
 def test_saved_and_stopped(tmp_path, n):
     "USR1, as Slurm sends it, is passed on; the exit status is that of the workers, which have saved"
     file = script(tmp_path, '''
@@ -133,8 +117,7 @@ def test_saved_and_stopped(tmp_path, n):
     assert p.returncode == 7 and 'failed' not in err, err
 
 
-@pytest.mark.parametrize('n', [1, 2])
-@pytest.mark.parametrize('sig,code', [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize('sig,code,n', [(signal.SIGTERM, 143, 2), (signal.SIGINT, 130, 1)])
 def test_stopped(tmp_path, sig, code, n):
     file = script(tmp_path, SAYS + 'time.sleep(1000)\n    ')
     p = subprocess.Popen([*LAUNCH, '-n', str(n), file], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
@@ -144,25 +127,6 @@ def test_stopped(tmp_path, sig, code, n):
     _, err = p.communicate(timeout=60)
     assert p.returncode == code and not any(o.is_running() for o in workers), err
     assert f'stopped by {sig.name}' in err.splitlines()[-1], err
-
-
-@pytest.mark.parametrize('n', [1, 2])
-def test_ctrl_c_again_and_again(tmp_path, n):
-    "Workers that do not end at once are not left behind, and the launcher still says in one line why it ends"
-    file = script(tmp_path, SAYS + """
-    import signal
-    for o in signal.SIGINT, signal.SIGTERM: signal.signal(o, signal.SIG_IGN)
-    print('deaf', flush=True)
-    time.sleep(4)""")
-    p = subprocess.Popen([*LAUNCH, '-n', str(n), '--tee', '3', file], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
-    ready = 0
-    while ready < n: ready += 'deaf' in p.stdout.readline()
-    workers = psutil.Process(p.pid).children()
-    for _ in range(6):
-        p.send_signal(signal.SIGINT)
-        time.sleep(0.2)
-    _, err = p.communicate(timeout=60)
-    assert p.returncode == 130 and not any(o.is_running() for o in workers) and 'Traceback' not in err, err
 
 
 def test_module_of_this_folder(tmp_path):
@@ -193,14 +157,10 @@ def test_config_file(tmp_path):
 
 @pytest.mark.parametrize('args,says', [
     (['no_such.py'], "there is no file 'no_such.py'"), (['-m', 'no_such_module.train'], "there is no module 'no_such_module.train'"),
-    (['-n', 'two', 's.py'], "argument -n: invalid int value: 'two'"), (['-n', '0', 's.py'], '-n 0: at least 1 worker'), ([], ''),
-    (['--nnodes', '2', 's.py'], 'Add --rdzv-endpoint HOST:29500'), (['--config_file', 'none.yaml', 's.py'], '--config_file none.yaml: there is no such file'),
-    (['-n', '2', '--rdzv-endpoint', 'n1:29500', 's.py'], '--rdzv-endpoint n1:29500: how many machines are there?'),
-    (['-n', '2', '--use_deepspeed', 's.py'], "strategy='zero1'"),
-    (['-n', '2', '--max-restarts', '-1', 's.py'], '--max-restarts -1: it is at least 0'), (['-n', '2', '--tee', '9', 's.py'], '--tee 9: it is 1'),
-    (['-n', '2', '--log-dir', 's.py', 's.py'], '--log-dir s.py: it is a file: name a folder'), (['--log-dir', '', 's.py'], "--log-dir '': it is the name of a folder"),
-    (['-n', '2', '--log-dir', 's.py/logs', 's.py'], '--log-dir s.py/logs: Not a directory: name a folder'),
-    (['--nnodes', '2', '--rdzv-endpoint', 'n1:0', 's.py'], 'port 0: 2 nodes need one'), (['-n', '2', '-m', 's.py'], '-m s.py: it is a script')])
+    (['-n', '0', 's.py'], '-n 0: at least 1 worker'), ([], ''),
+    (['--nnodes', '2', 's.py'], 'Add --rdzv-endpoint HOST:29500'), (['-n', '2', '--rdzv-endpoint', 'n1:29500', 's.py'], '--rdzv-endpoint n1:29500: how many machines are there?'),
+    (['-n', '2', '--use_deepspeed', 's.py'], "strategy='zero1'"), (['-n', '2', '--log-dir', 's.py', 's.py'], '--log-dir s.py: it is a file: name a folder'),
+    (['-n', '2', '-m', 's.py'], '-m s.py: it is a script')])
 def test_wrong_arguments(tmp_path, args, says):
     "At once, in one line, and nothing is run"
     script(tmp_path, 'print("it runs")')
@@ -222,46 +182,7 @@ def test_rendezvous_in_a_task_of_slurms(tmp_path):
     assert res.returncode == 2 and '--node-rank 0: Slurm has numbered the nodes' in res.stderr, res
 
 
-def test_nohup(tmp_path):
-    "The end of a terminal, which sends SIGHUP, does not end what `nohup` has started"
-    file = script(tmp_path, """
-        import os, time
-        open(f"begun{os.environ['RANK']}", 'w')
-        while not os.path.exists('end'): time.sleep(0.05)
-        print('ended', flush=True)
-        """)
-    def hang_up(p, mark):
-        wait_for(lambda: len(list(tmp_path.glob('begun*'))) == 2, 'both workers have begun')
-        os.killpg(p.pid, signal.SIGHUP)
-        time.sleep(0.5)
-        (tmp_path/'end').touch()
-    res = launched(['nohup', *LAUNCH, '-n', '2', file], 60, cwd=tmp_path, during=hang_up)
-    assert (res.returncode, res.stdout) == (0, 'ended\n'), res
-
-
-def test_unknown_command(tmp_path):
-    res = launched([sys.executable, '-m', 'fastdist', 'lunch'], 60, cwd=tmp_path)
-    assert res.returncode == 1 and "no command 'lunch'" in res.stderr and 'launch' in res.stderr.splitlines()[-3] + res.stderr
-
-
-def test_one_has_ended_and_the_other_waits(tmp_path):
-    "Both come to the screen: that it has ended, and the notice that the other writes into its log"
-    file = script(tmp_path, """
-        import os, sys
-        from fastdist.env import notice
-        if os.environ['RANK'] == '0': sys.exit()
-        notice('rank 1 waits')
-        sys.stdin.readline()
-        """)
-    p = subprocess.Popen([*LAUNCH, '-n', '2', '--log-dir', 'logs', file], stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
-    lines = []
-    while 'ended 10 s ago' not in ''.join(lines) and (line := p.stderr.readline()): lines.append(line)
-    p.communicate('\n', timeout=60)
-    assert 'fastdist: rank 1 waits\n' in lines and lines[-1] == 'fastdist: worker 0 ended 10 s ago, and worker 1 has not; logs in logs\n', lines
-    assert (tmp_path/'logs'/'rank1.stderr.log').read_text() == 'fastdist: rank 1 waits\n'
-
-
-@pytest.mark.parametrize('n', [1, 2])
+@pytest.mark.parametrize('n', [2])
 def test_killed_launcher(tmp_path, n):
     "No worker stays: one before the rendezvous, one in C with the interpreter's lock, nor what they have started"
     file = script(tmp_path, SAYS + """

@@ -1,5 +1,5 @@
 "`fastdist slurm` on a real Slurm with two nodes, in the ways in which jobs begin and end there"
-import json, os, re, shlex, subprocess, sys, textwrap
+import json, os, re, shlex, sys, textwrap
 
 import pytest
 from harness import ROOT, launched
@@ -90,13 +90,6 @@ def test_a_worker_fails(slurm, tmp_path):
     assert 'ValueError: no such thing' in job.log and "if get_rank() == 2: raise ValueError('no such thing')" in job.log
 
 
-def test_setup_fails(slurm, tmp_path):
-    write(tmp_path, 'print("trained")')
-    job = follow(slurm, tmp_path, '--workers', 1, '--env-setup', 'source no/such/activate', '--no-requeue', 'train.py')
-    assert (job.state, job.exit) == ('FAILED', '1:0') and 'trained' not in job.log and 'Requeue=0' in job.said
-    assert 'the command before the training has failed: source no/such/activate' in job.log
-
-
 WAIT = '''
     import os, time
     from fastdist.world import *
@@ -158,26 +151,6 @@ scontrol update JobId=$JOB TimeLimit=10'''
     found = [o for o in re.findall('trains|time limit comes near|saved|back into the queue|run 2|Going on|done', job.log)]
     assert list(dict.fromkeys(found)) == ['trains', 'time limit comes near', 'saved', 'back into the queue', 'run 2', 'Going on', 'done'], job.log
     assert found.count('time limit comes near') == 1
-
-
-def test_accepted(slurm, tmp_path):
-    "By `sbatch --test-only`: the file of each kind of job"
-    write(tmp_path, '')
-    kinds = [['--nodes', 2, '--workers', 8, '--mem', 1, '-p', 'all'], ['--workers', 1, '--time', '1-0:30', '--requeue', 3], ['--workers', 2, '--launch=--max-restarts 3', '--job-name', "it's \"mine\"", '--nice=5']]
-    for i, args in enumerate(kinds):
-        r = slurm.run([*SLURM, '-o', f'{i}.sbatch', *args, 'train.py'], cwd=tmp_path)
-        assert r.returncode == 0 and f'sbatch {i}.sbatch' in r.stdout, r.stderr
-        r = slurm.run(['sbatch', '--test-only', f'{i}.sbatch'], cwd=tmp_path)
-        assert r.returncode == 0 and 'to start at' in r.stderr, r.stderr
-        assert subprocess.run(['bash', '-n', tmp_path/f'{i}.sbatch']).returncode == 0
-
-
-def test_rejected(slurm, tmp_path):
-    "What is wrong with an option sbatch says"
-    write(tmp_path, '')
-    for args, why in ((['--partition', 'none'], 'invalid partition'), (['--time', 'tomorrow'], 'Invalid --time'), (['--no-such=1'], "unrecognized option '--no-such=1'")):
-        r = slurm.run([*SLURM, '--workers', 1, *args, '--submit', 'train.py'], cwd=tmp_path)
-        assert r.returncode == 1 and why in r.stderr and 'has not accepted the job' in r.stderr and 'Traceback' not in r.stderr, r.stderr
 
 
 @pytest.mark.parametrize('args,says', [

@@ -20,17 +20,6 @@ class Fault(Callback):
     def before_batch(self):
         if get_rank()==1 and self.epoch==1: raise ValueError('the first to fail')
 learn.add_cb(Fault())''',
-    validation='''
-class Fault(Callback):
-    def after_pred(self):
-        if get_rank()==1 and not self.training: raise ValueError('the first to fail')
-learn.add_cb(Fault())''',
-    loss='''
-old = learn.loss_func
-def fault(*args):
-    if get_rank()==1 and learn.train_iter==3: raise ValueError('the first to fail')
-    return old(*args)
-learn.loss_func = fault''',
     loader='''
 def fault(self, i):
     if get_rank()==1 and i==11: raise ValueError('the first to fail')

@@ -279,13 +279,6 @@ def torch_own_sampler(k): return torch_learn(k, sampler=Hops(22))
 @kind
 def torch_explicit_batch_sampler(k): return torch_learn(batch_sampler=BatchSampler(RandomSampler(range(22)), 5*k, False))
 
-class EagerBatches:
-    def __len__(self): return 5
-    def __iter__(self): return iter(torch.randperm(20).view(5, 4).tolist())
-
-@kind
-def torch_eager_batch_sampler(k): return torch_learn(batch_sampler=EagerBatches())
-
 class Bunches:
     "Batches of different sizes, in another order in each epoch; `k` of them make one of a larger batch"
     def __init__(self, k): self.k = k

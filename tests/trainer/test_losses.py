@@ -1,6 +1,5 @@
 "What a share of a batch weighs in the loss: losses of one's own, targets that callbacks make, samples that are left out, a backward of a callback's own"
 import pytest
-from fastai.metrics import LossMetrics
 from learners import *
 import torch.nn.functional as F
 
@@ -32,28 +31,9 @@ class Combined:
     def decodes(self, x): return x.argmax(1)
 
 
-class Normed:
-    "Batch norm that has nothing to learn or to remember"
-    def __init__(self): self.norm = nn.BatchNorm1d(3, affine=False, track_running_stats=False)
-    def __call__(self, p, y): return ce(self.norm(p), y)
-
-
-class NormedModule(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.BatchNorm1d(3, affine=False, track_running_stats=False)
-    def forward(self, p, y): return ce(self.norm(p), y)
-
-
 class Marks(Callback):
     "Some labels do not count"
     def before_batch(self): self.learn.yb = (torch.where(self.x[:, 0] > .3, -100, self.y),)
-
-
-class MarksAll(Callback):
-    "No label of one batch counts"
-    def before_batch(self):
-        if self.iter == 1: self.learn.yb = (torch.full_like(self.y, -100),)
 
 
 class Drops(Callback):
@@ -87,27 +67,6 @@ class Own(Callback):
         raise CancelBackwardException
 
 
-class L1(Callback):
-    def after_loss(self):
-        extra = 1e-1*sum(p.abs().sum() for p in self.model.parameters()).float()
-        self.learn.loss_grad = self.learn.loss_grad + extra
-        self.learn.loss = self.learn.loss + extra.detach()
-
-
-class Aux(Callback):
-    "A mean over samples beside the loss"
-    def after_loss(self):
-        extra = .3*self.pred.pow(2).mean().float()
-        self.learn.loss_grad = self.learn.loss_grad + extra
-        self.learn.loss = self.learn.loss + extra.detach()
-
-
-class Twice(Callback):
-    "Something of the loss, and not beside it"
-    order = 1
-    def after_loss(self): self.learn.loss_grad, self.learn.loss = self.learn.loss_grad*2, self.learn.loss*2
-
-
 class OfModel(Callback):
     "The model makes its loss itself, of the labels that count, and this puts it in the place of the loss function's"
     def after_loss(self):
@@ -121,14 +80,6 @@ def counting(f):
 
 
 def unused(p, y): return torch.tensor(0.)
-
-
-class Mixed(Callback):
-    "The loss and another one, in parts, as in distillation"
-    def __init__(self, f): self.f = f
-    def after_loss(self):
-        self.learn.loss_grad = self.learn.loss_grad*.5 + .3*self.pred.pow(2).mean().float()
-        self.learn.loss = self.f(self.learn.loss_grad)
 
 
 class Skips(Items):
@@ -174,33 +125,15 @@ def run(make, distrib=True, **ctx):
     return weights(learn), [float(o) for o in learn.recorder.losses], [list(v) for v in learn.recorder.values]
 
 
+# The contract has losses that are plain, weighted, summed or ignore labels, and what callbacks add to them
 CASES = dict(
-    declared=lambda: learner(n=22, loss=declared), summed=lambda: learner(n=22, loss=declared_sum),
-    summed_l1=lambda: learner(n=22, loss=declared_sum, cbs=L1()), mean_l1=lambda: learner(n=22, cbs=L1()),
-    normed=lambda: learner(n=22, loss=Normed()), normed_module=lambda: learner(n=22, loss=NormedModule()),
-    normed_whole=lambda: learner(n=22, loss=whole(NormedModule())),
-    combined=lambda: learner(n=22, loss=whole(Combined()), bn=True), rmse=lambda: learner(n=22, loss=whole(rmse)), contrast=lambda: learner(n=21, loss=whole(contrast)),
-    combined_acc=lambda: learner(n=22, loss=whole(Combined()), cbs=[L1(), GradientAccumulation(9)]),
-    declared_acc=lambda: learner(n=22, loss=declared, cbs=GradientAccumulation(9)),
-    marks=lambda: learner(n=22, cbs=Marks()), marks_acc=lambda: learner(n=22, cbs=[Marks(), GradientAccumulation(9)]),
-    marks_weights=lambda: learner(n=22, loss=Double(weight=W), cbs=Marks()),
-    weights_aux=lambda: learner(n=22, loss=Double(weight=W), cbs=Aux()), ignored_aux=lambda: learner(n=22, loss=Double(ignore_index=1), cbs=Aux(), bs=3),
-    declared_aux_acc=lambda: learner(n=22, loss=declared, cbs=[Aux(), GradientAccumulation(9)]), weights_l1=lambda: learner(n=22, loss=Double(weight=W), cbs=L1()),
-    weights_twice=lambda: learner(n=22, loss=Double(weight=W), cbs=[Aux(), Twice()]), own_aux=lambda: learner(n=22, loss=Double(weight=W), cbs=[Aux(), Own('loss_grad')]),
-    weights_mixed=lambda: learner(n=22, loss=Double(weight=W), cbs=Mixed(torch.clone)), weights_mixed_acc=lambda: learner(n=22, loss=Double(weight=W), cbs=[Mixed(lambda o: o.detach().clone()), GradientAccumulation(9)]),
-    own_acc=lambda: learner(n=22, bs=5, cbs=[Own('loss_grad'), GradientAccumulation(9)]),
-    own_aux_acc=lambda: learner(n=22, bs=5, loss=Double(weight=W), cbs=[Aux(), Own('loss_grad'), GradientAccumulation(9)]),
-    own_sum_aux=lambda: learner(n=22, loss=declared_sum, cbs=[Aux(), Own('loss_grad')]), marks_aux_acc=lambda: learner(n=22, cbs=[Marks(), Aux(), GradientAccumulation(9)]),
-    own_drops_acc=lambda: learner(n=22, bs=5, cbs=[DropsShares(), Own('loss'), GradientAccumulation(9)]),
-    of_model=lambda: learner(n=22, loss=counting(partial(unused)), cbs=[Marks(), OfModel()]), of_model_too=lambda: learner(n=22, loss=counting(Double()), cbs=[Marks(), OfModel()]),
-    of_model_acc=lambda: learner(n=22, loss=counting(partial(unused)), cbs=[Marks(), OfModel(), GradientAccumulation(9)], bs=3),
-    drops=lambda: learner(n=22, cbs=Drops(), bs=11), picks=lambda: learner(n=22, cbs=Picks(), bs=11),
-    drops_shares=lambda: learner(n=22, cbs=DropsShares(), bs=3),
-    drops_shares_acc=lambda: learner(n=22, cbs=[DropsShares(), GradientAccumulation(4)], bs=3), drops_acc=lambda: learner(n=22, cbs=[Drops(), GradientAccumulation(9)], bs=11), made=only_x,
+    marks=lambda: learner(n=22, cbs=Marks()), marks_weights=lambda: learner(n=22, loss=Double(weight=W), cbs=Marks()),
+    of_model=lambda: learner(n=22, loss=counting(partial(unused)), cbs=[Marks(), OfModel()]),
+    drops=lambda: learner(n=22, cbs=Drops(), bs=11), picks=lambda: learner(n=22, cbs=Picks(), bs=11), made=only_x,
+    drops_shares=lambda: learner(n=22, cbs=DropsShares(), bs=3), drops_acc=lambda: learner(n=22, cbs=[Drops(), GradientAccumulation(9)], bs=11),
     own=lambda: learner(n=22, cbs=Own('loss_grad')), own_loss=lambda: learner(n=22, cbs=Own('loss')), own_new=lambda: learner(n=22, cbs=Own('new')),
-    own_sum=lambda: learner(n=22, cbs=Own('loss_grad'), loss=declared_sum), own_marks=lambda: learner(n=22, cbs=[Marks(), Own('new')]),
-    skip_one=lambda: skipping(21, n=22), skip_many=lambda: skipping(*range(1, 22, 3), n=22, bs=22),
-    skip_share=lambda: skipping(1, 4, n=5, bs=5, bn=True), skip_sum=lambda: skipping(1, 4, 9, n=22, bs=22, loss=declared_sum))
+    own_sum=lambda: learner(n=22, cbs=Own('loss_grad'), loss=declared_sum), own_acc=lambda: learner(n=22, bs=5, cbs=[Own('loss_grad'), GradientAccumulation(9)]),
+    skip_one=lambda: skipping(21, n=22), skip_many=lambda: skipping(*range(1, 22, 3), n=22, bs=22), skip_share=lambda: skipping(1, 4, n=5, bs=5, bn=True))
 
 
 def run_all(names, **kwargs): return {k: run(CASES[k], **kwargs) for k in names}
@@ -216,77 +149,8 @@ def compared(world, names, tol=2e-7, **ctx):
 @pytest.mark.sizes
 def test_as_one_process(world):
     "Each by two workers or by three; where a share is empty, or there is one sample a worker, by both"
-    both = ['normed_whole', 'declared_acc', 'ignored_aux', 'drops_shares', 'drops_shares_acc', 'marks', 'skip_share', 'skip_many']
+    both = ['drops_shares', 'skip_share', 'skip_many']
     compared(world, [o for i, o in enumerate(CASES) if i % 2 == world.n % 2 or o in both])
-
-
-class Counts(Callback):
-    n = 0
-    def after_loss(self): self.n += self.training
-
-
-def with_one(loss, ranks=(0,)):
-    "The weights of a fit in which these ranks alone have a callback that sees the loss, and how often it did"
-    import fastdist.all
-    from fastdist.world import get_rank
-    learn, cb = quiet(learner(n=22, loss=loss and Double(**loss))), Counts()
-    with learn.distrib_ctx(split_batches=True) if ranks else contextlib.nullcontext(): learn.fit(1, cbs=[cb]*(get_rank() in ranks or not ranks))
-    return weights(learn), cb.n
-
-
-@pytest.mark.parametrize('loss', [None, dict(weight=W)], ids=['samples', 'weights'])
-def test_a_callback_of_one_worker(world, loss):
-    "Such as a logger's: it changes no message"
-    one, n = with_one(loss, ())
-    for rank, (w, seen) in enumerate(world(with_one, loss)): assert diff(w, one) < 2e-7 and seen == (0 if rank else n)
-
-
-class OfTwo(nn.Module):
-    "Keeps what it is made of; one part in training only, as a GAN's critic does"
-    def forward(self, p, y):
-        self.near = ce(p, y)
-        if torch.is_grad_enabled(): self.far = p.pow(2).mean(1).mul(y).mean()
-        return (self.near+.1*self.far.detach()).float()
-
-
-def of_two(distrib, ctx=None, loss=OfTwo):
-    import fastdist.all
-    res, learn = [], quiet(learner(n=22, n_val=13, bs=5, loss=loss(), metrics=LossMetrics('near,far,nothing')))
-    with learn.distrib_ctx(split_batches=True, **ctx or {}) if distrib else contextlib.nullcontext():
-        for learn.recorder.train_metrics in False, True:
-            learn.fit(1)
-            res += [list(map(float, o)) for o in learn.recorder.values]
-        res.append(list(map(float, learn.validate())))
-    return res
-
-
-def test_parts_of_a_loss(world):
-    "A validation has that which the last batch of training has left, of all of its samples; so have all workers"
-    one = of_two(False)
-    for args in (), (dict(strategy='zero2'),), ({}, lambda: whole(OfTwo())):
-        for every in world(of_two, True, *args):
-            for a, b in zip(one, every, strict=True): assert diff(a, b) < 2e-6
-
-
-def test_no_label_counts(world):
-    "in one batch: its loss is nan, and the average of the losses from there on; the optimizer makes a step by its momentum"
-    def make(): return learner(n=13, cbs=MarksAll(), opt=Adam)
-    one, losses, _ = run(make, distrib=False)
-    for every, losses1, _ in world(run, make): assert diff(one, every) < 2e-7 and [o != o for o in losses] == [o != o for o in losses1] == [False, True, True]
-
-
-def test_strategies(world2):
-    "Where gradients live elsewhere: scaled after the backward, and of a backward of a callback's own"
-    for strategy in ('zero2', 'fsdp'): compared(world2, ['summed_l1', 'combined_acc', 'marks', 'own_new', 'skip_many'], strategy=strategy)
-
-
-def test_own_batches(world2):
-    "Each worker takes batches of `bs`: one process has the global batch of both"
-    names = ['combined', 'declared', 'marks', 'drops']
-    for every in world2(run_all, names, split_batches=False):
-        for k in names:
-            def make(learn): learn.dls.train.bs = 2*learn.dls.train.bs; return learn
-            assert diff(run(lambda: make(CASES[k]()), distrib=False)[0], every[k][0]) < 2e-7, k
 
 
 def test_losses_that_nothing_is_said_of(world):
@@ -317,23 +181,14 @@ def refused(*losses):
 
 
 def wide_mean(p, y): return (p[:, :3]-y[:, None]).square().mean().float()
-def wide_draws(p, y): return wide_mean(p, y)*(1+torch.rand(1).item())
 def wide_fixed(p, y): return wide_mean(p.view(6 if len(p) == 6 else 3, -1), y) if len(p) in (3, 6) else 1/0
 
 
 def test_refused(world2):
     "Losses whose predictions are large, and which workers cannot put together"
-    for texts in world2(refused, rmse, wide_fixed, wide_mean, wide_draws):
+    for texts in world2(refused, rmse, wide_fixed, wide_mean):
         assert 'no mean over samples' in texts[0] and 'GlobalBatchLoss(rmse)' in texts[0] and 'rmse.loss_divisor = a function of the targets' in texts[0], texts
-        assert 'wide_fixed takes no part of a batch' in texts[1] and 'wide_fixed.loss_divisor = None' in texts[1] and texts[2:] == ['', ''], texts
-
-
-class WithLoss(Callback):
-    "What a model of transformers returns, which has the labels"
-    def after_pred(self): self.learn.pred = dict(loss=ce(self.pred, self.y), logits=self.pred)
-
-
-def passed_on(p, y): return p['loss']
+        assert 'wide_fixed takes no part of a batch' in texts[1] and 'wide_fixed.loss_divisor = None' in texts[1] and texts[2] == '', texts
 
 
 def of_model(loss, cbs):
@@ -346,10 +201,8 @@ def of_model(loss, cbs):
 
 def test_a_loss_that_a_model_makes(world2):
     "Where labels are left out of it, and nobody says what it divides by"
-    for loss in unused, Double():
-        for every in world2(of_model, loss, [Marks(), OfModel()]): assert 'a callback has put another loss' in every and 'loss_divisor = a function of the targets' in every, every
-        assert world2(of_model, loss, [OfModel()])==[None, None]
-    for every in world2(of_model, passed_on, [WithLoss()]): assert 'passed_on.loss_divisor = None' in every
+    for every in world2(of_model, unused, [Marks(), OfModel()]): assert 'a callback has put another loss' in every and 'loss_divisor = a function of the targets' in every, every
+    assert world2(of_model, unused, [OfModel()])==[None, None]
 
 
 def counted():
@@ -371,17 +224,6 @@ def test_messages(world2):
 
 
 def single(f): return quiet(learner(n=12, loss=f, dtype=torch.float32))
-
-
-def test_whole_in_one_process():
-    "`GlobalBatchLoss` is the loss function there, also for who wants the loss of each sample: `Interpretation`, `MixUp`"
-    from fastai.callback.mixup import MixUp
-    def seen(f):
-        learn = single(f)
-        learn.fit(1, cbs=MixUp())
-        return [float(o) for o in learn.recorder.losses], learn.get_preds(with_loss=True)[-1], f.reduction
-    a, b = seen(CrossEntropyLossFlat()), seen(whole(CrossEntropyLossFlat()))
-    assert diff(a[0], b[0]) == diff(a[1], b[1]) == 0 and b[2] == 'mean'
 
 
 def mixed():

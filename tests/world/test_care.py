@@ -1,5 +1,5 @@
 "What a start takes care of, where Python, torch or Accelerate would leave something wrong"
-import os, subprocess, sys, textwrap
+import subprocess, sys, textwrap
 
 import pytest
 from harness import launched

@@ -5,7 +5,6 @@ from functools import partial
 import pytest, warm
 from forked import started
 from harness import free_port, launched
-from hosts import why_no_hosts
 
 PYTHON = sys.executable
 LAUNCHERS = dict(
@@ -71,9 +70,8 @@ def each(n, fn, *args, envs=None, timeout=90):
     return started(lambda: fn(int(os.environ['I']), *args), [{'I': str(i), **(envs[i] if envs else {})} for i in range(n)], timeout=timeout)
 
 
-@pytest.mark.parametrize('n', [2, 3])
-@pytest.mark.parametrize('again', [False, True])
-def test_tcp(n, again):
+@pytest.mark.parametrize('again,n', [(False, 2), (True, 3)])
+def test_tcp(again, n):
     url = f'tcp://127.0.0.1:{free_port()}'
     for r, o in enumerate(each(n, lambda r: by_hand(url, r, n, again))):
         assert o == (([r, n, r, n, 0, 'none', list(range(n))], f'init_method={url!r} was given, for rank {r} of {n}'), [])
@@ -92,26 +90,17 @@ def killed(rank, url):
     by_hand(url, rank, 3)
 
 
-@pytest.mark.parametrize('left', ['nothing', 'of a run that was killed', 'by torch'])
+@pytest.mark.parametrize('left', ['nothing', 'of a run that was killed'])
 def test_file(tmp_path, left):
-    "A file that an earlier run has left does not hang the next, nor does another of torch's"
-    import torch.distributed as dist
+    "A file that an earlier run has left does not hang the next"
     path = tmp_path/'meet'
     url = f'file://{path}'
     if left == 'of a run that was killed': assert each(2, killed, url) == [None]*2 and path.exists()
-    if left == 'by torch': dist.FileStore(str(path), 3).set('a', b'\0\xff{')
     for _ in range(2):
         for r, o in enumerate(each(3, lambda r: by_hand(url, r, 3))): assert o[0][0] == [r, 3, r, 3, 0, 'none', [0, 1, 2]] and o[1] == [], o
         assert not list(tmp_path.iterdir())
     # the store, and gloo; nothing says beforehand that all are on one machine
     if left == 'nothing': assert each(3, lambda r: listening(url, r, 3)) == [['127.0.0.1']]*3
-
-
-def test_a_file_of_somebody_else(tmp_path):
-    "Nobody writes over it, takes it away, or waits"
-    (tmp_path/'notes').write_text('mine')
-    for name, text, _ in each(2, lambda r: by_hand(f'file://{tmp_path}/notes', r, 2)): assert name == 'ValueError' and 'is no rendezvous' in text, text
-    assert (tmp_path/'notes').read_text() == 'mine' and len(list(tmp_path.iterdir())) == 1
 
 
 def test_env_without_local_rank():
@@ -137,7 +126,7 @@ def slurm(n, per_node=None, step=0, **more):
     return [dict(SLURM_JOB_ID=job, SLURM_PROCID=str(r), SLURM_LOCALID=str(r % per_node), SLURM_NTASKS=str(n), SLURM_JOB_NODELIST='localhost', **more) for r in range(n)]
 
 
-@pytest.mark.parametrize('kind', ['named', 'real', 'one per node', 'port', 'address'])
+@pytest.mark.parametrize('kind', ['real', 'one per node', 'address'])
 def test_slurm(kind):
     "srun's environment; real Slurm is tried in test_hosts"
     real = dict(SLURM_STEP_NUM_TASKS='4', SLURM_STEP_NODELIST='localhost', SLURM_TASKS_PER_NODE='3,1', SLURM_STEP_TASKS_PER_NODE='3,1')
@@ -215,38 +204,19 @@ def test_somebody_else_is_there():
 
 
 @pytest.mark.parametrize('env,says', [
-    (dict(RANK='1'), 'RANK=1 is set but WORLD_SIZE is not'), (dict(RANK='1', WORLD_SIZE='1'), 'RANK=1 and WORLD_SIZE=1'),
+    (dict(RANK='1'), 'RANK=1 is set but WORLD_SIZE is not'), (dict(RANK='1', WORLD_SIZE='1'), 'RANK=1 and WORLD_SIZE=1'), (dict(RANK='0', WORLD_SIZE='two'), "WORLD_SIZE='two'"),
     (dict(RANK='0', WORLD_SIZE='2', LOCAL_RANK='-1', MASTER_ADDR='127.0.0.1', MASTER_PORT='29500'), "LOCAL_RANK='-1'"),
     (dict(RANK='0', WORLD_SIZE='2', MASTER_ADDR='127.0.0.1', MASTER_PORT='70000'), "MASTER_PORT='70000'"),
-    (dict(RANK='0', WORLD_SIZE='2', MASTER_ADDR='[::1', MASTER_PORT='29500'), "MASTER_ADDR='[::1'"),
     (dict(SLURM_JOB_ID='x', SLURM_PROCID='0', SLURM_NTASKS='2', SLURM_JOB_NODELIST='localhost'), "SLURM_JOB_ID='x'"),
     (dict(SLURM_JOB_ID='1', SLURM_PROCID='0', SLURM_NTASKS='2', SLURM_JOB_NODELIST='$('), "SLURM_JOB_NODELIST='$('"),
-    (dict(OMPI_COMM_WORLD_SIZE='2', OMPI_COMM_WORLD_RANK='1'), 'OMPI_COMM_WORLD_SIZE=2: MPI has started this process'),
-    (dict(PMI_SIZE='2', PMI_RANK='1'), 'PMI_SIZE=2: MPI has started this process')])
+    (dict(OMPI_COMM_WORLD_SIZE='2', OMPI_COMM_WORLD_RANK='1'), 'OMPI_COMM_WORLD_SIZE=2: MPI has started this process')])
 def test_wrong_variables(env, says):
     "None of them trains alone, or waits for anybody"
     name, text, _ = started(lambda: me(), [env])[0]
     assert name == 'ValueError' and says in text, text
 
 
-def test_no_loopback(tmp_path):
-    "Where the loopback interface is down the launcher says so at once"
-    if why := why_no_hosts(): pytest.skip(why)
-    (tmp_path/'s.py').touch()
-    code = "import ctypes; ctypes.CDLL(None).unshare(0x40000000); from fastdist.__main__ import main; main(['launch', '-n', '2', 's.py'])"
-    res = launched([PYTHON, '-c', code], 60, cwd=tmp_path)
-    assert res.returncode == 2 and 'fastdist launch: 127.0.0.1, by which the workers of one machine find each other, cannot be reached' in res.stderr, res
-    assert len(res.stderr.splitlines()) == 3 and not res.left, res
-
-
-def test_ipv6():
-    port = str(free_port())
-    res = each(2, lambda r: me(), envs=[dict(RANK=str(r), WORLD_SIZE='2', MASTER_ADDR='[::1]', MASTER_PORT=port) for r in range(2)])
-    assert [o[0][:2] for o in res] == [[0, 2], [1, 2]], res
-
-
-@pytest.mark.parametrize('how', ['fastdist', 'torchrun'])
-@pytest.mark.parametrize('before', ['', 'rank0_first(int)'])
+@pytest.mark.parametrize('how,before', [('fastdist', 'rank0_first(int)'), ('torchrun', '')])
 def test_rank_0_has_ended(tmp_path, how, before):
     "Those that wait for it learn that, before the group and between two calls that have no limit"
     (tmp_path/'s.py').write_text(textwrap.dedent(f"""
@@ -267,24 +237,6 @@ def test_a_port_that_is_taken():
     assert name == 'ConnectionError' and 'could not open port' in text
 
 
-def after_a_group_of_its_own():
-    import torch.distributed as dist
-    from fastdist.world import all_gather_list, get_rank, setup_distrib
-    dist.init_process_group('gloo')
-    kept = dist.group.WORLD  # as a learner's DistributedDataParallel does, until Python collects it
-    all_gather_list(kept.size())
-    dist.destroy_process_group()
-    setup_distrib(timeout=30)
-    return all_gather_list(get_rank())
-
-
-def test_a_group_after_one_that_the_script_has_destroyed():
-    "Its store may still be at the port"
-    port = str(free_port())
-    envs = [dict(RANK=str(r), LOCAL_RANK=str(r), WORLD_SIZE='2', LOCAL_WORLD_SIZE='2', MASTER_ADDR='127.0.0.1', MASTER_PORT=port) for r in range(2)]
-    assert started(after_a_group_of_its_own, envs) == [[0, 1]]*2
-
-
 def test_the_same_rank_twice():
     url = f'tcp://127.0.0.1:{free_port()}'
     # of three, so that those who have come do not start, and end, before the other one is there
@@ -292,18 +244,17 @@ def test_the_same_rank_twice():
     assert 'two workers say that they are rank 1 of 3' in str(res)
 
 
-@pytest.mark.parametrize('method', ['spawn', 'forkserver'])
-def test_a_script_that_its_loader_processes_run_again(tmp_path, method):
+def test_a_script_that_its_loader_processes_run_again(tmp_path):
     "Without a guard, where they are not forked: they would be the same ranks a second time"
     (tmp_path/'train.py').write_text(textwrap.dedent('''
-        import multiprocessing, sys
+        import multiprocessing
         from fastai.basics import *
         from fastdist.all import *
-        multiprocessing.set_start_method(sys.argv[1], force=True)
+        multiprocessing.set_start_method('spawn', force=True)
         dls = DataLoaders.from_dsets(*[[(torch.ones(1), torch.ones(1))]*8]*2, bs=2, num_workers=1)
         with Learner(dls, nn.Linear(1, 1), loss_func=MSELossFlat()).distrib_ctx() as learn: learn.fit(1)
         '''))
-    r = launched([*LAUNCHERS['fastdist'], tmp_path/'train.py', method], 100, cwd=tmp_path, env={warm.SPAWNS: '1'})
+    r = launched([*LAUNCHERS['fastdist'], tmp_path/'train.py'], 100, cwd=tmp_path, env={warm.SPAWNS: '1'})
     assert r.returncode not in (0, None) and r.left == {}, r.stderr
     assert "the script runs once more" in r.stderr, r.stderr
     assert "its processes cannot be started" in r.stderr or "exited unexpectedly" in r.stderr, r.stderr
@@ -321,7 +272,7 @@ MAIN = r'''
     '''
 
 
-@pytest.mark.parametrize('n', [None, 1, 3])
+@pytest.mark.parametrize('n', [None, 3])
 def test_call_main(tmp_path, n):
     "The workers start loader processes as the script would, by forking: spawned ones import all again, each for itself"
     (tmp_path/'s.py').write_text(textwrap.dedent(MAIN).replace(' N,', f' n={n},' if n else ''))
@@ -329,29 +280,6 @@ def test_call_main(tmp_path, n):
     assert res.returncode == 0 and res.left == {}, res.stderr
     n = n or 1
     assert said(res.stdout) == [[r, n, r, 3, n*(n+1)//2, multiprocessing.get_start_method()] for r in range(n)]
-
-
-@pytest.mark.parametrize('cmd, says', (
-    (['s.py'], "call_main has to stand under `if __name__=='__main__':`"),
-    (['-c', "exec(open('s.py').read())"], 'import it by its name: define it in a file')))
-def test_call_main_where_workers_cannot_find_it(tmp_path, cmd, says):
-    (tmp_path/'s.py').write_text('from fastdist.world import *\ndef main(): pass\ncall_main(main, n=2)')
-    res = launched([PYTHON, *cmd], 120, cwd=tmp_path)
-    assert res.returncode == 1 and says in res.stderr and 'bootstrapping' not in res.stderr and "Can't get" not in res.stderr and not res.left, res
-
-
-def test_call_main_calls_once(tmp_path):
-    "Workers that have failed are not started again, which would do again what they have done"
-    (tmp_path/'s.py').write_text(textwrap.dedent("""
-        from fastdist.world import call_main
-        def main():
-            print('begun', flush=True)
-            raise OSError('no disk')
-        if __name__ == '__main__': call_main(main, n=2)
-        """))
-    res = launched([PYTHON, tmp_path/'s.py'], 120, cwd=tmp_path)
-    assert res.returncode not in (0, None) and res.left == {} and 'OSError: no disk' in res.stderr, res.stderr
-    assert 1 <= res.stdout.count('begun') <= 2, res.stdout
 
 
 def downloads(rank, folder, per_node):
@@ -394,14 +322,14 @@ def in_a_group(file):
     return res, errors, list(learn.recorder.values[-1]), dist.is_initialized(), {k: v for k, v in os.environ.items() if before.get(k) != v}
 
 
-@pytest.mark.parametrize('env', [{}, dict(WORLD_SIZE='2', MASTER_ADDR='127.0.0.1', MASTER_PORT='29500', ACCELERATE_USE_CPU='yes')], ids=['nothing', 'debug_launcher'])
-def test_a_group_that_somebody_else_has_made(tmp_path, env):
+def test_a_group_that_somebody_else_has_made(tmp_path):
     "It is used as it is, whatever the environment says: `accelerate.debug_launcher` sets WORLD_SIZE and no RANK"
     from fastai.basics import set_seed
     from fastai.test_utils import synth_learner
     set_seed(1)
     learn = synth_learner(n_trn=3, n_val=3)
     with learn.no_logging(): learn.fit(2)
+    env = dict(WORLD_SIZE='2', MASTER_ADDR='127.0.0.1', MASTER_PORT='29500', ACCELERATE_USE_CPU='yes')
     for r, o in enumerate(started(in_a_group, [dict(env, MY_RANK=str(r)) for r in range(2)], tmp_path/'store')):
         assert len(o) == 5, o
         res, errors, values, there, new_env = o

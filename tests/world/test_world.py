@@ -1,5 +1,5 @@
 "Starting, waiting and failing, on many workers"
-import os, subprocess, sys
+import os
 import pytest
 from learners import *
 
@@ -21,41 +21,6 @@ def groups_again():
 def test_groups_one_after_another(worlds):
     for size, total in (2, 3.), (3, 6.):
         for res in worlds(size)(groups_again): assert res == [(total, 'gloo')]*6
-
-
-def begun_again():
-    "What a process group makes of 1 where the one before could not begin, or somebody else has ended it; and the device between"
-    import torch.distributed as dist
-    from fastdist.all import setup_distrib, teardown_distrib
-    from fastdist.world import all_reduce, distributed_init, get_device
-    teardown_distrib()
-    try: distributed_init(backend='nccl')
-    except ValueError as e: res = [str(e), str(get_device())]
-    for i in range(2):
-        setup_distrib()
-        res.append(all_reduce(torch.ones(1)).item())
-        dist.destroy_process_group()
-    return res
-
-
-def test_a_group_after_one_that_failed_or_was_destroyed(world2):
-    "Accelerate remembered it: that was an AttributeError, and no group without a word"
-    for text, *res in world2(begun_again): assert 'nccl is not available' in text and res == ['cpu', 2., 2.]
-
-
-def contexts(distrib=True):
-    "Contexts one after another, some of which leave the group"
-    if distrib: import fastdist.all
-    import contextlib
-    learn = quiet(learner(n=22, bs=5))
-    for i in range(4):
-        with (learn.distrib_ctx(split_batches=True, in_notebook=i % 2 == 0) if distrib else contextlib.nullcontext()): learn.fit(1)
-    return weights(learn)
-
-
-def test_contexts_one_after_another(world2):
-    w = contexts(False)
-    for w1 in world2(contexts): assert diff(w, w1) < 2e-7
 
 
 def first(folder):
@@ -104,24 +69,6 @@ def test_rank0_first_within_itself(world3):
     for r, res in enumerate(world3(within_each_other)): assert res == ['RemoteError' if r else 'ValueError', 5, r, 0], res
 
 
-
-def bad_environment(**env):
-    import fastdist.all
-    old = dict(os.environ)
-    os.environ.update(env)
-    try: fastdist.all.setup_distrib()
-    except Exception as e: return str(e)
-    finally:
-        os.environ.clear()
-        os.environ.update(old)
-
-
-def test_wrong_rank_or_size(world2):
-    assert 'RANK=2 and WORLD_SIZE=2' in world2(bad_environment, RANK='2')[0]
-    assert "RANK='-1'" in world2(bad_environment, RANK='-1')[0]
-    assert "WORLD_SIZE='two' is not an integer" in world2(bad_environment, WORLD_SIZE='two')[0]
-
-
 def alone(monkeypatch, **env):
     for k in [o for o in os.environ if o.startswith(('SLURM_', 'MASTER_', 'TORCHELASTIC_')) or o in ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE')]:
         monkeypatch.delenv(k)
@@ -167,36 +114,3 @@ def test_rank0_first_before_workers_are_started(monkeypatch):
     monkeypatch.setattr('torch.cuda.device_count', lambda: 2)
     for f in (lambda: rank0_first(len, 'a')), world_store:
         with pytest.raises(ValueError, match='by `call_main`, and call this in what it calls'): f()
-
-
-def late_timeout():
-    from datetime import timedelta
-    from accelerate.utils import InitProcessGroupKwargs
-    import fastdist.all
-    from fastdist.all import setup_distrib, teardown_distrib
-    teardown_distrib()  # another test's
-    learn = quiet(learner())
-    args = dict(kwargs_handlers=[InitProcessGroupKwargs(backend='gloo', timeout=timedelta(seconds=77))])
-    with learn.distrib_ctx(**args): pass
-    with learn.distrib_ctx(**args): pass    # the group has it
-    setup_distrib(timeout=77)               # the same, in seconds
-    try:
-        with learn.distrib_ctx(kwargs_handlers=[InitProcessGroupKwargs(backend='gloo', timeout=timedelta(seconds=78))]): pass
-    except ValueError as e: return str(e)
-
-
-def test_timeout_that_comes_too_late_is_refused(world2):
-    for o in world2(late_timeout): assert 'cannot take effect' in o and '78' in o
-
-
-@pytest.mark.cold
-def test_a_clone_is_a_library(tmp_path):
-    "Messages name the user's line, not one of fastai's, where fastai is not among the installed packages: `pip install -e`, or a folder on the path"
-    import fastcore
-    os.symlink(os.path.dirname(fastcore.__file__), tmp_path/'fastcore')
-    code = """import sys
-sys.path.insert(0, sys.argv[1])
-import fastcore.basics
-from fastdist.world.errors import is_library
-print(fastcore.basics.__file__.startswith(sys.argv[1]), is_library(fastcore.basics.__file__), is_library(sys.argv[1]+'/train.py'))"""
-    assert subprocess.check_output([sys.executable, '-c', code, str(tmp_path)], text=True).split() == ['True', 'True', 'False']
