@@ -1918,6 +1918,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                          'fastdist/strategy/fsdp.py'),
                                         'fastdist.strategy.fsdp.FullyShard._reset': ( 'strategy/fsdp.html#fullyshard._reset',
                                                                                       'fastdist/strategy/fsdp.py'),
+                                        'fastdist.strategy.fsdp.FullyShard._to': ( 'strategy/fsdp.html#fullyshard._to',
+                                                                                   'fastdist/strategy/fsdp.py'),
                                         'fastdist.strategy.fsdp.FullyShard.after_batch': ( 'strategy/fsdp.html#fullyshard.after_batch',
                                                                                            'fastdist/strategy/fsdp.py'),
                                         'fastdist.strategy.fsdp.FullyShard.before_backward': ( 'strategy/fsdp.html#fullyshard.before_backward',

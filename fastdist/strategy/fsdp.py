@@ -26,7 +26,7 @@ from .base import Strategy, check_trainable, inner_opt, modules_of, unused_error
 from .sharded import ShardedOptimizer, map_state, move_state, params_of
 from ..world.errors import RemoteError, refuse
 from ..world.group import keep_timeout
-from ..world.ranks import current_world, get_rank
+from ..world.ranks import current_world, get_device, get_rank
 
 # %% ../../nbs/strategy/05_fsdp.ipynb #a116728c
 def mesh_of(device, # Device type
@@ -60,18 +60,17 @@ def grad_rows(p # `DTensor` with a gradient
 
 _at_once = 100*2**20 # bytes of wholes
 
-def gather_rows(shards, # (this worker's rows, the shape of the whole) of each tensor
+def gather_rows(shards, # (a key, this worker's rows, the shape of the whole) of each tensor
                 mesh, # From `mesh_of`
                 group=None, # As of `Strategy.close`: another process group, of all workers
                 keep=True, # Does this worker want them?
-               )->list:
-    "The wholes, in CPU memory, or `None` for each that is not to be kept: one message for many of them"
+               ):
+    "Yield (key, the whole in CPU memory) of each that is kept: one message for many of them"
     size,pg = mesh['shard'].size(),group or mesh['shard'].get_group()
-    def sent(t, shape):
+    def sent(key, t, shape):
         n = -(-shape[0]//size)*math.prod(shape[1:]) # as many rows for each worker
-        return SimpleNamespace(t=t, shape=shape, n=n, nbytes=size*n*t.element_size(), whole=None)
-    every = [sent(t, shape) for t,shape in shards]
-    for kind in groupby(every, lambda o: (o.t.dtype,o.t.device)).values():
+        return SimpleNamespace(key=key, t=t, shape=shape, n=n, nbytes=size*n*t.element_size())
+    for kind in groupby([sent(*o) for o in shards], lambda o: (o.t.dtype,o.t.device)).values():
         for some in buckets(kind, _at_once):
             lens,t = [o.n for o in some],some[0].t
             flat = t.new_zeros(sum(lens), device='cpu' if group else t.device)
@@ -79,9 +78,10 @@ def gather_rows(shards, # (this worker's rows, the shape of the whole) of each t
             rows = flat.new_empty(dist.get_world_size(pg), len(flat))
             gather_single(as_bytes(rows), as_bytes(flat), group=pg) # no backend knows all types
             if not keep: continue
-            for o,part in zip(some, rows[:size].split(lens, 1)): # the first `size` ranks have one model
-                o.whole = part.reshape(-1)[:math.prod(o.shape)].view(o.shape).to('cpu', copy=True)
-    return [o.whole for o in every]
+            # the first `size` ranks have one model
+            parts = [part.to('cpu', copy=True) for part in rows[:size].split(lens, 1)]
+            del flat,rows
+            for o,part in zip(some, parts): yield o.key,part.reshape(-1)[:math.prod(o.shape)].view(o.shape)
 
 # %% ../../nbs/strategy/05_fsdp.ipynb #7e587c40
 _reads = 'item','tolist','numpy','__array__','__float__','__int__','__bool__','__format__'
@@ -116,7 +116,7 @@ DTensor.data = property(Tensor.data.__get__, _set_data)
 def _total_norm(grads, mesh, norm_type):
     "The norm over all of `grads`, of which each worker has its rows, or all: one message"
     shards,full = partition(grads, is_dtensor)
-    def norm(ts): return nn.utils.get_total_norm([t for t in ts if t.numel()] or [local(grads[0]).new_zeros(1)], norm_type)
+    def norm(ts): return nn.utils.get_total_norm([t for t in ts if t.numel()] or [local(grads[0]).new_zeros(1)], norm_type).to(get_device())
     if norm_type==math.inf:
         total = norm(map(local, shards))
         dist.all_reduce(total, dist.ReduceOp.MAX, group=mesh['shard'].get_group())
@@ -135,7 +135,7 @@ def before_step(self:GradientClip):
     sharded = first(grads, is_dtensor)
     if sharded is None: return _clip_full(self)
     coef = (self.max_norm/(_total_norm(grads, sharded.device_mesh, float(self.norm_type))+1e-6)).clamp(max=1.)
-    for g in grads: local(g).mul_(coef)
+    for g in grads: local(g).mul_(coef.to(local(g).device)) # some may be in CPU memory
 
 # %% ../../nbs/strategy/05_fsdp.ipynb #0808e399
 def exchange_params(opt, # A fastai optimizer
@@ -203,8 +203,8 @@ class RowsOptimizer(ShardedOptimizer):
     def gather(self, group=None, keep=True, device=None):
         "Remember wholes, in CPU memory"
         found = self._rows()
-        wholes = dict(zip(found, gather_rows([(local(o), shape) for o,shape in found.values()], self.mesh, group, keep)))
-        map_state(self.opt, lambda p,o: wholes[id(o)] if id(o) in found else local(o))
+        wholes = dict(gather_rows([(i, local(o), shape) for i,(o,shape) in found.items()], self.mesh, group, keep))
+        map_state(self.opt, lambda p,o: wholes.get(id(o)) if id(o) in found else local(o))
 
     def _rows(self):
         "By its id, each tensor that this worker has rows of, and the shape of the whole"
@@ -283,7 +283,7 @@ def _copy(self:FullyShard):
     pairs = dict(zip(map(id, model.parameters()), copy.parameters()))
     self.replicated = [o for i,o in pairs.items() if i in ids]
     self.params = [p for p in model.parameters() if id(p) not in ids]
-    self.formats = [torch.empty_like(p, device='meta') for p in self.params]
+    self.formats = {p:torch.empty_like(p, device='meta') for p in self.params}
     for t in (*self.replicated, *copy.buffers()): t.data = t.data.to(self.device)
     policy,pin = self.mp_policy or MixedPrecisionPolicy(),self.device.type!='cpu' and getattr(self.cpu_offload, 'pin_memory', True)
     kw = dict(mesh=self.mesh, reshard_after_forward=self.reshard, ignored_params={*self.replicated},
@@ -294,9 +294,16 @@ def _copy(self:FullyShard):
     self.parts.append(fully_shard(copy, mp_policy=policy, **kw))
     for m in copy.modules():
         if isinstance(m, nn.RNNBase): m.flatten_parameters = noop # cuDNN's one buffer would be a copy of what is gathered
+    copy.to = partial(self._to, copy.to)
     if hasattr(copy, 'reset'): copy.reset = partial(self._reset, copy.reset)
     self._check_types(copy)
     return copy
+
+@patch
+def _to(self:FullyShard, to, *args, **kwargs):
+    "fastai moves the model in each fit, which is on its device, or with `cpu_offload` where it has to stay, and in rows, no other format"
+    dtype = first((*args, *kwargs.values()), risinstance(torch.dtype))
+    return self.model if dtype is None else to(dtype=dtype)
 
 @patch
 def _reset(self:FullyShard, reset, *args, **kwargs):
@@ -314,7 +321,7 @@ def _fill(self:FullyShard, copy):
     for n,shard in copy.named_parameters(remove_duplicate=False):
         if not is_dtensor(shard) or shard in new: continue
         p = own[n]
-        rows = distribute_tensor(p.detach().contiguous(), shard.device_mesh, shard.placements, src_data_rank=None)
+        rows = distribute_tensor(p.detach().to(self.device).contiguous(), shard.device_mesh, shard.placements, src_data_rank=None)
         new[shard] = nn.Parameter(rows.cpu() if self.cpu_offload else rows, p.requires_grad)
         if p.grad is not None: new[shard].grad = shard_like(p.grad, new[shard])
     for m in copy.modules():
@@ -507,14 +514,14 @@ def close(self:FullyShard, group=None):
     for h in (*self.handles,*self.penalties): h.remove()
     self.backwards.end_batch()
     self.release(group)
-    def wholes(ts, rows): return gather_rows([(rows(t), t.shape) for t in ts], self.mesh, group)
+    def wholes(rows, params): return gather_rows([(p, rows(self.new[p]), self.new[p].shape) for p in params], self.mesh, group)
+    for p,values in () if group is False else wholes(local, self.params):
+        p.data = torch.empty_like(self.formats[p], device=self.home).copy_(values)
+        local(self.new[p]).untyped_storage().resize_(0) # the device never has both
+    for p,like in self.formats.items() if group is False else ():
+        p.data = torch.full_like(like, math.nan if p.is_floating_point() else 0, device=self.home)
     graded = [p for p in self.params if self.new[p].grad is not None] if group is None else []
-    grads = dict(zip(graded, wholes([self.new[p] for p in graded], grad_rows)))
-    values = [None]*len(self.params) if group is False else wholes([self.new[p] for p in self.params], local)
-    for p,like,v in zip(self.params, self.formats, values):
-        p.data = torch.empty_like(like, device=self.home)
-        p.data.fill_(math.nan if p.is_floating_point() else 0) if v is None else p.data.copy_(v)
-        p.grad = grads[p].to(self.home) if p in grads else None
+    for p,g in wholes(grad_rows, graded): p.grad,self.new[p].grad = g.to(self.home, copy=True),None
     for p,new in self.new.items(): p.requires_grad_(new.requires_grad)
     for p in own.parameters():
         if not is_dtensor(new := self.new[p]): p.data,p.grad = new.data.to(self.home),None if new.grad is None else new.grad.to(self.home)
