@@ -91,8 +91,8 @@ class ShardedOptimizer:
     def load_state_dict(self, sd):
         "Load a whole state"
         self.call('load_state_dict', sd)
+        self.shard() # first: the device may not have room for the whole
         move_state(self.opt)
-        self.shard()
 
     def release(self, group=None # As of `Strategy.close`
                ):
