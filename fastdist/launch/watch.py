@@ -14,20 +14,16 @@ from ..env import job_variable, notices_variable, signals_to_handle
 
 # %% ../../nbs/launch/03_watch.ipynb #422ab5bd
 @contextmanager
-def notices_shown(hidden, # Function of a rank, as text: is what it prints in a file only?
-                  most=20, # Notices
+def notices_shown(hidden # Function of a rank, as text: is what it prints in a file only?
                  ):
     "Show the notices of workers that are started in the block; yields a list that all of them are added to"
     from accelerate.utils import patch_environment
-    found,left,screen,(read,write) = [],[most],sys.stderr,os.pipe()
+    found,screen,(read,write) = [],sys.stderr,os.pipe()
     def show():
         for line in open(read, errors='replace'):
             try: found.append(o := json.loads(line))
             except ValueError: continue # not ours
-            if not o['text'] or not hidden(o['rank']) or not left[0]: continue
-            left[0] -= 1
-            more = '' if left[0] else '\nfastdist: further notices of workers are in their logs'
-            print(f"fastdist: {o['text']}{more}", file=screen, flush=True)
+            if o['text'] and hidden(o['rank']): print(f"fastdist: {o['text']}", file=screen, flush=True)
     t = threading.Thread(target=show, daemon=True, name='fastdist notices')
     t.start()
     try:

@@ -24,7 +24,7 @@ def test_a_node_comes_and_is_lost(way, tmp_path, alone):
     second = [*first[:-1], *(['--node-rank', '1'] if way == 'fastdist' else []), file]
     # torch's own way out of what it does by default, which hangs where the number of nodes changes (2.15); fastdist's launcher sets it
     own = dict(TORCH_DISABLE_SHARE_RDZV_TCP_STORE='1', ACCELERATE_USE_CPU='true') if way == 'torchrun' else {}
-    env = dict(own, TORCH_CPP_LOG_LEVEL='ERROR', FASTDIST_STARTUP_SECONDS='60')
+    env = dict(own, TORCH_CPP_LOG_LEVEL='ERROR')
 
     def lost(other, mark):
         wait_for((tmp_path/'step9of2').exists, 'two workers train', 200)
@@ -39,5 +39,5 @@ def test_a_node_comes_and_is_lost(way, tmp_path, alone):
     assert found(res)[0] == 1 and found(res)[1:] == pytest.approx(alone, abs=1e-12), res.stdout
     if way == 'fastdist':
         said = [o.partition(': ')[2].partition('; logs')[0] for o in res.stderr.splitlines() if 'started again' in o]
-        assert said == ['a worker has failed, and all are started again (restart 1 of 4)', 'all workers are started again on 2 nodes, 1 before: 2 in all',
-                        'a worker has failed, and all are started again (restart 2 of 4), on 1 node, 2 before: 1 in all'], said
+        assert said == ['all workers are started again, 1 on 1 node (restart 1 of 4)', 'all workers are started again, 2 on 2 nodes (restart 1 of 4)',
+                        'all workers are started again, 1 on 1 node (restart 2 of 4)'], said

@@ -81,7 +81,7 @@ FAULTS = [  # the config, words of the command line, and the beginnings of what 
     (f'{GOOD}\nresume = "ckpt"\nresume_every = "0 steps"', [], ['c.toml: resume_every = "0 steps": a text such as']),
     (f'{GOOD}\nnodes = 2', ['distributed_world_size=3'], ['c.toml: distributed_init_method: workers of several machines', 'c.toml: node_rank: it is the number of this machine', 'argument distributed_world_size=3: distributed_world_size: it is the number of workers on all 2']),
     (f'{GOOD}\ndistributed_init_method = "tcp://["', [], ['c.toml: distributed_init_method = "tcp://[": env://, tcp://host:port or file:///path']),
-    (f'{GOOD}\nlog_dir = "c.toml"', ['save=no/l.pkl'], ['c.toml: log_dir = "c.toml": it is a file', 'argument save=no/l.pkl: save: there is no such folder']),
+    (GOOD, ['save=no/l.pkl'], ['argument save=no/l.pkl: save: there is no such folder']),
     (f'{GOOD}\nfit = "fit_sgdr"', [], ['c.toml: fit = "fit_sgdr": one of fit, fit_one_cycle, fit_flat_cos, fine_tune, or a table']),
     (f'{GOOD}\n[callbacks]\nGradientClip = 0.1', [], ['c.toml: callbacks: a table, in which each callback has a table']),
     (GOOD, ['learner_args.n=False'], ['argument learner_args.n=False: False is no TOML, where it is true, false, 0.5']),
@@ -100,10 +100,8 @@ def test_faults(folder, text, words, want):
 
 @pytest.mark.parametrize('words,want', [
     (['learner_args.bsz=3', 'distributed_world_size=2'], "argument learner_args.bsz=3: learner_args: got an unexpected keyword argument 'bsz'"),
-    (['learner_args.seed=3'], "'seed': seed is a key of its own, and stands above the line [learner_args]"),
-    (['learner=mine:gte'], 'mine.py has no function gte: did you mean get?'),
-    (['learner=mined:get'], 'there is no module mined, neither beside the config nor where Python looks'),
-    (['learner=quits:get'], 'importing quits ends the process, by sys.exit(0)'),
+    (['learner=mine:gte'], 'mine has no function gte: did you mean get?'),
+    (['learner=mined:get'], "No module named 'mined': modules are looked for beside the config, and where Python looks"),
     (['learner=mine:Items', 'learner_args.n=3'], 'it returned a Items, and not a Learner'),
     (['precision=bf16'], 'argument precision=bf16: precision: workers are on the CPU here'),
     (['fit.method=fit_flat_cos', 'fit.pct_strt=0.5'], "fit: got an unexpected keyword argument 'pct_strt'"),
@@ -113,7 +111,6 @@ def test_faults(folder, text, words, want):
     (['learner_args.saves=false', 'save=l.pkl'], 'argument save=l.pkl: save: this learner cannot be exported')])
 def test_what_python_does_not_take(folder, words, want):
     "What is called says what is wrong; the key is named, and there is no traceback"
-    (folder/'quits.py').write_text('import sys\nsys.exit(0)\n')
     res = train('c.toml', *words, cwd=folder)
     assert res.returncode == 1 and want in res.stderr and 'Traceback' not in res.stderr and not re.search(LAST, res.stdout), res.stderr
 
@@ -215,7 +212,7 @@ def test_resume(folder, monkeypatch):
 def test_no_epoch_is_done(folder):
     "A callback ends the fit in its first epoch: what there is is said, and saved"
     res = train('c.toml', 'callbacks={"mine:Ends" = {}}', 'save=l.pkl', cwd=folder)
-    assert res.returncode == 0 and 'fastdist: valid_loss ' in res.stdout and (folder/'l.pkl').exists(), res
+    assert res.returncode == 0 and 'fastdist: no epoch was finished; 1 worker' in res.stdout and (folder/'l.pkl').exists(), res
 
 
 def test_loader_processes_that_are_not_forked(folder):
