@@ -6,7 +6,7 @@
 __all__ = ['Report', 'look', 'compare', 'check_folder', 'check_speed', 'check_training', 'check', 'main']
 
 # %% ../../nbs/launch/09_check.ipynb #29b95a5c
-import argparse,os,platform,re,shutil,statistics,subprocess,sys,tempfile,time
+import argparse,os,platform,re,shutil,statistics,subprocess,tempfile,time
 from contextlib import nullcontext
 from importlib.metadata import version
 
@@ -58,7 +58,8 @@ def _problems(drivers, local_size):
     cores,threads,seen = n_cores(),torch.get_num_threads(),os.environ.get('CUDA_VISIBLE_DEVICES')
     if drivers and not torch.cuda.device_count(): yield (
         'NOTE' if seen in ('','-1') else 'FAULT', # somebody meant that
-        f"torch, built for CUDA {torch.version.cuda}, sees none of {plural(len(drivers), 'GPU')} with driver {drivers[0]}, and CUDA_VISIBLE_DEVICES={seen}",
+        f"torch, built for CUDA {torch.version.cuda}, sees none of {plural(len(drivers), 'GPU')} with driver {drivers[0]}, "
+        f"and CUDA_VISIBLE_DEVICES={seen}",
         "unset CUDA_VISIBLE_DEVICES if it is set; otherwise the build of torch has no CUDA or a newer one than the driver, "
         "or a container was started without --gpus all")
     if threads*local_size > max(cores, local_size): yield (
@@ -77,8 +78,10 @@ def look():
         name = (f"{torch.cuda.get_device_name(device)}, {_gib(free)} free of {_gib(total)}, driver {(drivers or ['unknown'])[0]}, "
                 f"torch for CUDA {torch.version.cuda}")
     addresses = ', '.join(f'{nm} {a[0].address}' for nm,a in psutil.net_if_addrs().items() if psutil.net_if_stats()[nm].isup)
-    versions = {'python':platform.python_version(), **{o:version(o) for o in ('torch','fastai','accelerate','fastcore')}, 'fastdist':fastdist.__version__}
-    return dict(host=host_name(), versions=versions, device=name, threads=torch.get_num_threads(), backend=get_backend() + (f': {why}' if why else ''),
+    packages = {o:version(o) for o in ('torch','fastai','accelerate','fastcore')}
+    versions = dict(python=platform.python_version(), **packages, fastdist=fastdist.__version__)
+    return dict(host=host_name(), versions=versions, device=name, threads=torch.get_num_threads(),
+                backend=get_backend() + (f': {why}' if why else ''),
                 machine=f"{plural(n_cores(), 'core')}, {_gib(psutil.virtual_memory().total)} of memory, {addresses}",
                 problems=[*_problems(drivers, from_env().local_world_size or 1)])
 
@@ -182,8 +185,8 @@ def _report_failure(report, e):
     where = f'rank {e.rank} on {e.host}' if isinstance(e, RemoteError) and e.rank is not None else f'rank {get_rank()} on {host_name()}'
     what,todo = (str(first).strip() or type(first).__name__).splitlines()[0],'see its traceback, here or in the log of that worker'
     if isinstance(first, (TimeoutError,ConnectionError,dist.DistError)): todo = (
-        'does the log of the others say why they ended, or where they hang? Do the nodes reach each other (`ping`), is a firewall between them? '
-        'GLOO_SOCKET_IFNAME (on GPUs NCCL_SOCKET_IFNAME) names the network interface to use')
+        'does the log of the others say why they ended, or where they hang? Do the nodes reach each other (`ping`), is a firewall '
+        'between them? GLOO_SOCKET_IFNAME (on GPUs NCCL_SOCKET_IFNAME) names the network interface to use')
     report.find('FAULT', f'{report.doing}: {where}: {what}', todo)
 
 def check(limit, # Seconds that workers wait for each other
@@ -215,8 +218,9 @@ _examples = """examples:
 def main(args # Arguments after `fastdist check`
         ):
     "Check, and give back the exit status"
-    p = argparse.ArgumentParser(prog='fastdist check', usage='fastdist check [--timeout SECONDS] [options of `fastdist launch`]', allow_abbrev=False,
-                                description=_description, epilog=_examples, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = argparse.ArgumentParser('fastdist check', allow_abbrev=False,
+        usage='fastdist check [--timeout SECONDS] [options of `fastdist launch`]',
+        description=_description, epilog=_examples, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument('--timeout', type=float, metavar='SECONDS', default=120, help="how long workers wait for each other (default: 120)")
     p.add_argument('--ready', default='start your script in the same way', help=argparse.SUPPRESS)
     a,options = p.parse_known_args(args)

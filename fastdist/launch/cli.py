@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import psutil
 from ..env import check_gpus, hash_env
-from .machine import log_folder, n_cores, n_threads, nearest, quiet_env, starting, why_cpu
+from .machine import log_folder, n_cores, n_threads, quiet_env, starting, why_cpu
 from .nodes import add_options, find_nodes, slurm_srun
 from .watch import end_noticed, end_processes, guarded, notices_shown, quiet_torch, signals_raised
 
@@ -52,12 +52,7 @@ def _parse(args):
     from accelerate.commands.launch import launch_command_parser
     p = add_options(launch_command_parser())
     p.prog,p.usage = 'fastdist launch',_usage.partition('\n\n')[0].removeprefix('usage: ')
-    a,unknown = p.parse_known_args(args)
-    if unknown:
-        known = sorted({o.replace('_', '-') for action in p._actions for o in action.option_strings}) # both are taken
-        meant = nearest(unknown[0].partition('=')[0].replace('_', '-'), known, '`fastdist launch --help` lists them')
-        p.error(f"{unknown[0]}: there is no such option: {meant}")
-    return p,a
+    return p,p.parse_args(args)
 
 # %% ../../nbs/launch/05_cli.ipynb #932e3a10
 def _config(file):
@@ -183,11 +178,11 @@ def _run(a, plan, command, folder):
     from torch.distributed.launcher.api import elastic_launch
     from fastdist.launch.logs import RankLogs
     logs,found = RankLogs(folder, {i:Std.ALL for i in range(int(plan.screen), plan.local)}, plan.tee),[]
-    def saved(): return next((o['status'] for o in reversed(found) if 'status' in o), None) # exit status of workers that have saved and ended
+    def saved(): return next((o['status'] for o in reversed(found) if 'status' in o), None) # exit status of workers that have saved
     def hidden(rank): return (rank!='0' or bool(a.machine_rank)) and a.tee not in ('2','3')
     try:
         quiet_torch()
-        with signals_raised(), notices_shown(hidden) as found, end_noticed(plan.local, folder):
+        with signals_raised(), notices_shown(hidden) as found, end_noticed(logs):
             try: elastic_launch(_launch_config(a, plan, logs), command[0])(*command[1:])
             except SignalException as e: # torch forgets workers that it has started if the signal comes before the last: they end in here,
                 end_processes(psutil.Process().children(), e.sigval) # where their notices are read
@@ -209,7 +204,8 @@ def _start_launchers(command, dry_run):
     "Become the command that starts a launcher on each node of Slurm's job"
     if dry_run: print(shlex.join(command)); return 0
     from fastdist.world.secret import secret_env
-    print(f"fastdist: this job of Slurm's has nodes {os.environ.get('SLURM_JOB_NODELIST')}: srun starts a launcher on each", file=sys.stderr, flush=True)
+    print(f"fastdist: this job of Slurm's has nodes {os.environ.get('SLURM_JOB_NODELIST')}: srun starts a launcher on each",
+          file=sys.stderr, flush=True)
     os.environ.update(secret_env()) # srun gives it to all launchers
     sys.stdout.flush()
     os.execvp('srun', command)
@@ -229,7 +225,8 @@ def main(args # Arguments after `fastdist launch`
         if srun: return _start_launchers([*srun, sys.executable, '-m', 'fastdist', 'launch', *args], a.dry_run)
         plan = _plan(a, _config(a.config_file), torch.cuda.device_count(), n_cores())
         env = _worker_env(a, plan.cpu)
-        command = [*([] if a.no_python else [sys.executable,'-u']), *(['-m'] if a.module else []), a.training_script, *a.training_script_args]
+        python = [] if a.no_python else [sys.executable,'-u']
+        command = [*python, *(['-m'] if a.module else []), a.training_script, *a.training_script_args]
         if a.dry_run: print(f"fastdist: {plan.summary}\n{shlex.join([*(f'{k}={v}' for k,v in env.items()), *command])}"); return 0
         folder = new_folder() if new else log_folder(a.log_dir, f"--log-dir {a.log_dir!r}")
     except (ValueError,OSError,ImportError,RuntimeError) as e: p.error(str(e).partition('\n')[0])

@@ -113,8 +113,9 @@ class RankLogs(DefaultLogsSpecs):
     def reify(self, envs):
         "Where the output of each local worker goes, as torch's `LogsDest`"
         dest,env = super().reify(envs),envs[0]
-        if self.files: print(f"fastdist: all workers are started again, {env['WORLD_SIZE']} on {plural(env['GROUP_WORLD_SIZE'], 'node')} (restart "
-            f"{env['TORCHELASTIC_RESTART_COUNT']} of {env['TORCHELASTIC_MAX_RESTARTS']}); logs in {self.folder}", file=sys.stderr, flush=True)
+        if self.files: print(f"fastdist: all workers are started again, {env['WORLD_SIZE']} on {plural(env['GROUP_WORLD_SIZE'], 'node')} "
+            f"(restart {env['TORCHELASTIC_RESTART_COUNT']} of {env['TORCHELASTIC_MAX_RESTARTS']}); logs in {self.folder}",
+            file=sys.stderr, flush=True)
         self.close() # of workers that are restarted
         self.files.clear()
         for local,env in envs.items():

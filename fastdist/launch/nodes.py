@@ -67,7 +67,8 @@ def _slurm_step():
 def _is_here(host):
     "Is it a name or an address of this machine?"
     try: found = {o[4][0] for o in socket.getaddrinfo(host, None)}
-    except OSError as e: raise ValueError(f"--rdzv-endpoint: no machine is known as {host!r} here ({e.strerror}): give an address of it") from None
+    except OSError as e: raise ValueError(
+        f"--rdzv-endpoint: no machine is known as {host!r} here ({e.strerror}): give an address of it") from None
     own = {a.address.partition('%')[0] for addrs in psutil.net_if_addrs().values() for a in addrs}
     return any(o in own or o.startswith('127.') for o in found)
 

@@ -351,7 +351,7 @@ def test_a_learner_with_a_resume_is_copied_and_exported(tmp_path):
     from_the_start()
     learn = simple(tmp_path, [Resume(tmp_path/'ckpt', every=2), Exports()])
     learn.fit(1)
-    assert [o.active for o in Exports.copy.cbs if isinstance(o, Resume)] == [False]
+    assert [o.fit is not None for o in Exports.copy.cbs if isinstance(o, Resume)] == [False]
     learn.export()
     assert [o.folder for o in load_learner(tmp_path/'export.pkl').cbs if isinstance(o, Resume)] == [tmp_path/'ckpt']
 

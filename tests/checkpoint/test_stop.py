@@ -117,7 +117,7 @@ def test_a_signal_while_workers_are_asked(tmp_path):
         nonlocal came
         came += 1
         resume.request(stop=True)
-    resume.active, old = True, signal.signal(signal.SIGVTALRM, ask)
+    resume.fit, old = object(), signal.signal(signal.SIGVTALRM, ask)
     try:
         for i in range(100):
             signal.setitimer(signal.ITIMER_VIRTUAL, 1e-4)

@@ -99,7 +99,7 @@ def test_fault_and_note():
     assert 'NOTE   ' in res.stdout and ': 1 worker with 500 threads each' in res.stdout
 
 
-@pytest.mark.parametrize('args,why', [(['-n', '0'], '-n 0: at least 1 worker'), (['--sharde'], '--sharde: there is no such option'), (['train.py'], "'train.py': it takes no script"), (['--cpu', 'train.py'], "'train.py': it takes no script"), (['-m', 'train'], "'train': it takes no script")])
+@pytest.mark.parametrize('args,why', [(['-n', '0'], '-n 0: at least 1 worker'), (['--sharde'], 'unrecognized arguments: --sharde'), (['train.py'], "'train.py': it takes no script"), (['--cpu', 'train.py'], "'train.py': it takes no script"), (['-m', 'train'], "'train': it takes no script")])
 def test_refused(args, why):
     res = check(*args)
     assert res.returncode == 2 and why in res.stderr and not res.stdout

@@ -6,7 +6,7 @@
 __all__ = ['find_checkpoints', 'describe', 'main']
 
 # %% ../../../nbs/launch/checkpoint/00_inspect.ipynb #0c0b63cd
-import json,sys
+import sys
 from argparse import ArgumentParser
 from pathlib import Path
 
@@ -19,8 +19,10 @@ def find_checkpoints(path, # Of one checkpoint, or of a folder of them
                     ):
     "The `Checkpoint`s there, the newest first; ends the process if there is none"
     path = Path(path)
-    found = [Checkpoint(path)] if path.is_dir() and path.name.startswith('step-') else checkpoints(path)
-    if not found: sys.exit(f"fastdist {command}: there is no checkpoint in {path}: give the folder of Resume, or one of the folders step-... in it")
+    found = checkpoints(path)
+    if not found and path.is_dir() and path.name.startswith('step-'): found = [Checkpoint(path)]
+    if not found: sys.exit(
+        f"fastdist {command}: there is no checkpoint in {path}: give the folder of Resume, or one of the folders step-... in it")
     return found
 
 # %% ../../../nbs/launch/checkpoint/00_inspect.ipynb #2b35f403
@@ -56,14 +58,12 @@ def main(args # Arguments after `fastdist inspect`
                        "The exit status is 1 where one is damaged.")
     p.add_argument('path', help="the folder of Resume, or one of the folders step-... in it")
     p.add_argument('--all', action='store_true', help="all checkpoints of the folder, the newest first")
-    p.add_argument('--json', action='store_true', help="print the summary as JSON, a line for each checkpoint")
     a = p.parse_args(args)
     found,good = find_checkpoints(a.path, 'inspect'),True
     for c in found if a.all else found[:1]:
         lines,whole = _look(c)
         if a.all and not c.path.exists(): continue # a run that saves there has deleted it meanwhile
         good &= whole
-        if a.json and whole: print(json.dumps(c.summary))
-        else: print('\n'.join(lines), file=sys.stderr if a.json else sys.stdout)
-    if found[1:] and not a.all and not a.json: print(f"{len(found)-1} older: --all shows them")
+        print('\n'.join(lines))
+    if found[1:] and not a.all: print(f"{len(found)-1} older: --all shows them")
     return 0 if good else 1

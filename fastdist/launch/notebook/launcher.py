@@ -6,7 +6,7 @@
 __all__ = ['NotebookWorkers', 'without_frames', 'end_workers', 'launch_in_notebook']
 
 # %% ../../../nbs/launch/notebook/02_launcher.ipynb #87c897ac
-import atexit,itertools,json,linecache,multiprocessing.util,os,re,shutil,signal,subprocess,sys,threading,time,warnings
+import atexit,itertools,json,linecache,multiprocessing.util,os,re,shutil,signal,subprocess,sys,time,warnings
 from contextlib import suppress
 from multiprocessing.connection import wait
 from types import ModuleType
@@ -63,8 +63,8 @@ def _worker_envs(n, cpu, port):
     "What is added to the environment of each worker, by rank; `port` is that of the store of the rendezvous"
     both = dict(WORLD_SIZE=n, LOCAL_WORLD_SIZE=n, GROUP_RANK=0, MASTER_ADDR='127.0.0.1', MASTER_PORT=port,
                 FASTDIST_LAUNCHER='launch_in_notebook', TORCHELASTIC_USE_AGENT_STORE='True',
-                TORCHELASTIC_RESTART_COUNT=0, PYTHONUNBUFFERED=1, OMP_NUM_THREADS=n_threads(n_cores(), n), **quiet_env(), **hash_env(), **secret_env(),
-                **loopback_env())
+                TORCHELASTIC_RESTART_COUNT=0, PYTHONUNBUFFERED=1, OMP_NUM_THREADS=n_threads(n_cores(), n),
+                **quiet_env(), **hash_env(), **secret_env(), **loopback_env())
     if cpu: both['ACCELERATE_USE_CPU'] = 'true'
     if shell := rich_shell(): both['IPYTHONDIR'] = shell.ipython_dir # where the home cannot be written each would make one, and leave it
     else: both['COLUMNS'] = shutil.get_terminal_size().columns # a progress bar of text is as wide
@@ -217,7 +217,8 @@ def recorded(self:NotebookWorkers):
 def how(self:NotebookWorkers, rank, status):
     "How a worker has ended that has not said why"
     if not status: return "ended before the function returned (os._exit?)"
-    how = f"ended with exit status {status}" if status > 0 else f"was killed by signal {-status}{' (out of memory?)' if status==-signal.SIGKILL else ''}"
+    how = f"ended with exit status {status}" if status > 0 else f"was killed by signal {-status}"
+    if status==-signal.SIGKILL: how += ' (out of memory?)'
     text = last_words(f'{self.folder}/rank{rank}.err.log', 20)
     return f"{how}, without a traceback{text and f'. The last that it has written is:{chr(10)}{text}'}"
 
