@@ -33,6 +33,5 @@ setup(
     package_data={name: ['py.typed'], '*': ['*.pyi']},
     entry_points=dict(
         console_scripts=cfg['console_scripts'].split(),
-        **{'torchrun.logs_specs': [f'{name}={name}.launch.logs:RankLogs']},  # PET_LOGS_SPECS=fastdist: where workers' output goes
         nbdev=[f'{name}={name}._modidx:d']),  # lets nbdev turn `names` in notebooks into links
 )

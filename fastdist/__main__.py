@@ -24,30 +24,19 @@ usage = ("usage: fastdist COMMAND [arguments]\n\n" + '\n'.join(f'  {k:10}{v}' fo
          "\n\n`fastdist COMMAND --help` has more of each.")
 
 # %% ../nbs/launch/07_main.ipynb #da56deaa
-def _open_streams():
-    "A stream that is closed, as by `<&-`, leads nowhere: what is opened next would have its number, and others would write into it"
-    for i,(nm,mode) in enumerate(dict(stdin='r', stdout='w', stderr='w').items()):
-        try: os.fstat(i)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR) # has the lowest number that is free
-            setattr(sys, nm, open(i, mode, closefd=False))
-
 def main(args=None # Command line, without the name of the program
         ):
     "Run a command; ends the process with its exit status"
-    _open_streams()
+    # what torch's C++ code logs: a page at the end of a job, of a store that has gone with another launcher
+    os.environ.setdefault('TORCH_CPP_LOG_LEVEL', 'ERROR')
     command,*rest = list(sys.argv[1:] if args is None else args) or ['--help']
     if command in ('-h','--help','help'): print(usage); return
     if command in ('-V','--version'): print(f'fastdist {__version__}'); return
     if command not in commands:
         from fastdist.launch.machine import nearest
         sys.exit(f"fastdist: there is no command {command!r}: {nearest(command, list(commands))}\n\n{usage}")
-    try: status = import_module(f'fastdist.{commands[command][0]}').main(rest)
-    except BrokenPipeError: # nobody reads any more, as in `| head`
-        if command in ('launch','train'): raise # it may be another pipe's: of a loader, of a store
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1) # for what is still to be flushed
-        status = 128+signal.SIGPIPE
-    sys.exit(status)
+    if command in ('inspect','slurm'): signal.signal(signal.SIGPIPE, signal.SIG_DFL) # it ends where nobody reads any more, as in `| head`
+    sys.exit(import_module(f'fastdist.{commands[command][0]}').main(rest))
 
 # %% ../nbs/launch/07_main.ipynb #c1fbab82
 if __name__=='__main__': main()

@@ -138,16 +138,15 @@ class Saver:
                  agree=noop, # Function that returns the largest of a number over all workers
                 ):
         self.path,self.run,self.rank,self.n,self.keep,self.agree = Path(path),run,rank,n,keep,agree
-        self.count,self.thread = 0,None
+        self.thread = None
 
     def start(self, summary, # What is known now, for `summary.json`
               tensors, # What this worker writes of tensors: [(name, shape of the whole, first row, rows)]
               rest, # What else it remembers
              ):
         "Begin to write, in the background; all workers call it, after `finish`"
-        self.count,self.error = self.count+1,None
-        self.written,self.dropped = threading.Event(),threading.Event()
-        self.draft = self.path/f'.draft-{summary["step"]:08d}-{self.run}-{self.count}'
+        self.error,self.written,self.dropped = None,threading.Event(),threading.Event()
+        self.draft = self.path/f'.draft-{summary["step"]:08d}-{self.run}'
         self.thread = threading.Thread(target=self._write, args=(summary, tensors, rest), name='fastdist-checkpoint', daemon=True)
         self.thread.start()
 
@@ -196,17 +195,11 @@ class Saver:
         failed = self.agree(int(self.error is not None))
         return self._end(0 if failed else 60) and not failed
 
-    def abandon(self, then=noop # Function that is called after it
-               ):
+    def abandon(self):
         "After a failure, when workers do not agree any more: let what is being written end, without the parts that do not come"
-        def end():
-            self.written.wait()
-            self._end(self.patience)
-            then()
-        if self.thread is None: return then()
-        thread = threading.Thread(target=end, daemon=True) # it ends, also where waiting for it is interrupted
-        thread.start()
-        thread.join()
+        if self.thread is None: return
+        self.written.wait()
+        self._end(self.patience)
 
     def _end(self, patience=60):
         self.thread.join(patience)
@@ -276,13 +269,11 @@ class FolderLock:
             ):
         "Take it, in a folder that is made if need be, and delete what a job that has ended was writing; a `RuntimeError` names who has it"
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        began,told = time.monotonic(),False
-        while who := self._taken():
-            text = f"{who} writes checkpoints to {self.path}"
-            if time.monotonic()-began >= (10 if self.path in self.held else seconds):
-                raise RuntimeError(f"{text}. Wait for its end, or give this one a folder of its own")
-            if not told: notice(f"{text}. This one waits for its end")
-            told = True
+        end = time.monotonic() + (10 if self.path in self.held else seconds)
+        if who := self._taken(): notice(f"{who} writes checkpoints to {self.path}. This one waits for its end")
+        while who and (who := self._taken()):
+            if time.monotonic() >= end: raise RuntimeError(
+                f"{who} writes checkpoints to {self.path}. Wait for its end, or give this one a folder of its own")
             time.sleep(0.2)
         for o in self.path.glob('.*'):
             if o.name.startswith(('.draft-','.old-')): shutil.rmtree(o, ignore_errors=True)

@@ -5,13 +5,13 @@
 # %% auto #0
 __all__ = ['SharedFolder', 'every_of', 'real_folder', 'Resume', 'resume_of']
 
-# %% ../../nbs/checkpoint/03_resume.ipynb #af215aa6
+# %% ../../nbs/checkpoint/03_resume.ipynb #e0a9ee47
 import re,time,uuid,weakref
 from contextlib import contextmanager
 
 from fastai.basics import *
 from .files import Checkpoint, DamagedCheckpoint, FolderLock, ForeignCheckpoint, Saver, checkpoints, ends_of, readable
-from .state import joined_metrics, load_plain, not_saved, put_rest, put_tensors, signature, take_rest, take_tensors, worker_of
+from .state import load_plain, not_saved, put_rest, put_tensors, signature, take_rest, take_tensors, worker_of
 from ..callbacks.fastai_patches import QuickCallback, device_of, trainer_of
 from ..comm.collectives import all_gather_list, from_rank0
 from ..data.dl import DistributedDL
@@ -21,7 +21,7 @@ from ..world.errors import refuse
 from ..world.ranks import get_rank, whole_number
 from ..world.store import wait_until
 
-# %% ../../nbs/checkpoint/03_resume.ipynb #2eab5818
+# %% ../../nbs/checkpoint/03_resume.ipynb #58d8a92c
 class SharedFolder:
     "A folder of checkpoints, for the workers of a fit"
     def __init__(self, path, # Of the folder
@@ -34,6 +34,7 @@ class SharedFolder:
     def errors(self, mine): return [(r,o) for r,o in enumerate([mine] if self.n==1 else all_gather_list(mine)) if o is not None]
 
     def _make(self, mark):
+        "Why rank 0 cannot have the folder; `None` if it can"
         try:
             self.lock.take()
             mark.touch()
@@ -43,12 +44,12 @@ class SharedFolder:
         "No other run has it from now on; an `OSError` in all workers where rank 0 cannot write there, or another one does not see that"
         mark = self.path/f'.run-{self.run}'
         error = self.of_rank0(lambda: self._make(mark))
-        seen = error or self.rank==0 or wait_until(mark.exists, 10)
-        unseen = self.errors(None if seen else
-                             "it does not see what rank 0 has written there: the folder has to be one that all workers share")
-        if self.rank==0 and not error: mark.unlink(missing_ok=True)
-        if unseen: error = f"rank {unseen[0][0]} cannot write to it: {unseen[0][1]}"
         if error: raise OSError(f"Resume({str(self.path)!r}): {error}")
+        seen = self.rank==0 or wait_until(mark.exists, 10)
+        unseen = self.errors(None if seen else "the folder has to be one that all workers share")
+        if self.rank==0: mark.unlink(missing_ok=True)
+        if unseen: raise OSError(
+            f"Resume({str(self.path)!r}): rank {unseen[0][0]} does not see what rank 0 has written there: {unseen[0][1]}")
 
     def _why_not(self, c, fit, mine):
         "(Why checkpoint `c` cannot be used, is it damaged?); `None` where it can"
@@ -92,21 +93,18 @@ class SharedFolder:
             f"rank 0: Resume({str(self.path)!r}): the end of fit {fit} of the script cannot be put back: {why}. What the script does "
             "between it and the next fit sees other weights than at first; if that matters, begin anew in another folder")
 
-# %% ../../nbs/checkpoint/03_resume.ipynb #dec29c57
-_units = dict(s=1, m=60, h=3600)
-
+# %% ../../nbs/checkpoint/03_resume.ipynb #68d35621
 def every_of(every # As `Resume` takes it
             ):
     "(Its unit: 'steps', 'seconds' or 'epochs'; how many)"
-    if every is None: return 'epochs',1
-    if n := whole_number(every): return 'steps',n
-    m = re.fullmatch(r'\s*(\d+(?:\.\d+)?)\s*(s|m|h|steps?|epochs?)\s*', every) if isinstance(every, str) else None
-    if m is None or not float(m[1]): refuse('every', every, "it is a number of steps (200), a time ('30s', '10m', '2h'), or '1 epoch'")
-    if m[2] in _units: return 'seconds',float(m[1])*_units[m[2]]
-    if '.' in m[1]: refuse('every', every, "steps and epochs are whole numbers")
-    return m[2].rstrip('s')+'s',int(m[1])
+    n = whole_number(every)
+    text = '1 epoch' if every is None else f'{n} steps' if n else every if isinstance(every, str) else ''
+    m = re.fullmatch(r'\s*(?:(\d+)\s*(step|epoch)s?|(\d+(?:\.\d+)?)\s*([smh]))\s*', text)
+    if m is None or not float(m[1] or m[3]): refuse(
+        'every', every, "it is a number of steps (200), a time ('30s', '10m', '2h'), or '1 epoch'")
+    return (f'{m[2]}s',int(m[1])) if m[2] else ('seconds',float(m[3])*dict(s=1, m=60, h=3600)[m[4]])
 
-# %% ../../nbs/checkpoint/03_resume.ipynb #8fbb6e70
+# %% ../../nbs/checkpoint/03_resume.ipynb #77724204
 _fits = {} # by folder, of this process: the learner of the last fit, and how many have ended
 
 def real_folder(path # Of the checkpoints
@@ -114,6 +112,18 @@ def real_folder(path # Of the checkpoints
     "Its one name, whatever links lead there"
     if not isinstance(path, (str,os.PathLike)) or not os.fspath(path): refuse('path', path, "it is the folder of the checkpoints")
     return Path(path).resolve()
+
+class _FitState:
+    "What `Resume` knows of a fit, while it is made"
+    def __init__(self, number, # Its place in the script
+                 shared, # `SharedFolder`
+                 saver, # `Saver` of its checkpoints
+                 next_time, # When the next one is due, where they are made by the clock
+                ):
+        self.number,self.shared,self.saver,self.next_time = number,shared,saver,next_time
+        self.place,self.skips = None,False # the `Checkpoint` that is to be put back; has the fit ended before?
+        self.due,self.stops,self.stepped = False,False,True # a checkpoint; the end of all, after it; was the batch the last of a step?
+        self.depth,self.epoch,self.loop = 0,0,None # how many fits and evaluations are in each other; the loop over batches
 
 class Resume(QuickCallback):
     "Saves all of a fit's state to a folder, and goes on from there when the same script is started again"
@@ -128,17 +138,15 @@ class Resume(QuickCallback):
         super().__init__()
         self.folder,self.keep,self.default = real_folder(path),whole_number(keep),default
         if self.keep is None: refuse('keep', keep, "it is a number of checkpoints, 1 or more")
-        self.signals = StopSignals(partial(self.request, stop=True), status)
-        (self.unit,self.every),self.shared,self.place,self.saver = every_of(every),None,None,None
-        self.active,self.asked,self.step,self.rank,self.wrapped,self.warned = False,0,0,0,{},set()
+        self.signals,(self.unit,self.every) = StopSignals(partial(self.request, stop=True), status),every_of(every)
+        self.fit,self.step,self.rank,self.asked,self.wrapped,self.warned = None,0,0,0,{},set() # `fit`: a `_FitState`, in a fit
 
     def request(self, stop=False # Ask all workers to end after it?
                ):
         "Ask for a checkpoint at the end of a step, the same in all workers; for signal handlers, of any worker"
         self.asked = 2**20 if stop else max(self.asked, 1)
 
-    def __getstate__(self): # a copy, as one that `learn.export` writes, is in no fit
-        return {**vars(self), 'active':False, 'wrapped':{}, **dict.fromkeys(('loop','shared','place','chosen','saver'))}
+    def __getstate__(self): return {**vars(self), 'fit':None, 'wrapped':{}} # a copy, as one that `learn.export` writes, is in no fit
 
     @property
     def many(self): return device_of(self.learn) is not None # are there other workers in this fit?
@@ -149,75 +157,62 @@ class Resume(QuickCallback):
         if self.rank==0 and text not in self.warned: warnings.warn(text)
         self.warned.add(text)
 
-# %% ../../nbs/checkpoint/03_resume.ipynb #7fb88141
+# %% ../../nbs/checkpoint/03_resume.ipynb #087e563d
 @patch
-def _check(self:Resume):
-    "Raise an error for what cannot go on exactly"
+def _number(self:Resume):
+    "Which fit of the script begins? An error for what cannot go on exactly"
     if len([o for o in self.learn._grab_cbs(Resume) if not o.default]) > 1: raise ValueError(
         f"rank {get_rank()}: this fit has two Resume callbacks: leave one out")
-    last = _fits.get(self.folder)
-    if last is not None and last[0]() is not self.learn and last[1]: raise ValueError(
+    learner,ended = _fits.get(self.folder, (noop,0))
+    if ended and learner() is not self.learn: raise ValueError(
         f"rank {get_rank()}: Resume({str(self.folder)!r}): another learner of this process has made its fits with this folder: "
         "give each one a folder of its own. To go on from it, start the script, or the notebook's kernel, again")
-    self.fit_no = last[1] if last is not None and last[0]() is self.learn else 0
-    _fits[self.folder] = weakref.ref(self.learn),self.fit_no
+    _fits[self.folder] = weakref.ref(self.learn),ended
     if not self.many: check_values(self.learn.model) # else the strategy has
     if left := not_saved(self.learn): self._warn_once(
         f"Resume does not save {', '.join(left)}: no data. After a restart they are as the script makes them; "
         "give the callback state_dict and load_state_dict, if they change in a fit")
+    return ended
 
 @patch
 def _begin(self:Resume):
     "Before a fit: what is there of it?"
-    learn = self.learn
-    self.rank,workers = worker_of(learn)
-    self._check()
-    self.shared = SharedFolder(self.folder, self.rank, workers)
-    self.shared.take()
-    self.skips,self.place,mine = False,None,signature(learn)
-    self.chosen = c = self.shared.newest(self.fit_no, mine)
-    if c is not None:
-        s = c.summary
-        self.skips = (self.fit_no,False) < (s['fit'],s['ended']) # it, or a later one, has ended
-        self.place = c if self.fit_no==s['fit'] else self.shared.end_of(self.fit_no, mine) if self.skips else None
-        self._check_place(s)
-    self.due,self.stepped,self.stops,self.depth,self.now,self.loop = False,True,False,0,0,None
-    self.saver = Saver(self.folder, self.shared.run, self.rank, workers, self.keep, self._agree)
-    self.next_time = time.monotonic()+self.every
-
-@patch
-def _check_place(self:Resume, newest):
-    "The checkpoint is of a fit that was called as this one is; say where it goes on"
-    if self.place is not None and (n := self.place.summary['n_epoch'])!=self.learn.n_epoch: raise ValueError(
+    self.rank,workers = worker_of(self.learn)
+    number,shared = self._number(),SharedFolder(self.folder, self.rank, workers)
+    saver = Saver(self.folder, shared.run, self.rank, workers, self.keep, self._agree)
+    self.fit = fit = _FitState(number, shared, saver, time.monotonic()+self.every)
+    shared.take()
+    mine = signature(self.learn)
+    newest = shared.newest(number, mine)
+    if newest is None: return
+    s = newest.summary
+    fit.skips = (number,False) < (s['fit'],s['ended']) # it, or a later one, has ended
+    fit.place = newest if number==s['fit'] else shared.end_of(number, mine) if fit.skips else None
+    if fit.place is not None and (n := fit.place.summary['n_epoch'])!=self.learn.n_epoch: raise ValueError(
         f"rank {get_rank()}: Resume({str(self.folder)!r}): the fit that was saved is one of {n} epochs, "
         f"and this one of {self.learn.n_epoch}: call it as before, or give it a folder of its own")
-    self.step = self.place.summary['step'] if self.place else max(self.step, 0 if self.skips else newest['step'])
-    if self.rank or not (self.skips or self.place): return
-    print(f"{self.chosen.path.name}: fit {self.fit_no} of the script has ended before" if self.skips else
-          f"Going on from {self.chosen.path.name}: epoch {newest['epoch']}, batch {newest['batch']}", flush=True)
+    self.step = fit.place.summary['step'] if fit.place else max(self.step, 0 if fit.skips else s['step'])
+    if self.rank==0 and fit.skips: print(f"{newest.path.name}: fit {number} of the script has ended before", flush=True)
+    elif self.rank==0 and fit.place: print(f"Going on from {newest.path.name}: epoch {s['epoch']}, batch {s['batch']}", flush=True)
 
-# %% ../../nbs/checkpoint/03_resume.ipynb #641c4ae5
+# %% ../../nbs/checkpoint/03_resume.ipynb #2293a90b
 def _metric_names(learn): return [str(getattr(o, 'name', None)) for o in learn.metrics]
 
 @patch
 def _read_rest(self:Resume):
-    "What a worker has saved beside the tensors: this one, or of another number of workers rank 0, with the training metrics of all"
-    c,s = self.place,self.place.summary
-    same,metrics = s['workers']==self.shared.n,_metric_names(self.learn)
+    "What a worker has saved beside the tensors: this one, or of another number of workers rank 0"
+    c,s = self.fit.place,self.fit.place.summary
+    same,metrics = s['workers']==self.fit.shared.n,_metric_names(self.learn)
     # loaders of PyTorch's have no device; parameters may be offloaded from that of a context
     device = device_of(self.learn) or next((p.device for p in self.learn.model.parameters()), None)
     rest = load_plain(c.path/f'rank-{self.rank if same else 0}.pt', device)
-    if s['metric_names']!=metrics and not self.skips: raise ValueError(
+    if s['metric_names']!=metrics and not self.fit.skips: raise ValueError(
         f"rank {get_rank()}: Resume({str(self.folder)!r}): the fit that was saved has the metrics [{', '.join(s['metric_names'])}], "
         f"and this one has [{', '.join(metrics)}]: give it those, in that order, or a folder of its own")
-    if self.skips: rest['metrics'] = [] # no batch follows that would add to them
-    elif s['batch'] and not same:
-        trains = getattr(getattr(self.learn, 'recorder', None), 'train_metrics', False)
-        every = joined_metrics([load_plain(c.path/f'rank-{r}.pt')['metrics'] for r in range(s['workers'])]) if trains else []
-        rest['metrics'] = [None]*len(metrics) if self.rank or not trains else every
-        if None in every: self._warn_once(
-            f"{c.path} is of {s['workers']} workers in the middle of an epoch, and a metric of train_metrics=True is no mean: "
-            "for this epoch it is that of the batches from here on")
+    if self.fit.skips or not same: rest['metrics'] = [] # no batch follows that would add to them; or each had those of its own share
+    if s['batch'] and not same and getattr(getattr(self.learn, 'recorder', None), 'train_metrics', False): self._warn_once(
+        f"{c.path} is of {s['workers']} workers in the middle of an epoch: the metrics of train_metrics=True are for this epoch "
+        "those of the batches from here on")
     return rest,same
 
 @patch
@@ -226,7 +221,7 @@ def _other_loaders_told(self:Resume):
     "What does not fit the loaders of the script is an error with the way out"
     try: yield
     except ValueError as e: raise ValueError(
-        f"rank {get_rank()}: {self.place.path} is of a script with another loader, or with other data: {e}. "
+        f"rank {get_rank()}: {self.fit.place.path} is of a script with another loader, or with other data: {e}. "
         "Make the loaders as they were, or give this script a folder of its own") from e
 
 @patch
@@ -234,12 +229,12 @@ def put_back(self:Resume):
     "All but the place in the training loader, which is returned"
     getattr(self.learn.dls, 'n_inp', None) # to find out, fastai reads a sample at the first batch of a process, which may draw
     rest,same = self._read_rest()
-    put_tensors(self.learn, self.place)
+    put_tensors(self.learn, self.fit.place)
     with self._other_loaders_told(): lacking,missing = put_rest(self.learn, rest, same)
-    if lacking: self._warn_once(f"{self.place.path} has the state of callbacks that this fit has not: {', '.join(lacking)}")
-    text = (f"{', '.join(missing)} of a callback cannot take the state that {self.place.path} has: "
+    if lacking: self._warn_once(f"{self.fit.place.path} has the state of callbacks that this fit has not: {', '.join(lacking)}")
+    text = (f"{', '.join(missing)} of a callback cannot take the state that {self.fit.place.path} has: "
             "make what has it in __init__, or in before_fit")
-    if missing and not self.skips: raise ValueError(f"rank {get_rank()}: Resume({str(self.folder)!r}): {text}")
+    if missing and not self.fit.skips: raise ValueError(f"rank {get_rank()}: Resume({str(self.folder)!r}): {text}")
     if missing: self._warn_once(text)
     return rest['loader'],same
 
@@ -247,7 +242,7 @@ def put_back(self:Resume):
 def put_loader(self:Resume, dl # The training loader of the epoch, a `DistributedDL`
               ):
     "All once more, as callbacks that begin an epoch clear it by `unfreeze`. The number of the next batch, or `None` after the last"
-    learn,s = self.learn,self.place.summary
+    learn,s = self.learn,self.fit.place.summary
     (loader,same),n = self.put_back(),len(dl)
     if loader is None: return
     with self._other_loaders_told(): dl.load_state_dict(loader[0], loader[1] if same else {**loader[1], 'local':[]})
@@ -255,143 +250,137 @@ def put_loader(self:Resume, dl # The training loader of the epoch, a `Distribute
     if (first,n)!=(s['batch'],s['n_iter']): learn.n_iter,learn.pct_train = n,(learn.epoch+first/n)/learn.n_epoch
     return first
 
-# %% ../../nbs/checkpoint/03_resume.ipynb #b8ac48c1
+# %% ../../nbs/checkpoint/03_resume.ipynb #048ea1e4
 @patch
 def wish(self:Resume):
     "What this worker asks all of them for: it is sent with the loss; 1 for a checkpoint, 2**20 to end after it"
-    if not self.active: return 0
+    if self.fit is None: return 0
     if res := self.asked: self.asked = 0 # only then: a signal that comes meanwhile would be lost
-    if self.unit=='seconds' and self.rank==0 and time.monotonic() >= self.next_time:
-        self.next_time = time.monotonic()+self.every
+    if self.unit=='seconds' and self.rank==0 and time.monotonic() >= self.fit.next_time:
+        self.fit.next_time = time.monotonic()+self.every
         res = max(res, 1)
     return res
 
 @patch
 def _heed(self:Resume, wished):
     "What workers have asked for is due in all"
-    self.stops |= wished>=2**20
-    if wished: self.due = self.due or True
-    if self.stops: self.due = 'now'
+    self.fit.due |= wished > 0
+    self.fit.stops |= wished >= 2**20
 
 @patch
 def before_batch(self:Resume):
     "No step yet"
-    if self.training: self.stepped = False
+    if self.training and self.fit is not None: self.fit.stepped = False
 
 @patch
 def after_step(self:Resume):
     "Count it"
-    self.stepped,self.step = True,self.step+1
+    self.step += 1
+    if self.fit is not None: self.fit.stepped = True
 
 @patch
 def after_batch(self:Resume):
     "Save, if it is time, and the batch was the last of a step"
-    if not self.training or not self.active: return
+    fit = self.fit
+    if not self.training or fit is None: return
     self._heed(trainer_of(self.learn).step.wished if self.many else self.wish())
-    if self.stepped and self.unit=='steps' and self.step%self.every==0: self.due = self.due or True
-    if not self.due or not self.stepped or not isinstance(getattr(self.loop, 'dl', None), DistributedDL): return
-    if not self._keeps_batches(): self._save(self.now, self.loop.i+1)
-
-@patch
-def _keeps_batches(self:Resume):
-    "Does a training metric need the predictions of the whole epoch? They are not saved"
-    kept = self.many and trainer_of(self.learn).totals.copies
-    if kept: self._warn_once(
+    fit.due |= fit.stepped and self.unit=='steps' and self.step%self.every==0
+    if not fit.due or not fit.stepped or not isinstance(getattr(fit.loop, 'dl', None), DistributedDL): return
+    if self.many and trainer_of(self.learn).totals.copies: return self._warn_once(
         "Resume saves at the end of epochs only: a metric of train_metrics=True needs the predictions of the whole epoch")
-    return kept
+    self._save(fit.epoch, fit.loop.i+1)
 
 @patch
 def after_epoch(self:Resume):
     "Save, if it is time; the end of the last epoch is that of the fit"
-    if not self.active or self.depth > 1: return
+    fit = self.fit
+    if fit is None or fit.depth > 1: return
     self._heed(self._agree(self.wish()))
-    done = self.now+1
-    if self.unit=='epochs' and done%self.every==0: self.due = self.due or True
-    if self.due and self.stepped and (done < self.learn.n_epoch or self.stops): self._save(done, 0, validated=True)
+    done = fit.epoch+1
+    fit.due |= self.unit=='epochs' and done%self.every==0
+    if fit.due and fit.stepped and (done < self.learn.n_epoch or fit.stops): self._save(done, 0, validated=True)
 
 @patch
 def after_fit(self:Resume):
     "Save the state after the fit, and wait for it"
-    if not self.active: return
-    self.depth -= 1
-    if self.depth: return # of an evaluation that a callback has made
-    self.due = 'now'
-    self._save(self.now+1, 0, validated=True, ended=True)
+    if self.fit is None: return
+    self.fit.depth -= 1
+    if not self.fit.depth: self._save(self.fit.epoch+1, 0, validated=True, ended=True) # and not after an evaluation of a callback's
 
-# %% ../../nbs/checkpoint/03_resume.ipynb #01c8b06b
+# %% ../../nbs/checkpoint/03_resume.ipynb #2c2a3626
 @patch
 def _summary(self:Resume, epoch, batch, validated, ended):
     learn = self.learn
     rec = getattr(learn, 'recorder', None)
     last = zip(rec.metric_names[1:], rec.values[-1]) if rec is not None and rec.values else ()
     strategy = getattr(getattr(trainer_of(learn), 'strategy', None), 'name', None)
-    return dict(step=self.step, fit=self.fit_no, epoch=epoch, batch=batch, ended=ended, validated=validated,
-                n_epoch=learn.n_epoch, n_iter=getattr(self.loop, 'n', 0),
+    return dict(step=self.step, fit=self.fit.number, epoch=epoch, batch=batch, ended=ended, validated=validated,
+                n_epoch=learn.n_epoch, n_iter=getattr(self.fit.loop, 'n', 0),
                 metrics={k:float(v) for k,v in last if isinstance(v, (int,float))}, metric_names=_metric_names(learn),
-                workers=self.saver.n, strategy=strategy, **signature(learn))
+                workers=self.fit.saver.n, strategy=strategy, **signature(learn))
 
 @patch
 def _save(self:Resume, epoch, batch, validated=False, ended=False):
-    "All workers: copy, and begin to write; wait for the end where that is wanted."
-    learn,wait = self.learn,self.due=='now'
-    self.saver.finish()
-    dl = self.loop.dl if batch and batch < self.loop.n else None
-    if dl is None and batch: batch = self.loop.n
-    self.saver.start(self._summary(epoch, batch, validated, ended), take_tensors(learn), take_rest(learn, dl, ended))
-    self.due,self.next_time = False,time.monotonic()+self.every
-    saved = self.saver.finish() if wait else None
+    "All workers: copy, and begin to write; wait for the end of it where the fit ends"
+    learn,fit = self.learn,self.fit
+    fit.saver.finish()
+    dl = fit.loop.dl if batch and batch < fit.loop.n else None
+    if dl is None and batch: batch = fit.loop.n
+    fit.saver.start(self._summary(epoch, batch, validated, ended), take_tensors(learn), take_rest(learn, dl, ended))
+    fit.due,fit.next_time = False,time.monotonic()+self.every
+    saved = fit.saver.finish() if ended or fit.stops else None
     if ended: self._heed(self._agree(self.wish())) # of a signal that came meanwhile: no batch follows that would
-    if self.stops:
-        self.stops = False
+    if fit.stops:
+        fit.stops = False
         what = f"saved to {self.folder}" if saved else f"NOT saved to {self.folder}, where an older checkpoint may be"
         stop_together(self.signals.status, f"{self.signals.came or 'a signal to another worker'}: {what}, and the workers end with "
                       f"exit status {self.signals.status}; the same command goes on from there")
 
-# %% ../../nbs/checkpoint/03_resume.ipynb #31a7f6f8
+# %% ../../nbs/checkpoint/03_resume.ipynb #df7c0463
 @patch
 def around_fit(self:Resume, run, # Function that makes the fit
                final, # What fastai does at the end of one
               ):
     "Make the fit, go on with it, or pass over it"
-    if self.active or hasattr(self.learn, 'lr_finder'): return run()
-    self.active = True
+    if self.fit is not None or hasattr(self.learn, 'lr_finder'): return run()
     try:
         self._begin()
-        if not self.skips: run()
+        if not self.fit.skips: run()
         else:
-            if self.place is not None:
+            if self.fit.place is not None:
                 if not self.many: self.learn.model.to(getattr(self.learn.dls, 'device', default_device())) # as a fit does
                 self.put_back()
             final()
-        _fits[self.folder] = _fits[self.folder][0],self.fit_no+1
+        _fits[self.folder] = _fits[self.folder][0],self.fit.number+1
     finally:
         self.signals.give_back()
-        saver,free = self.saver,self.shared.lock.give_back if self.shared is not None else noop
-        self.active,self.place,self.saver,self.shared = False,None,None,None # first: Ctrl-C may come while it waits
+        fit,self.fit = self.fit,None # first: Ctrl-C may come while it waits
         self.wrapped.clear()
-        saver.abandon(free) if saver is not None else free()
+        if fit is not None:
+            try: fit.saver.abandon()
+            finally: fit.shared.lock.give_back()
 
 @patch
 def before_fit(self:Resume):
     "A fit begins, or an evaluation, for which fastai calls this too"
     if Learner._do_fit.__module__=='fastai.learner': raise RuntimeError(
         "Resume needs fastdist's learner: `from fastdist.all import *`")
-    if not self.active: return
-    self.depth += 1
+    if self.fit is None: return
+    self.fit.depth += 1
     self.signals.take()
 
 @patch
 def before_epoch(self:Resume):
     "Note its number: an evaluation that a callback makes lets fastai forget it"
-    if self.active and self.depth==1: self.now = self.learn.epoch
+    if self.fit is not None and self.fit.depth==1: self.fit.epoch = self.learn.epoch
 
 @patch
 def first_epoch(self:Resume):
     "The epoch with which the fit begins; at its beginning, or in the middle, all is put back"
-    if not self.active or self.place is None: return 0
+    if self.fit is None or self.fit.place is None: return 0
     self.put_back()
-    epoch,batch = self.place.summary['epoch'],self.place.summary['batch']
-    if batch==0: self.place = None
+    epoch,batch = self.fit.place.summary['epoch'],self.fit.place.summary['batch']
+    if batch==0: self.fit.place = None
     bar = getattr(getattr(self.learn, 'progress', None), 'mbar', None)
     if epoch and bar: bar.update(0) # fastprogress begins to count there
     return epoch
@@ -399,7 +388,7 @@ def first_epoch(self:Resume):
 @patch
 def before_train(self:Resume):
     "In one process, let the loader be one that can begin in the middle of an epoch"
-    if not self.active: return
+    if self.fit is None: return
     dl = self.learn.dl
     if not isinstance(dl, DistributedDL):
         try:
@@ -415,14 +404,14 @@ def batches(self:Resume, dl # The training loader
            ):
     "The numbered batches of an epoch, from the first that was not trained"
     # a callback's evaluation in between changes what the learner has of these
-    first,self.loop = 0,SimpleNamespace(dl=dl, n=self.learn.n_iter, i=0)
-    if self.active and self.place is not None:
-        first = self.put_loader(dl)
-        self.place = None
+    first,loop,fit = 0,SimpleNamespace(dl=dl, n=self.learn.n_iter, i=0),self.fit
+    if fit is not None:
+        fit.loop = loop
+        if fit.place is not None: first,fit.place = self.put_loader(dl),None
     if first is None: return
-    for self.loop.i,b in enumerate(dl, first): yield self.loop.i,b
+    for loop.i,b in enumerate(dl, first): yield loop.i,b
 
-# %% ../../nbs/checkpoint/03_resume.ipynb #695722ad
+# %% ../../nbs/checkpoint/03_resume.ipynb #2f1b683a
 def resume_of(learn # Any `Learner`
              ):
     "Its `Resume`, or `None`; of two, the one that does not give way"

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['plain_copy', 'load_plain', 'memory_of', 'remembered', 'restore', 'not_saved', 'worker_of', 'take_tensors',
-           'put_tensors', 'signature', 'take_rest', 'put_rest', 'joined_metrics', 'read_state']
+           'put_tensors', 'signature', 'take_rest', 'put_rest', 'read_state']
 
 # %% ../../nbs/checkpoint/02_state.ipynb #1b9c61cb
 import _codecs,hashlib,json
@@ -329,9 +329,6 @@ def take_rest(learn, # `Learner` in a fit
 
 _nothing = dict(data={}, numbers={}, states={})
 
-def _put_loaders(learn, rest):
-    for found,states in zip(_drawing(learn), rest['generators']): set_generator_states(found, states)
-
 def put_rest(learn, # `Learner` in a fit
              rest, # What `take_rest` has copied, in the worker of this rank, or in rank 0 of another number of workers
              same=True, # Were there as many workers?
@@ -344,7 +341,7 @@ def put_rest(learn, # `Learner` in a fit
     for nm,p in _params(opt).items(): # fastai's optimizers step what has a gradient, be it zero, as it is after a step
         p.requires_grad_(nm in rest['opt']['trained'])
         p.grad = torch.zeros_like(p, requires_grad=False) if nm in rest['opt']['grads'] else None
-    for m,saved in zip(learn.metrics, rest['metrics']): m.reset() if saved is None else restore(m, saved)
+    for m,saved in zip(learn.metrics, rest['metrics']): restore(m, saved)
     found = {nm:restore(cbs[nm], saved) for nm,saved in rest['callbacks'].items() if nm in cbs}
     for nm in rest['off']: cbs.get(nm, SimpleNamespace()).run = False
     for nm,m in _modules(learn).items():
@@ -357,19 +354,11 @@ def put_rest(learn, # `Learner` in a fit
     for nm,b in rest['buffers'].items() if same else (): buffers[nm].data.copy_(b)
     if trainer is not None: trainer.buffers_stale = bool(rest['buffers'])
     if rest['scaler'] is not None and getattr(learn, 'scaler', None) is not None: learn.scaler.load_state_dict(rest['scaler'])
-    _put_loaders(learn, rest)
+    for drawn,states in zip(_drawing(learn), rest['generators']): set_generator_states(drawn, states)
     set_stream_states(rest['streams'] if same else {**rest['streams'], 'local':[]}, *_randoms(learn))
     return sorted({*rest['callbacks']}-{*cbs}),[f"{type(cbs[nm]).__name__}.{k}" for nm,ks in found.items() for k in ks]
 
 # %% ../../nbs/checkpoint/02_state.ipynb #1c2d6511
-def joined_metrics(every # `metrics` of the rest of each of the workers before
-                  ):
-    "Sums of all of them, for one worker of another number to go on with, while the others begin at 0; `None` where there is more than sums"
-    def summed(states):
-        if any({*o['data']}!={'total','count'} or o['states'] or o['numbers'] for o in states): return
-        return dict(states={}, numbers={}, data={k:sum(o['data'][k] for o in states) for k in ('total','count')})
-    return [summed(states) for states in zip(*every)]
-
 def read_state(c # `Checkpoint`
               )->dict:
     "The `state_dict` of its model, in CPU memory, in one process, whoever wrote it"

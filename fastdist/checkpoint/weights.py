@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['sharded_of', 'is_sharded']
 
-# %% ../../nbs/checkpoint/01_weights.ipynb #bf28dc39
+# %% ../../nbs/checkpoint/01_weights.ipynb #c3aa680f
 import fastai.learner, torch.distributed as dist
 from fastai.basics import *
 from fastai.callback.schedule import LRFinder
@@ -15,53 +15,44 @@ from ..strategy.sharded import ShardedOptimizer, move_state
 from ..fault.same_call import all_at
 from ..world.ranks import get_device, get_rank, get_world_size
 
-# %% ../../nbs/checkpoint/01_weights.ipynb #7ff02e60
+# %% ../../nbs/checkpoint/01_weights.ipynb #26ae2e8e
 def sharded_of(opt # A fastai optimizer, or `None`
               ):
     "What stands behind the methods of `opt`, where each worker has a part of its state; `None` elsewhere"
     res = getattr(getattr(opt, 'state_dict', None), '__self__', None)
     return res if isinstance(res, ShardedOptimizer) else None
 
-# %% ../../nbs/checkpoint/01_weights.ipynb #41a88cd7
-class _Stated:
-    "Stands for a model or an optimizer whose state is `state`"
-    def __init__(self, state): self.state = state
-    def state_dict(self): return self.state
-
-def _full_states(model, opt, keep):
-    "Stand-ins for `model` and `opt` with their whole states, for those that `keep` them; the same objects where nothing is sharded"
-    model = get_model(model)
-    if sharded := sharded_of(opt): opt = _Stated(sharded.state_dict(keep))
-    state = model.state_dict()
-    if not any(is_dtensor(o) for o in state.values()): return model,opt
-    all_at('a save of the model')
-    for k,o in state.items():
-        o = o.full_tensor() if is_dtensor(o) else o
-        state[k] = None if not keep else o.cpu() if isinstance(o, Tensor) else o # the extra state of a module may be anything
-    return _Stated(state),opt
+# %% ../../nbs/checkpoint/01_weights.ipynb #eea8a12f
+def _full_state(model, opt, keep):
+    "What `save_model` writes of them: whole states, in those that `keep` them; all workers call it where something is sharded"
+    sharded,opt_state = sharded_of(opt),None
+    if opt is not None: opt_state = opt.state_dict() if sharded is None else sharded.state_dict(keep)
+    state = get_model(model).state_dict()
+    if any(is_dtensor(o) for o in state.values()):
+        all_at('a save of the model')
+        for k,o in state.items():
+            o = o.full_tensor() if is_dtensor(o) else o
+            state[k] = None if not keep else o.cpu() if isinstance(o, Tensor) else o # the extra state of a module may be anything
+    return state if opt is None else dict(model=state, opt=opt_state)
 
 def is_sharded(model, opt=None):
     "Has this worker a part of the parameters, or of the optimizer's state, only?"
     return any(is_dtensor(p) for p in model.parameters()) or sharded_of(opt) is not None
 
-# %% ../../nbs/checkpoint/01_weights.ipynb #dbc7face
-def _save_in_this_rank(file, model, opt, pickle_protocol=2, **kwargs):
-    "fastai's `save_model`, in ranks in which that would not write as well"
-    state = get_model(model).state_dict()
-    if opt is not None: state = dict(model=state, opt=opt.state_dict())
-    torch.save(state, file, pickle_protocol=pickle_protocol, **kwargs)
-
-def _save_model(file, model, opt=None, with_opt=True, **kwargs):
+# %% ../../nbs/checkpoint/01_weights.ipynb #6a08dd29
+def _save_model(file, model, opt=None, with_opt=True, pickle_protocol=2, **kwargs):
     own = not isinstance(file, (str,Path)) # a file that is open, or in memory, is this process's
-    if is_sharded(model, opt): model,opt = _full_states(model, opt if with_opt else None, own or get_rank()==0)
-    if own: return _save_in_this_rank(file, model, opt if with_opt else None, **kwargs)
+    writes = own or not rank_distrib() # as in fastai
+    state = _full_state(model, opt if with_opt else None, writes)
+    if own: return torch.save(state, file, pickle_protocol=pickle_protocol, **kwargs)
+    if not writes: return
     tmp = Path(f'{file}.{os.getpid()}.tmp') # so that the file is whole at any time, or not there
     try:
-        _fastai_save(tmp, model, opt, with_opt, **kwargs)
-        if tmp.exists(): os.replace(tmp, file) # fastai writes in rank 0 alone
+        torch.save(state, tmp, pickle_protocol=pickle_protocol, **kwargs)
+        os.replace(tmp, file)
     finally: tmp.unlink(missing_ok=True)
 
-# %% ../../nbs/checkpoint/01_weights.ipynb #94f99348
+# %% ../../nbs/checkpoint/01_weights.ipynb #84e29bf4
 def _is_elsewhere(device):
     "Is it a GPU that is not this worker's, as 'cuda:0' in a script that all run?"
     if device is None or not dist.is_initialized() or get_world_size()==1: return False
@@ -75,16 +66,14 @@ def _load_model(file, model, opt=None, with_opt=True, device=None, **kwargs):
     if elsewhere and with_opt and opt is not None and sharded_of(opt) is None: move_state(opt)
     return res
 
-_fastai_save,_fastai_load = fastai.learner.save_model,fastai.learner.load_model
-replace_in_fastai({_fastai_save:_save_model, _fastai_load:_load_model})
+_fastai_load = fastai.learner.load_model
+replace_in_fastai({fastai.learner.save_model:_save_model, _fastai_load:_load_model})
 
-# %% ../../nbs/checkpoint/01_weights.ipynb #37edaff5
+# %% ../../nbs/checkpoint/01_weights.ipynb #2b0d2652
 def _save_for_finder(learn, file):
     "`learn.save` in a rank in which fastai would not write, for a file of its own. All ranks call it; rank 0 has saved already"
-    model,opt = learn.model,learn.opt
-    if is_sharded(model, opt): model,opt = _full_states(model, opt, get_rank()>0)
-    if get_rank()==0: return
-    _save_in_this_rank(join_path_file(file, learn.path/learn.model_dir, ext='.pth'), model, opt)
+    state = _full_state(learn.model, learn.opt, get_rank()>0)
+    if get_rank()>0: torch.save(state, join_path_file(file, learn.path/learn.model_dir, ext='.pth'), pickle_protocol=2)
 
 _finder_before_fit = LRFinder.before_fit
 

@@ -5,16 +5,17 @@
 # %% auto #0
 __all__ = ['keys', 'Config', 'read_config', 'train', 'main']
 
-# %% ../../nbs/launch/08_config.ipynb #62512e81
+# %% ../../nbs/launch/08_config.ipynb #64c92a18
 import argparse,collections,contextlib,importlib,inspect,json,math,multiprocessing,os,re,shlex,sys,textwrap,time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 if sys.version_info >= (3,11): import tomllib
 else: import tomli as tomllib
-from .machine import Parser, nearest, plural
+from .machine import is_worker, nearest, plural
 
-# %% ../../nbs/launch/08_config.ipynb #8fa9f517
+# %% ../../nbs/launch/08_config.ipynb #52340f28
 _methods = 'fit','fit_one_cycle','fit_flat_cos','fine_tune'
 _function = re.compile(r'\w+(\.\w+)*:\w+').fullmatch
 _rendezvous = re.compile(r'env://|tcp://([\w.-]+|\[[\da-fA-F:.]+\]):\d+|file:///.+').fullmatch
@@ -24,7 +25,7 @@ _count,_number = range(1, 2**32).__contains__,range(2**32).__contains__
 
 _Key = collections.namedtuple('_Key', 'default kind meaning need check', defaults=("a text that is not empty", lambda v: v!=''))
 
-# %% ../../nbs/launch/08_config.ipynb #f6d71fa7
+# %% ../../nbs/launch/08_config.ipynb #404804ed
 keys = dict(
     learner=_Key(None, str, "the function that returns the Learner; its module is looked for beside the config, and then where Python "
                  "looks", '"module:function"', _function),
@@ -69,7 +70,7 @@ def _is_right(k, v):
     "Is `v` a value that the key can have?"
     return isinstance(v, keys[k].kind) and isinstance(v, bool)==(keys[k].kind is bool) and keys[k].check(v)
 
-# %% ../../nbs/launch/08_config.ipynb #57099a03
+# %% ../../nbs/launch/08_config.ipynb #e188e408
 def _toml(v # Value of a key
          ):
     "`v` as TOML"
@@ -78,7 +79,7 @@ def _toml(v # Value of a key
     if isinstance(v, list): return '[' + ', '.join(map(_toml, v)) + ']'
     return json.dumps(v, ensure_ascii=False) if isinstance(v, (str,bool)) else str(v)
 
-# %% ../../nbs/launch/08_config.ipynb #61f8813b
+# %% ../../nbs/launch/08_config.ipynb #7d2c38fe
 class Config(SimpleNamespace):
     "All values by key, their defaults included"
     def __init__(self, path, # File of the config
@@ -91,10 +92,8 @@ class Config(SimpleNamespace):
               why):
         "What is wrong with a key, in words"
         where,v = self.origin.get(key.partition('.')[0], self.path),self.given.get(key)
-        value = '' if v is None or isinstance(v, dict) or where!=self.path else f' = {_toml(v)}'
-        above = [k for k in v if k in keys and f"'{k}'" in str(why)] if isinstance(v, dict) else () # all that follows [table] belongs to it
-        hint = f": {above[0]} is a key of its own, and stands above the line [{key}]" if above else ''
-        return f"fastdist train: {where}: {key}{value}: {why}{hint}"
+        value = f' = {_toml(v)}' if where==self.path and v is not None and not isinstance(v, dict) else ''
+        return f"fastdist train: {where}: {key}{value}: {why}"
 
     def fail(self, key, why):
         "End the process: something is wrong with a key"
@@ -102,31 +101,31 @@ class Config(SimpleNamespace):
 
     @contextlib.contextmanager
     def checked(self, key):
-        "End the process for an error in here: it is that of a key"
+        "End the process for an error in here, which is that of a key"
         try: yield
         except (TypeError,ValueError) as e: self.fail(key, e)
 
-# %% ../../nbs/launch/08_config.ipynb #b531c969
+# %% ../../nbs/launch/08_config.ipynb #788e362f
 _not_toml = r'''True|False|None|[+-]?(\d+\.|\.\d+)([eE][+-]?\d+)?|["'\[{].*''' # of which "False" would count as true
 
 def _override(word, given, origin):
     "Put `key=value` into the values `given`"
     key,eq,text = word.partition('=')
-    (head,*rest),is_text = key.split('.'),key in keys and keys[key].kind is str
-    if not eq: raise SystemExit(f"fastdist train: argument {word}: what follows the config is like key=value, as epochs=3")
+    (head,*rest),is_text,wrong = key.split('.'),key in keys and keys[key].kind is str,f"fastdist train: argument {word}: "
+    if not eq: raise SystemExit(f"{wrong}what follows the config is like key=value, as epochs=3")
     try: found = tomllib.loads(f'x = {text}')['x']
     except tomllib.TOMLDecodeError:
         found = text
         if not is_text and re.fullmatch(_not_toml, text): raise SystemExit(
-            f"fastdist train: argument {word}: {text} is no TOML, where it is true, false, 0.5 or \"text\", and what is None is left out. "
-            f"Has the shell taken the quotes of a text, as of {key}='\"...\"'?") from None
+            f"{wrong}{text} is no TOML, where it is true, false, 0.5 or \"text\", and what is None is left out") from None
     origin[head] = f'{origin[head]}, argument {word}' if rest and head in origin else f'argument {word}'
-    for k,last in zip([head,*rest], rest):
-        if not isinstance(given.setdefault(k, {}), dict): raise SystemExit(f"fastdist train: argument {word}: {k} is no table")
-        given = given[k]
-    given[[head,*rest][-1]] = found if isinstance(found, str) or not is_text else text
+    *tables,last = head,*rest
+    for k in tables:
+        given = given.setdefault(k, {})
+        if not isinstance(given, dict): raise SystemExit(f"{wrong}{k} is no table")
+    given[last] = found if isinstance(found, str) or not is_text else text
 
-# %% ../../nbs/launch/08_config.ipynb #07b68383
+# %% ../../nbs/launch/08_config.ipynb #5c887713
 def _faults(c):
     "(key, what is wrong with it) of each; if none is, of keys that do not agree"
     hint,n,nodes = "What the function of the learner takes stands below [learner_args]",c.distributed_world_size,c.nodes
@@ -138,15 +137,10 @@ def _faults(c):
          'workers of several machines need a rendezvous: give "tcp://host:port", of the first of them'),
         (nodes > 1 and c.node_rank is None, 'node_rank', "it is the number of this machine, from 0: add node_rank=0 on the first"),
         (n%nodes, 'distributed_world_size', f"it is the number of workers on all {nodes} machines, and cannot be divided by it"),
-        ((c.node_rank or 0) >= nodes, 'node_rank', f"it goes from 0 to {nodes-1}, as nodes = {nodes}"),
         ('resume_every' in c.given and c.resume is None, 'resume_every', "there is no resume, the folder to save to"),
-        (not os.path.isdir(os.path.dirname(c.distributed_init_method.partition('file://')[2]) or '.'), 'distributed_init_method',
-         "there is no such folder: make it first"),
-        (os.path.isfile(c.log_dir or ''), 'log_dir', "it is a file: give the name of a folder"),
-        (os.path.isdir(c.save or ''), 'save', "it is a folder: give the name of a file"),
         (not os.path.isdir(os.path.dirname(c.save or '') or '.'), 'save', "there is no such folder: make it first")) if is_so]
 
-# %% ../../nbs/launch/08_config.ipynb #ac0e816b
+# %% ../../nbs/launch/08_config.ipynb #e72f66d6
 def read_config(path, # File of the config
                 overrides=(), # Words of the command line, `key=value`
                ):
@@ -160,36 +154,36 @@ def read_config(path, # File of the config
     if faults := _faults(c): raise SystemExit('\n'.join(c.fault(*o) for o in faults))
     return c
 
-# %% ../../nbs/launch/08_config.ipynb #0b7da531
-def _made_by(c, key, # Of the name
-             name, # `module:function`, or `module:class`
-             table, # Key of the arguments
-             args):
-    "A function without arguments that calls the named one; ends the process where that is not there, or does not take its arguments"
-    module,_,func = name.partition(':')
+# %% ../../nbs/launch/08_config.ipynb #086d5d59
+def _named(c, key, # Of the name
+           name, # `module:function`, or `module:class`
+           known={}, # By name, what needs no module
+          ):
+    "What the name stands for; ends the process where that is not there"
+    if name in known: return known[name]
+    module,colon,func = name.partition(':')
+    if not colon: c.fail(key, f"""there is no such callback: {nearest(name, list(known), 'any other is named as "module:class"')}""")
     try: found = importlib.import_module(module)
-    except ModuleNotFoundError as e:
-        if not f'{module}.'.startswith(f'{e.name}.'): raise # it is one that the module needs
-        c.fail(key, f"there is no module {module}, neither beside the config nor where Python looks")
-    except SystemExit as e: c.fail(key, f"importing {module} ends the process, by sys.exit({e.code!r})") # and nothing would be trained
+    except ModuleNotFoundError as e: c.fail(key, f"{e}: modules are looked for beside the config, and where Python looks")
+    if callable(getattr(found, func, None)): return getattr(found, func)
     names = [k for k,v in vars(found).items() if getattr(v, '__module__', None)==module]
-    if not callable(getattr(found, func, None)):
-        c.fail(key, f"{getattr(found, '__file__', module)} has no function {func}: {nearest(func, names, 'name another one')}")
-    with c.checked(table): call = inspect.signature(getattr(found, func)).bind(**args)
-    return lambda: getattr(found, func)(*call.args, **call.kwargs)
+    c.fail(key, f"{module} has no function {func}: {nearest(func, names, 'name another one')}")
 
-# %% ../../nbs/launch/08_config.ipynb #c6f1335a
+def _bind(c, key, # Of the arguments
+          f, *args, **kwargs):
+    "`f` with these arguments, to be called; ends the process where it does not take them"
+    with c.checked(key): inspect.signature(f).bind(*args, **kwargs)
+    return partial(f, *args, **kwargs)
+
+# %% ../../nbs/launch/08_config.ipynb #f5caab14
 def _callbacks(c):
     "The callbacks that the config names"
     from fastai.basics import Callback
     found = {k:o for m in ('fastai.callback.all','fastdist.all') for k,o in vars(importlib.import_module(m)).items()}
-    known = {k:f'{o.__module__}:{k}' for k,o in found.items() if isinstance(o, type) and issubclass(o, Callback)}
-    for k in c.callbacks:
-        if ':' not in k and k not in known: c.fail(
-            f'callbacks.{k}', f"""there is no such callback: {nearest(k, list(known), 'any other is named as "module:class"')}""")
-    return [_made_by(c, f'callbacks.{k}', known.get(k, k), f'callbacks.{k}', args)() for k,args in c.callbacks.items()]
+    known = {k:o for k,o in found.items() if isinstance(o, type) and issubclass(o, Callback)}
+    return [_bind(c, f'callbacks.{k}', _named(c, f'callbacks.{k}', k, known), **args)() for k,args in c.callbacks.items()]
 
-# %% ../../nbs/launch/08_config.ipynb #dcca3c74
+# %% ../../nbs/launch/08_config.ipynb #396808a0
 def _learner(c):
     "The learner that the config names"
     from fastai.basics import Learner,set_seed
@@ -199,7 +193,7 @@ def _learner(c):
     set_seed(c.seed)
     # else each loader process that is not forked from this one imports the module, and all that it needs, in each epoch
     multiprocessing.set_forkserver_preload([c.learner.partition(':')[0]])
-    get = _made_by(c, 'learner', c.learner, 'learner_args', c.learner_args)
+    get = _bind(c, 'learner_args', _named(c, 'learner', c.learner), **c.learner_args)
     with fail_together(): learn = get()
     if not isinstance(learn, Learner): c.fail('learner', f"it returned a {type(learn).__name__}, and not a Learner")
     if c.precision!='fp32': getattr(learn, f'to_{c.precision}')()
@@ -210,28 +204,22 @@ def _learner(c):
         learn.opt = opt # exporting makes one
     return learn
 
-# %% ../../nbs/launch/08_config.ipynb #6568158d
+# %% ../../nbs/launch/08_config.ipynb #2f5764fb
 def _fit(c, learn, cbs):
-    "Train; the figures by name"
+    "Train; the figures of the last epoch by name"
     from fastdist.all import DistributedTrainer, Resume
-    from fastdist.data.loaders import n_batches
     lr = () if c.learning_rate is None else (c.learning_rate,)
     args = dict(method=c.fit) if isinstance(c.fit, str) else {'method':'fit_one_cycle', **c.fit}
-    fit = getattr(learn, args.pop('method'))
-    with c.checked('fit'): call = inspect.signature(fit).bind(c.epochs, *lr, **dict(cbs=cbs, **args))
+    with c.checked('fit'): fit = _bind(c, 'fit', getattr(learn, args.pop('method')), c.epochs, *lr, **dict(cbs=cbs, **args))
     with c.checked('context'):
         context = dict(sync_bn=c.sync_bn, split_batches=c.split_batches, cpu=not c.use_cuda_if_available,
                        strategy=None if c.strategy=='ddp' else c.strategy, **c.context) # by default the launcher's
         DistributedTrainer(**context)
-    evaluates = n_batches(learn.dls.valid)!=0 # in the context, a worker may have none of the batches
-    with learn.distrib_ctx(resume=c.resume and Resume(c.resume, c.resume_every), **context):
-        fit(*call.args, **call.kwargs)
-        found = {'train_loss':o[0] for o in learn.recorder.values[-1:]} # a callback may have ended the fit in its first epoch
-        if evaluates:
-            with learn.no_bar(),learn.no_logging(): found.update(zip(['valid_loss',*(o.name for o in learn.metrics)], learn.validate()))
-    return found
+    with learn.distrib_ctx(resume=c.resume and Resume(c.resume, c.resume_every), **context): fit()
+    last = learn.recorder.values[-1:] # none where a callback has ended the fit in its first epoch
+    return {k:v for row in last for k,v in zip(learn.recorder.metric_names[1:], row) if v is not None}
 
-# %% ../../nbs/launch/08_config.ipynb #19e95f27
+# %% ../../nbs/launch/08_config.ipynb #04bf89ee
 def _join(c):
     "Be the worker that the launcher and the config make of this process; ends it where their numbers differ"
     from fastdist.world.group import distributed_init
@@ -249,7 +237,7 @@ def _described(c):
     shown = {k:getattr(c, k) for k in keys if getattr(c, k) is not None and (k!='resume_every' or c.resume)}
     return '\n'.join(f"{f'{k} = {_toml(v)}':50} # {c.origin.get(k, 'default')}" for k,v in shown.items())
 
-# %% ../../nbs/launch/08_config.ipynb #5e26076c
+# %% ../../nbs/launch/08_config.ipynb #6fab8d19
 def train(c # What `read_config` returned
          ):
     "Train in this process, as one of the workers if there are several; returns the figures by name"
@@ -265,13 +253,13 @@ def train(c # What `read_config` returned
         cbs,learn = _callbacks(c),_learner(c)
         start,found = time.perf_counter(),_fit(c, learn, cbs)
         if c.save is not None: learn.export(Path(c.save).absolute())
-        values = ', '.join(f'{k} {v:.6f}' if isinstance(v, float) else f'{k} {v}' for k,v in found.items())
+        values = ', '.join(f'{k} {v:.6f}' if isinstance(v, float) else f'{k} {v}' for k,v in found.items()) or 'no epoch was finished'
         if get_rank()==0:
             print(f"fastdist: {values}; {plural(get_world_size(), 'worker')}, {time.perf_counter()-start:.1f} s", flush=True)
         return found
     finally: teardown_distrib()
 
-# %% ../../nbs/launch/08_config.ipynb #94629382
+# %% ../../nbs/launch/08_config.ipynb #a346a388
 _example = '''
 A config is a file in TOML:
 
@@ -294,7 +282,7 @@ Keys, and their defaults:
 def _parser():
     text = {k:textwrap.indent(textwrap.fill(f'{o.meaning} ({o.need})', 72), ' '*6) for k,o in keys.items()}
     rows = [f"  {k}{'' if o.default is None else f' = {_toml(o.default)}'}\n{text[k]}" for k,o in keys.items()]
-    p = Parser('fastdist train', usage="fastdist train [-h] [--dry-run] config.toml [key=value ...]",
+    p = argparse.ArgumentParser('fastdist train', usage="fastdist train [-h] [--dry-run] config.toml [key=value ...]",
                description="Train a fastai Learner on many workers, as a config has it.", epilog=_example + '\n'.join(rows),
                formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument('config', help="file of the config")
@@ -303,14 +291,7 @@ def _parser():
     p.add_argument('--dry-run', action='store_true', help="check the keys, print what would be run, and end")
     return p
 
-# %% ../../nbs/launch/08_config.ipynb #bbbeca1b
-def _is_worker():
-    "Has a launcher started this process?"
-    if not any(o in os.environ for o in ('WORLD_SIZE','RANK','SLURM_PROCID')): return False
-    from fastdist.world.ranks import from_env
-    try: return from_env().launcher!='none'
-    except ValueError as e: raise SystemExit(f"fastdist train: {e}") from None
-
+# %% ../../nbs/launch/08_config.ipynb #87618052
 def _launch_args(c, # What `read_config` returned
                  words, # The config and overrides, as they were given
                 ):
@@ -320,13 +301,13 @@ def _launch_args(c, # What `read_config` returned
     logs = [] if c.log_dir is None else ['--log-dir', c.log_dir]
     return ['-n', str(c.distributed_world_size//c.nodes), *nodes, *cpu, *logs, '-m', 'fastdist', 'train', *words]
 
-# %% ../../nbs/launch/08_config.ipynb #109de750
+# %% ../../nbs/launch/08_config.ipynb #f78506d0
 def main(args # Arguments after `fastdist train`
         ):
     "Train as a config says; the exit status"
     a = _parser().parse_intermixed_args(args)
     c = read_config(a.config, a.overrides)
-    launch = None if c.distributed_world_size==c.nodes or _is_worker() else _launch_args(c, [a.config,*a.overrides])
+    launch = None if c.distributed_world_size==c.nodes or is_worker() else _launch_args(c, [a.config,*a.overrides])
     if a.dry_run:
         print(f"{_described(c)}\n\n{f'fastdist launch {shlex.join(launch)}' if launch else 'this process trains, and starts no other'}")
     elif launch is None: train(c)

@@ -8,7 +8,7 @@ __all__ = ['main']
 # %% ../../nbs/launch/06_slurm.ipynb #ea355190
 import argparse,os,re,shlex,shutil,subprocess,sys
 from pathlib import Path
-from .machine import Parser, log_folder, n_threads, plural
+from .machine import log_folder, plural
 
 # %% ../../nbs/launch/06_slurm.ipynb #3a7eafda
 _usage = """fastdist slurm [--nodes N] (--gpus G | --workers W) [options] [options of sbatch]
@@ -28,7 +28,7 @@ _sbatch_options = {'--time':'-t', '--partition':'-p', '--account':'-A', '--qos':
                    '--exclude':'-x', '--job-name':'-J', '--mem':'--mem'}
 
 def _parser():
-    p = Parser('fastdist slurm', usage=_usage, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
+    p = argparse.ArgumentParser('fastdist slurm', usage=_usage, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
                description=f"{_help}\n{', '.join(_sbatch_options)}")
     add = p.add_argument
     for name,short in _sbatch_options.items(): add(short, name, dest=name, help=argparse.SUPPRESS)
@@ -44,7 +44,7 @@ def _parser():
     add('--submit', action='store_true', help="submit the job, and write a file only if -o names one")
     add('--requeue', type=int, default=0, metavar='K', help="when the time limit comes near, stop the workers by SIGTERM and put the job "
         "back into the queue, at most K times; what is trained in distrib_ctx saves then, and goes on from there (FASTDIST_RESUME)")
-    add('--warn', type=int, default=120, metavar='SECONDS', help="how long before the time limit that is; by default 120, 0 leaves it out")
+    add('--warn', type=int, default=120, metavar='SECONDS', help="how long before the time limit that is; by default 120")
     add('--launch', default='', metavar='OPTIONS', help="options for `fastdist launch`: --launch='--mixed_precision bf16 --max-restarts 3'")
     add('-m', dest='module', action='store_true', help="what to run is a module, as in `python -m`")
     add('script', help="the script, or with -m the module")
@@ -55,12 +55,7 @@ def _parser():
 def _read(args):
     "The arguments, with `sbatch`: the options that are passed on; ends the process with a message where the job could not be written"
     p = _parser()
-    (a,passed),rest,spaced = p.parse_known_args(args),list(args),[]
-    while a.script.startswith('--'): # argparse takes an unknown option for the script, if it has a blank in it
-        spaced.append(a.script)
-        rest.remove(a.script)
-        a,passed = p.parse_known_args(rest)
-    a.sbatch = [*passed,*spaced]
+    a,sbatch = p.parse_known_args(args)
     if not a.module and not os.path.isfile(a.script):
         p.error(f"there is no file {a.script!r}: it is the script, which comes after all options; an option of sbatch that is not listed by "
                 "--help has its value behind a =, as in --mail-type=END")
@@ -70,13 +65,12 @@ def _read(args):
     if (a.workers or 0) < 1:
         p.error("what does each node run? Give --gpus 8 for 8 GPUs, or --workers 4 for 4 workers on the CPU, before the script")
     if m and a.workers > int(m[1]): p.error(f"--workers {a.workers}: each needs a GPU of its own, and --gpus {a.gpus} is fewer")
-    if a.requeue and not a.warn: p.error(f"--warn 0: --requeue {a.requeue} needs a warning before the time limit; leave one of them out")
     if a.launch and not a.env_setup: # the launcher's own parser reads its options now, and not in a day, in the job
         from fastdist.launch.cli import _parse
         _parse([*shlex.split(a.launch), a.script])
+    a.sbatch,a.typed = sbatch,shlex.join(['fastdist','slurm',*args])
     a.cpus_per_task = a.cpus_per_task or a.workers*(4 if a.gpus else 1) # Slurm's own default is one for all
     a.name = vars(a)['--job-name'] or (a.script.split('.')[-1] if a.module else Path(a.script).stem)
-    a.typed = shlex.join(['fastdist','slurm',*args])
     return a
 
 # %% ../../nbs/launch/06_slurm.ipynb #af67a177
@@ -84,13 +78,12 @@ def _header(a):
     "The lines for Slurm: what this command needs, and then what was passed on; a `ValueError` for what Slurm would read as two lines"
     ours = {'--job-name':a.name, '--nodes':a.nodes, '--ntasks-per-node':1, '--gpus-per-node':a.gpus, '--cpus-per-task':a.cpus_per_task,
             '--chdir':os.getcwd(), '--output':f'{a.logs}/%x-%j.out', '--open-mode':'append',
-            '--signal':f'B:USR1@{a.warn}' if a.warn else None}
+            '--signal':f'B:USR1@{a.warn}'}
     given = {**{o:vars(a)[o] for o in _sbatch_options}, **ours}
     passed = [o.partition('=') for o in a.sbatch]
     lines = [*(f'{k}={shlex.quote(str(v))}' for k,v in given.items() if v is not None), '--requeue',
              *(k+eq+(shlex.quote(v) if v else '') for k,eq,v in passed)]
-    for o in lines:
-        if '\n' in o: raise ValueError(f"{o!r}: there is a line break in it")
+    if wrong := [o for o in lines if '\n' in o]: raise ValueError(f"{wrong[0]!r}: there is a line break in it")
     return '\n'.join(f'#SBATCH {o}' for o in lines)
 
 # %% ../../nbs/launch/06_slurm.ipynb #1947f876
@@ -150,7 +143,7 @@ def _batch_file(a):
     launch = ['python' if a.env_setup else sys.executable, '-m', 'fastdist', 'launch', '--nproc-per-node', str(a.workers)]
     # logs in a folder that all nodes see: the launcher's own choice is one of its node. What was given comes last, and counts
     words = dict(typed=a.typed.replace('\n', '\n# '), header=_header(a), logs=shlex.quote(f'{a.logs}/{a.name}'), before=_before(a),
-                 threads=n_threads(a.cpus_per_task, a.workers), seconds=a.warn or 30, times=a.requeue,
+                 threads=max(1, a.cpus_per_task//a.workers), seconds=a.warn, times=a.requeue,
                  launch=f'{shlex.join(launch)} --log-dir "$logs" {shlex.join(shlex.split(a.launch))}'.rstrip(),
                  script=shlex.join([*(['-m'] if a.module else []), a.script, *a.args]))
     return re.sub(r'@(\w+)@', lambda m: str(words[m[1]]), _file)

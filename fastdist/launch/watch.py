@@ -14,20 +14,16 @@ from ..env import job_variable, notices_variable, signals_to_handle
 
 # %% ../../nbs/launch/03_watch.ipynb #422ab5bd
 @contextmanager
-def notices_shown(hidden, # Function of a rank, as text: is what it prints in a file only?
-                  most=20, # Notices
+def notices_shown(hidden # Function of a rank, as text: is what it prints in a file only?
                  ):
     "Show the notices of workers that are started in the block; yields a list that all of them are added to"
     from accelerate.utils import patch_environment
-    found,left,screen,(read,write) = [],[most],sys.stderr,os.pipe()
+    found,screen,(read,write) = [],sys.stderr,os.pipe()
     def show():
         for line in open(read, errors='replace'):
             try: found.append(o := json.loads(line))
             except ValueError: continue # not ours
-            if not o['text'] or not hidden(o['rank']) or not left[0]: continue
-            left[0] -= 1
-            more = '' if left[0] else '\nfastdist: further notices of workers are in their logs'
-            print(f"fastdist: {o['text']}{more}", file=screen, flush=True)
+            if o['text'] and hidden(o['rank']): print(f"fastdist: {o['text']}", file=screen, flush=True)
     t = threading.Thread(target=show, daemon=True, name='fastdist notices')
     t.start()
     try:
@@ -38,13 +34,12 @@ def notices_shown(hidden, # Function of a rank, as text: is what it prints in a 
 
 # %% ../../nbs/launch/03_watch.ipynb #0c9ce66b
 def _running():
-    "(rank, local rank) of the workers that run here"
+    "Ranks of the workers that run here"
     for p in psutil.Process().children(): # one that has ended has no environment
-        with suppress(psutil.Error,KeyError,ValueError): yield int(p.environ()['RANK']),int(p.environ()['LOCAL_RANK'])
+        with suppress(psutil.Error,KeyError,ValueError): yield int(p.environ()['RANK'])
 
 @contextmanager
-def end_noticed(n, # Workers that are started here
-                logs, # Folder of their logs
+def end_noticed(logs, # `RankLogs` of the workers
                 after=10, # Seconds
                ):
     "Print, once, that a worker that was started in the block has ended, and others run on"
@@ -52,15 +47,14 @@ def end_noticed(n, # Workers that are started here
     def watch():
         since = None
         while not stop.wait(1):
-            found = dict(_running())
-            since = (since or time.monotonic()) if 0 < len(found) < n else None
+            runs = sorted(_running())
+            ended = sorted({*logs.files}-{*runs})
+            since = (since or time.monotonic()) if runs and ended else None
             if since is None or time.monotonic()-since < after: continue
-            runs,start = sorted(found),next(r-local for r,local in found.items())
-            ended = sorted({*range(start, start+n)}-{*runs})
             one,other = [f"worker{'' if len(o)==1 else 's'} {', '.join(map(str, o))}" for o in (ended,runs)]
-            return print(f"fastdist: {one} ended {after:g} s ago, and {other} {'has' if len(runs)==1 else 'have'} not; logs in {logs}",
-                         file=sys.stderr, flush=True)
-    if n > 1: threading.Thread(target=watch, daemon=True, name='fastdist watch').start()
+            return print(f"fastdist: {one} ended {after:g} s ago, and {other} {'has' if len(runs)==1 else 'have'} not; "
+                         f"logs in {logs.folder}", file=sys.stderr, flush=True)
+    threading.Thread(target=watch, daemon=True, name='fastdist watch').start()
     try: yield
     finally: stop.set()
 

@@ -19,7 +19,7 @@ def test_a_node_comes_and_is_lost(tmp_path, alone):
     file.write_text(file.read_text().replace("print('step', step, flush=True)", WAITS))
     first = [sys.executable, *'-m fastdist launch --cpu --nproc-per-node 1 --rdzv-endpoint'.split(), f'127.0.0.1:{free_port()}', '--rdzv_conf', CONF, '--nnodes', '1:2', '--max-restarts', '4', file]
     second = [*first[:-1], '--node-rank', '1', file]
-    env = dict(TORCH_CPP_LOG_LEVEL='ERROR', FASTDIST_STARTUP_SECONDS='60')
+    env = dict(TORCH_CPP_LOG_LEVEL='ERROR')
 
     def lost(other, mark):
         wait_for((tmp_path/'step9of2').exists, 'two workers train', 200)

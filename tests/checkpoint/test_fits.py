@@ -11,7 +11,7 @@ class StopsAt(Callback):
         if not self.training or StopsAt.left is None: return
         StopsAt.left -= 1
         if StopsAt.left or StopsAt.how != 'exception': return
-        if (writes := self.learn.resume.saver.thread) is not None: writes.join()  # so that the checkpoint before it is there
+        if (writes := self.learn.resume.fit.saver.thread) is not None: writes.join()  # so that the checkpoint before it is there
         raise KeyError('stop')
     def before_batch(self):
         if self.training and StopsAt.left == 1 and StopsAt.how == 'signal': self.learn.resume.request(stop=True)

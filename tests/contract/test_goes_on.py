@@ -11,7 +11,7 @@ class Stops(Callback):
     def after_step(self): Stops.steps += 1
 
 
-def run(folder, strategy, at=None, exc=KeyError, rank=None, dropout=0., resume=True):
+def run(folder, strategy, at=None, exc=KeyError, rank=None, dropout=0., resume=True, train_metrics=False):
     "10 steps, or what is left of them; `None` where they are stopped, and how many were made"
     import fastdist.all
     from_the_start()
@@ -21,7 +21,7 @@ def run(folder, strategy, at=None, exc=KeyError, rank=None, dropout=0., resume=T
         torch.manual_seed(3)
         return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(dropout), nn.Linear(8, 3)).double()
     learn, res = quiet(learner(n=22, opt=Adam, lr=.02, wd=.1, model=model, metrics=accuracy, cbs=Stops(), path=folder)), None
-    learn.recorder.train_metrics = True
+    learn.recorder.train_metrics = train_metrics
     ctx = {} if strategy is None else ctx_of(strategy)
     if resume: ctx['resume'] = resume if resume is not True else fastdist.all.Resume(folder/'ckpt', every=1)
     try:
@@ -59,9 +59,10 @@ def interrupted(folder):
     "Runs of two workers with dropout: whole, ended by one worker alone, and gone on with"
     from fastdist.all import Resume
     def resume(name): return Resume(folder/name, every=2)
-    whole = run(folder/'w', 'ddp', dropout=.3, resume=resume('whole'))[0]
-    first = run(folder/'w', 'ddp', dropout=.3, resume=resume('part'), at=5, rank=1)
-    last = run(folder/'w', 'ddp', dropout=.3, resume=resume('part'))
+    more = dict(dropout=.3, train_metrics=True)
+    whole = run(folder/'w', 'ddp', resume=resume('whole'), **more)[0]
+    first = run(folder/'w', 'ddp', resume=resume('part'), at=5, rank=1, **more)
+    last = run(folder/'w', 'ddp', resume=resume('part'), **more)
     return whole, first, last
 
 

@@ -71,7 +71,7 @@ FAULTS = dict(
         fault()
         raise OSError('no such host')
     try: rank0_first(download)
-    finally: time.sleep(3*(rank == 0))''', before='setup_distrib = lambda **_: None', says=['OSError: no such host', 'in download', 'worker 0 failed with exit status 1'], who=0),
+    finally: time.sleep(3*(rank == 0))''', before='setup_distrib = lambda **_: None', says=['OSError: no such host', 'in download', 'worker 0 failed (OSError)'], who=0),
     rank_0_tidies_up=dict(fault="raise ValueError('no disk')", without='''
     plain = dist.all_reduce
     def all_reduce(t):

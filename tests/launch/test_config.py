@@ -86,8 +86,8 @@ def test_faults(folder, text, words, want):
 
 @pytest.mark.parametrize('words,want', [
     (['learner_args.bsz=3', 'distributed_world_size=2'], "argument learner_args.bsz=3: learner_args: got an unexpected keyword argument 'bsz'"),
-    (['learner=mine:gte'], 'mine.py has no function gte: did you mean get?'),
-    (['learner=mined:get'], 'there is no module mined, neither beside the config nor where Python looks'),
+    (['learner=mine:gte'], 'mine has no function gte: did you mean get?'),
+    (['learner=mined:get'], "No module named 'mined': modules are looked for beside the config"),
     (['fit.method=fit_flat_cos', 'fit.pct_strt=0.5'], "fit: got an unexpected keyword argument 'pct_strt'"),
     (['context.watchdg=9'], 'did you mean watchdog?'),
     (['callbacks.SaveModelCallbck={}'], 'did you mean SaveModelCallback?')])

@@ -82,7 +82,7 @@ def killed(fit, folder, hits, seed, *args, how=((2, 'ddp'),)):
         hit, struck = hits[len(told)] if len(told) < len(hits) else None, []
         for r in range(n): (folder/f'pid{r}').unlink(missing_ok=True)
         cmd = [sys.executable, '-m', 'fastdist', 'launch', '-n', n, '--cpu', folder/'s.py', folder, fit, repr(strategy), *map(repr, args)]
-        res = launched(cmd, 300, env=dict(FASTDIST_STARTUP_SECONDS='60'), cwd=folder, grace=60,
+        res = launched(cmd, 300, cwd=folder, grace=60,
                        during=lambda proc, mark: hit and struck.append(_strike(proc, folder, n, rng, *hit)))
         assert res.left == {}, f'{hit} was killed, and there run on {res.left}'
         if struck == [True]:

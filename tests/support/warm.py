@@ -19,7 +19,7 @@ FULL = ('torch', 'torch.distributed.elastic.multiprocessing', 'torch._dynamo', '
         'IPython.core.interactiveshell', 'cloudpickle', 'psutil',
         'fastai.basics', 'fastai.callback.all', 'fastai.vision.all', 'fastai.tabular.all', 'accelerate.commands.launch',
         'torch.distributed.run', 'torch.distributed.fsdp', 'torch.distributed.optim', 'torch.utils.tensorboard', 'nbformat',
-        *(f'fastdist.{o}' for o in 'all launch.cli launch.check launch.config launch.check_worker launch.notebook.launcher launch.slurm launch.logs'.split()))
+        *(f'fastdist.{o}' for o in 'all launch.cli launch.check launch.config launch.notebook.launcher launch.slurm launch.logs'.split()))
 IN_NOTEBOOK = ('ipykernel', 'notebook.worker', 'nbclient', 'notebook.py')
 NAME = 'warm-seed'  # of seeds, in /proc
 PAD = 'FASTDIST_TEST_PAD'  # room for the environment and the command line of a warm process, where /proc shows them

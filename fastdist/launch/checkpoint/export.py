@@ -7,11 +7,11 @@ __all__ = ['main']
 
 # %% ../../../nbs/launch/checkpoint/01_export.ipynb #79f478b4
 import os,sys
+from argparse import ArgumentParser
 from pathlib import Path
 
 from ...checkpoint.files import DamagedCheckpoint, best_of
 from .inspect import find_checkpoints
-from ..machine import Parser
 
 # %% ../../../nbs/launch/checkpoint/01_export.ipynb #0fda2df9
 def _write(c, file):
@@ -34,7 +34,7 @@ def _write(c, file):
 def main(args # Arguments after `fastdist export`
         ):
     "Write the weights of a checkpoint to one file; the exit status"
-    p = Parser('fastdist export', description="Write the model's weights in a checkpoint to one plain file: "
+    p = ArgumentParser('fastdist export', description="Write the model's weights in a checkpoint to one plain file: "
                        "models/model.pth for learn.load('model', with_opt=False), or model.safetensors.")
     p.add_argument('path', help="the folder of Resume, of which the newest checkpoint is taken, or one of the folders step-... in it")
     p.add_argument('file', type=Path, help="what to write: a name that ends in .pth or .safetensors")
@@ -43,10 +43,8 @@ def main(args # Arguments after `fastdist export`
     a = p.parse_args(args)
     if a.file.suffix not in ('.pth','.safetensors'): p.error(f"{a.file}: it ends in .pth or .safetensors")
     if a.file.exists() and not a.force: sys.exit(f"fastdist export: {a.file} is there already, and is left as it is: --force overwrites it")
-    if not a.file.absolute().parent.is_dir(): sys.exit(f"fastdist export: there is no folder {a.file.absolute().parent}")
     try:
         found = find_checkpoints(a.path, 'export')
-        if a.best and found[0].path==Path(a.path): p.error(f"--best: {a.path} is one checkpoint: give the folder that it is in")
         c = best_of(found) if a.best else found[0] # where it is damaged, whoever wants an older one names it
         if c is None: sys.exit(f"fastdist export: --best: no checkpoint in {a.path} has a validation loss")
         tensors = _write(c, a.file)

@@ -5,37 +5,33 @@
 # %% auto #0
 __all__ = ['NotebookWorkers', 'without_frames', 'end_workers', 'launch_in_notebook']
 
-# %% ../../../nbs/launch/notebook/02_launcher.ipynb #fef00961
-import atexit,itertools,json,linecache,multiprocessing.util,os,re,shutil,signal,subprocess,sys,threading,time,warnings
-from contextlib import contextmanager,suppress
+# %% ../../../nbs/launch/notebook/02_launcher.ipynb #87c897ac
+import atexit,itertools,json,linecache,multiprocessing.util,os,re,shutil,signal,subprocess,sys,time,warnings
+from contextlib import suppress
 from multiprocessing.connection import wait
-from numbers import Integral
 from types import ModuleType
 
 import torch.distributed as dist
 from fastai.basics import *
 from ...data.rng import rng_state
-from ...env import check_gpus, hash_env
 from ..logs import last_words
-from ..machine import log_folder, n_cores, n_gpus, quiet_env, starting, thread_env, why_cpu
+from ..machine import log_folder, n_cores, n_threads, quiet_env, starting, why_cpu
 from .serialize import namespace, pack, rich_shell, unpack
 from ...world.errors import Failure, RemoteError, is_library, read_record
 from ...world.rendezvous import loopback_env, loopback_store
-from ...env import clear_left, keep as keep_folder, new_folder
+from ...env import check_gpus, clear_left, hash_env, keep as keep_folder, new_folder
 from ...world.secret import secret_env
 from ...world.ranks import from_env
 
-# %% ../../../nbs/launch/notebook/02_launcher.ipynb #7cf6c7bb
+# %% ../../../nbs/launch/notebook/02_launcher.ipynb #efb3c4fd
 def _n_workers(n, gpus):
-    "How many workers are to be started; an error if it cannot be"
+    "How many workers are to be started; a `ValueError` if it cannot be"
     if n is None: return max(1, gpus)
-    if isinstance(n, bool) or not isinstance(n, Integral): raise TypeError(f"n={n!r}: the number of workers is an integer")
-    if (n := int(n)) < 1: raise ValueError(f"n={n}: at least 1 worker is needed")
+    if n < 1: raise ValueError(f"n={n}: at least 1 worker is needed")
     if gpus: check_gpus(n, gpus, "run os.environ['ACCELERATE_USE_CPU'] = 'true' before,", f'n={n}: ')
     return n
 
-def _check_func(func, keep):
-    if not isinstance(keep, bool): raise TypeError(f"keep={keep!r}: it is True or False: are the workers to stay for the next call?")
+def _check_func(func):
     if not callable(func): raise TypeError(f"func={func!r}: it has to be a function, which every worker calls")
     e = from_env()
     if e.launcher!='launch_in_notebook' and e.world_size==1 and not (dist.is_initialized() and dist.get_world_size() > 1): return
@@ -43,7 +39,7 @@ def _check_func(func, keep):
     raise RuntimeError(f"rank {e.rank}: this process is a worker itself (of {e.launcher}), and cannot start others: "
                        f"call launch_in_notebook in the notebook{left}")
 
-# %% ../../../nbs/launch/notebook/02_launcher.ipynb #1e9887ba
+# %% ../../../nbs/launch/notebook/02_launcher.ipynb #c3cfadaf
 _not_imported = '__main__','builtins','ipykernel','IPython','fastdist' # by a worker
 
 def _module_of(v):
@@ -62,22 +58,13 @@ def _setup(folder, name, gpu, keep):
                 cells=cells, method=multiprocessing.get_start_method(allow_none=True),
                 state=pack((warnings.filters[:], rng_state()))[0], folder=folder, name=name, gpu=gpu, keep=keep)
 
-# %% ../../../nbs/launch/notebook/02_launcher.ipynb #17d11fc1
-@contextmanager
-def _interrupts_wait():
-    "Ctrl-C, where it would leave workers behind, waits; yields a list that has something in it then"
-    pressed = []
-    if threading.current_thread() is not threading.main_thread(): yield pressed; return
-    old = signal.signal(signal.SIGINT, lambda *_: pressed.append(True))
-    try: yield pressed
-    finally: signal.signal(signal.SIGINT, old)
-
+# %% ../../../nbs/launch/notebook/02_launcher.ipynb #d3fd9411
 def _worker_envs(n, cpu, port):
     "What is added to the environment of each worker, by rank; `port` is that of the store of the rendezvous"
     both = dict(WORLD_SIZE=n, LOCAL_WORLD_SIZE=n, GROUP_RANK=0, MASTER_ADDR='127.0.0.1', MASTER_PORT=port,
                 FASTDIST_LAUNCHER='launch_in_notebook', TORCHELASTIC_USE_AGENT_STORE='True',
-                TORCHELASTIC_RESTART_COUNT=0, PYTHONUNBUFFERED=1, **thread_env(n_cores(), n), **quiet_env(), **hash_env(), **secret_env(),
-                **loopback_env())
+                TORCHELASTIC_RESTART_COUNT=0, PYTHONUNBUFFERED=1, OMP_NUM_THREADS=n_threads(n_cores(), n),
+                **quiet_env(), **hash_env(), **secret_env(), **loopback_env())
     if cpu: both['ACCELERATE_USE_CPU'] = 'true'
     if shell := rich_shell(): both['IPYTHONDIR'] = shell.ipython_dir # where the home cannot be written each would make one, and leave it
     else: both['COLUMNS'] = shutil.get_terminal_size().columns # a progress bar of text is as wide
@@ -87,7 +74,7 @@ _program = "import sys; sys.path[:] = {path}; from fastdist.launch.notebook.work
 
 class NotebookWorkers:
     "Processes that run functions together"
-    grace,patience,pause = 1.,3.,0.2 # seconds: for others to report what they see of a failure; to end; between outputs of what is printed
+    grace,patience = 1.,3. # seconds: for others to report what they see of a failure; to end
     def __init__(self, n, cpu, log_dir, kind):
         self.n,self.kind,self.pid,self.files,self.new_logs = n,kind,os.getpid(),set(),log_dir is None
         self.folder = os.path.abspath(log_folder(new_folder() if self.new_logs else log_dir, f'log_dir={log_dir!r}'))
@@ -96,39 +83,37 @@ class NotebookWorkers:
         self.procs,self.conns,self.tails,self.done = [],{},{},set() # `conns`: connection -> rank; `tails`: open logs of rank 0
 
     def start(self):
-        threads = self.envs[0].get('OMP_NUM_THREADS') or os.environ['OMP_NUM_THREADS'] # as the user has chosen
-        print(f"fastdist: {starting(self.n, 'ACCELERATE_USE_CPU' in self.envs[0], threads)}",
+        print(f"fastdist: {starting(self.n, 'ACCELERATE_USE_CPU' in self.envs[0], self.envs[0]['OMP_NUM_THREADS'])}",
               file=sys.stderr if rich_shell() is None else sys.stdout, flush=True)
         code,self.started = _program.format(path=[o for o in sys.path if isinstance(o, str)]),time.time()
         for r,env in enumerate(self.envs):
-            (ours,theirs),logs = multiprocessing.Pipe(),[f'{self.folder}/rank{r}.{o}.log' for o in ('out','err')]
-            Path(error := f'{self.folder}/rank{r}.error.json').unlink(missing_ok=True)
-            with theirs,open(logs[0], 'wb') as out,open(logs[1], 'wb') as err:
-                self.procs.append(subprocess.Popen([sys.executable,'-c',code,str(theirs.fileno())], pass_fds=[theirs.fileno()],
-                    env={**os.environ, **env, 'TORCHELASTIC_ERROR_FILE':error}, stdin=subprocess.DEVNULL, stdout=out, stderr=err,
-                    start_new_session=True))
+            (ours,theirs),error = multiprocessing.Pipe(),Path(self.error_file(r))
             self.conns[ours] = r
+            error.unlink(missing_ok=True)
+            with theirs,open(f'{self.folder}/rank{r}.out.log', 'wb') as out,open(f'{self.folder}/rank{r}.err.log', 'wb') as err:
+                self.procs.append(subprocess.Popen([sys.executable,'-c',code,str(theirs.fileno())], pass_fds=[theirs.fileno()],
+                    env={**os.environ, **env, 'TORCHELASTIC_ERROR_FILE':str(error)}, stdin=subprocess.DEVNULL, stdout=out, stderr=err,
+                    start_new_session=True))
         self.tails = {f'std{o}':open(f'{self.folder}/rank0.{o}.log', encoding='utf-8', errors='replace') for o in ('out','err')}
 
-# %% ../../../nbs/launch/notebook/02_launcher.ipynb #bda0d385
+    def error_file(self, r): return f'{self.folder}/rank{r}.error.json'
+
+# %% ../../../nbs/launch/notebook/02_launcher.ipynb #ca63689d
 @patch
 def run(self:NotebookWorkers, setup, # What the workers have to know for a function
         call, # That function, in bytes
        ):
     "The value of rank 0, as bytes; or the first failure is raised"
-    self.done,self.failures,self.ended,self.texts = set(),[],[],[] # ranks that have returned; `Failure`s; (rank, exit status); (stream, text)
-    self.value,self.since,self.shown = None,None,0. # of rank 0; when a failure was seen; when texts were shown
+    self.done,self.failures,self.ended = set(),[],[] # ranks that have returned; (rank, `Failure`); (rank, exit status)
+    self.value,self.since = None,None # of rank 0; when a failure was seen
     try:
-        with _interrupts_wait() as pressed:
-            if not self.procs: self.start()
-        if pressed: raise KeyboardInterrupt
+        if not self.procs: self.start()
         for conn in self.conns:
             with suppress(OSError): conn.send((setup,call)) # `is_done` will see that a worker has ended
         while not self.is_done(setup['keep']): self.receive(0.1)
         while self.receive(0): pass
-        self.show()
     except KeyboardInterrupt:
-        with _interrupts_wait(): self.interrupt()
+        self.interrupt()
         raise
     if self.failures or self.since: raise self.error()
     return self.value
@@ -154,34 +139,31 @@ def receive(self:NotebookWorkers, seconds):
     for conn in ready:
         try: self.handle(self.conns[conn], *conn.recv())
         except (EOFError,OSError): self.conns.pop(conn, None)
-    if time.monotonic() > self.shown+self.pause: self.show()
+    for name,f in self.tails.items(): # of programs that rank 0 has started
+        if text := f.read(): self.show(name, text)
     return bool(ready)
 
 @patch
 def handle(self:NotebookWorkers, rank, kind, *args):
     "Show, or note, what a worker has sent"
-    if kind=='stream': self.texts.append(args)
+    if kind=='stream': self.show(*args)
     elif kind=='value': self.value, = args
     elif kind=='failed': self.failures.append((rank,*args))
     elif kind=='done':
         self.done.add(rank)
         self.files.update(*args)
     else: # of what displays things
-        self.show()
         *args,kwargs = args if isinstance(args[-1], dict) else (*args,{})
         getattr(rich_shell().display_pub, kind)(*args, **kwargs)
 
 @patch
-def show(self:NotebookWorkers):
-    "Show what rank 0 has printed, and the programs that it has started"
-    self.texts += [(name, text) for name,f in self.tails.items() if (text := f.read())]
-    for name,parts in itertools.groupby(self.texts, key=lambda o: o[0]):
-        if (stream := getattr(sys, name)) is None: continue # it has been closed, as by `>&-`
-        stream.write(''.join(text for _,text in parts))
-        stream.flush()
-    self.texts,self.shown = [],time.monotonic()
+def show(self:NotebookWorkers, name, text):
+    "Show what rank 0 has printed to the stream of this name"
+    stream = getattr(sys, name)
+    stream.write(text)
+    if rich_shell() is None: stream.flush() # a notebook's does so by itself, five times a second, and before something is displayed
 
-# %% ../../../nbs/launch/notebook/02_launcher.ipynb #55d4db47
+# %% ../../../nbs/launch/notebook/02_launcher.ipynb #c876d2ec
 @patch
 def interrupt(self:NotebookWorkers):
     "Let the workers end as by Ctrl-C, and show what they send meanwhile"
@@ -189,7 +171,6 @@ def interrupt(self:NotebookWorkers):
     end = time.monotonic()+self.patience
     with suppress(Exception): # the interrupt has come in the middle of a message
         while self.conns and time.monotonic() < end: self.receive(0.1)
-        self.show()
 
 @patch
 def is_idle(self:NotebookWorkers):
@@ -199,31 +180,25 @@ def is_idle(self:NotebookWorkers):
 @patch
 def close(self:NotebookWorkers):
     "End what is left of the workers"
-    with _interrupts_wait():
-        for sig in signal.SIGTERM,signal.SIGKILL:
-            end = time.monotonic()+self.patience
-            for p in self.procs:
-                with suppress(ProcessLookupError,PermissionError): os.killpg(p.pid, sig) # with what it has started
-            for p in self.procs:
-                with suppress(subprocess.TimeoutExpired): p.wait(max(0, end-time.monotonic()))
-        for o in (*self.tails.values(), *self.conns): o.close()
-        self.store = None # an error that a notebook keeps may keep the rest
-        if self.new_logs: shutil.rmtree(self.folder, ignore_errors=True)
+    for o in (*self.conns, *self.tails.values()): o.close() # a worker ends then, also where what follows is interrupted
+    self.store = None # an error that a notebook keeps may keep the rest
+    for sig in signal.SIGTERM,signal.SIGKILL:
+        end = time.monotonic()+self.patience
+        for p in self.procs:
+            with suppress(ProcessLookupError,PermissionError): os.killpg(p.pid, sig) # with what it has started
+        for p in self.procs:
+            with suppress(subprocess.TimeoutExpired): p.wait(max(0, end-time.monotonic()))
+    if self.new_logs: shutil.rmtree(self.folder, ignore_errors=True)
 
-# %% ../../../nbs/launch/notebook/02_launcher.ipynb #732d0a52
+# %% ../../../nbs/launch/notebook/02_launcher.ipynb #fb77d59f
 def _short_traceback(text):
     "The same without the frames of libraries, but the last"
     frames = re.split(r'(?m)^(?=  File ")|^(?! )(?<=\n)', text)
-    res,left = [],[]
-    for i,o in enumerate(frames):
-        file = re.match(r'  File "(.*)", line ', o)
-        if file and is_library(file[1]) and i+1 < len(frames) and frames[i+1].startswith('  File "'):
-            left.append(o)
-            continue
-        if left: res.append(f"  ... {len(left)} calls in libraries\n")
-        res.append(o)
-        left = []
-    return ''.join(res)
+    def in_library(frame, after):
+        file = re.match(r'  File "(.*)", line ', frame)
+        return bool(file and after.startswith('  File "') and is_library(file[1]))
+    groups = itertools.groupby(zip(frames, [*frames[1:],'']), lambda o: in_library(*o))
+    return ''.join(f"  ... {len([*found])} calls in libraries\n" if skip else ''.join(o for o,_ in found) for skip,found in groups)
 
 def without_frames(e # An exception
                   ):
@@ -234,19 +209,18 @@ def without_frames(e # An exception
 @patch
 def recorded(self:NotebookWorkers):
     "The first `Failure` in the error records of workers, `None` if there is none: of one that was stopped, another has written it"
-    found = []
-    for r in range(self.n):
-        with suppress(OSError,ValueError): found.append(read_record(json.loads(Path(f'{self.folder}/rank{r}.error.json').read_text())))
-    return min((o for o in found if o is not None), key=lambda o: o.time, default=None)
+    files = [o for r in range(self.n) if (o := Path(self.error_file(r))).exists()]
+    found = [f for o in files if (f := read_record(json.loads(o.read_text()))) is not None]
+    return min(found, key=lambda o: o.time, default=None)
 
 @patch
 def how(self:NotebookWorkers, rank, status):
     "How a worker has ended that has not said why"
     if not status: return "ended before the function returned (os._exit?)"
+    how = f"ended with exit status {status}" if status > 0 else f"was killed by signal {-status}"
+    if status==-signal.SIGKILL: how += ' (out of memory?)'
     text = last_words(f'{self.folder}/rank{rank}.err.log', 20)
-    last = text and f". The last that it has written is:\n{text}"
-    if status > 0: return f"ended with exit status {status}, without a traceback{last}"
-    return f"was killed by signal {-status}{' (out of memory?)' if status==-signal.SIGKILL else ''}, without a traceback{last}"
+    return f"{how}, without a traceback{text and f'. The last that it has written is:{chr(10)}{text}'}"
 
 @patch
 def error(self:NotebookWorkers):
@@ -262,14 +236,12 @@ def error(self:NotebookWorkers):
     res.__cause__ = f.exception()
     return without_frames(res)
 
-# %% ../../../nbs/launch/notebook/02_launcher.ipynb #6b4589eb
+# %% ../../../nbs/launch/notebook/02_launcher.ipynb #3379d536
 _kept = None # `NotebookWorkers` that wait for the next call
 
 def _kind(n, cpu, log_dir):
     "What workers have from their start; for another kind others are started"
-    try: return n,cpu,log_dir,os.getcwd(),sys.path[:],dict(os.environ)
-    except FileNotFoundError: raise FileNotFoundError(
-        "the current folder has been deleted, and workers would start in it: go to another one, by os.chdir(...) or %cd") from None
+    return n,cpu,log_dir,os.getcwd(),sys.path[:],dict(os.environ)
 
 def end_workers():
     "End the workers that `launch_in_notebook(keep=True)` has kept; nothing where there are none"
@@ -288,18 +260,7 @@ def _take(kind):
     w,_kept = _kept,None
     return w
 
-# %% ../../../nbs/launch/notebook/02_launcher.ipynb #f506ebb3
-def _open(value, sent, name):
-    "What rank 0 has returned; it is kept in a file where that fails"
-    try: return unpack(value, known=sent)[0]
-    except Exception as e:
-        file = new_folder()/'value'
-        keep_folder(file.parent)
-        file.write_bytes(value)
-        raise TypeError(
-            f"what {name} returned cannot be opened in the notebook ({type(e).__name__}: {e}), and is kept. When it has what it lacks: "
-            f"from fastdist.launch.notebook.serialize import *; unpack(Path({str(file)!r}).read_bytes(), namespace())[0]") from e
-
+# %% ../../../nbs/launch/notebook/02_launcher.ipynb #b26d00ba
 def launch_in_notebook(func, # Called in every worker; cells may define it, and what it uses
                        *args, # Passed to `func`
                        n=None, # Number of workers; by default one for each GPU, or one on a machine without a GPU
@@ -309,12 +270,12 @@ def launch_in_notebook(func, # Called in every worker; cells may define it, and 
                       ):
     "Call `func` in `n` fresh processes that train together; returns what rank 0 returns, and shows in the cell what it prints and draws"
     global _kept
-    _check_func(func, keep)
-    name,gpus = getattr(func, '__name__', type(func).__name__),n_gpus()
+    _check_func(func)
+    name,gpus = getattr(func, '__name__', type(func).__name__),torch.cuda.device_count()
     n = _n_workers(n, 0 if (cpu := why_cpu(gpus) is not None) else gpus)
     try: call,sent = pack((func,args,kwargs))
     except TypeError as e: raise TypeError(
-        f"{name} cannot be sent to the workers, {e}. Make it inside of the function; or use Accelerate's notebook_launcher, whose "
+        f"{name} cannot be sent to the workers: {e}. Make it inside of the function; or use Accelerate's notebook_launcher, whose "
         "workers are copies of the notebook's process, and have all that it has") from None
     clear_left()
     w = _take(kind := _kind(n, cpu, log_dir)) or NotebookWorkers(n, cpu, log_dir, kind)
@@ -324,9 +285,9 @@ def launch_in_notebook(func, # Called in every worker; cells may define it, and 
     finally:
         if keep and w.is_idle(): _kept = w
         else: w.close()
-    return _open(value, sent, name)
+    return unpack(value, known=sent)[0]
 
-# %% ../../../nbs/launch/notebook/02_launcher.ipynb #05df99df
+# %% ../../../nbs/launch/notebook/02_launcher.ipynb #34203536
 def _show_displays(_=None):
     "In a process that `multiprocessing` has forked from a notebook's"
     if session := getattr(getattr(rich_shell(), 'display_pub', None), 'session', None): session.check_pid = False

@@ -21,12 +21,8 @@ class _Packer(cloudpickle.Pickler):
     def __init__(self, file, ns, known=None):
         super().__init__(file)
         self.ns,self.sent,self.known = ns,{},{id(v):k for k,v in (known or {}).items()}
-        self.before,self.last,self.dicts = None,None,[] # the last two objects that were looked at, and all dicts
 
-    def persistent_id(self, o):
-        self.before,self.last = self.last,o
-        if isinstance(o, dict): self.dicts.append(o)
-        return self.known.get(id(o))
+    def persistent_id(self, o): return self.known.get(id(o))
 
     def reducer_override(self, o):
         if isinstance(o, getattr(sys.modules.get('IPython'), 'InteractiveShell', ())): return _shell,() # `%time`, `!ls`: the reader's
@@ -36,12 +32,6 @@ class _Packer(cloudpickle.Pickler):
         named = isinstance(o, (type,types.FunctionType)) and o.__module__=='__main__' and self.ns.get(o.__qualname__) is o
         if named: self.sent[o.__qualname__] = o
         return super().reducer_override(o)
-
-    def culprit(self):
-        "What could not be sent, in words"
-        key,o = self.before,self.last
-        named = isinstance(key, str) and any(dict.get(d, key) is o for d in self.dicts)
-        return f"{f'`{key}`, ' if named else 'something '}of type {type(o).__name__}"
 
 # %% ../../../nbs/launch/notebook/00_serialize.ipynb #fa6a9f08
 class _Unpacker(pickle.Unpickler):
@@ -77,11 +67,11 @@ def namespace():
 def pack(o, # Anything
          known=None, # Functions and classes that the reader has, by name
         ):
-    "(bytes, functions and classes of the notebook by name that are sent in full); a `TypeError` that names what cannot be sent"
+    "(bytes, functions and classes of the notebook by name that are sent in full); a `TypeError` says what cannot be sent"
     file = io.BytesIO()
     p = _Packer(file, namespace(), known)
     try: p.dump(o)
-    except Exception as e: raise TypeError(f"because of {p.culprit()} ({str(e).partition(chr(10))[0] or type(e).__name__})") from None
+    except Exception as e: raise TypeError(str(e).partition('\n')[0] or type(e).__name__) from None
     p.dump(dict(p.sent))
     return file.getvalue(),p.sent
 

@@ -5,33 +5,31 @@
 # %% auto #0
 __all__ = ['main']
 
-# %% ../../../nbs/launch/notebook/01_worker.ipynb #920c569d
+# %% ../../../nbs/launch/notebook/01_worker.ipynb #72b5c0a0
 import gc,importlib,io,linecache,multiprocessing,os,queue,signal,sys,threading,time,warnings
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-# %% ../../../nbs/launch/notebook/01_worker.ipynb #1c8d26f9
+# %% ../../../nbs/launch/notebook/01_worker.ipynb #c5f7c552
 class _Line:
-    "Sends messages to the notebook, from any thread of the process that has made it"
+    "Sends messages to the notebook, from any thread of the process that has made it, and not from those that it forks"
     def __init__(self, conn): self.conn,self.pid,self.lock = conn,os.getpid(),threading.Lock()
 
-    @property
-    def is_mine(self): return os.getpid()==self.pid
-
     def send(self, *msg):
+        "Is it sent?"
+        if os.getpid()!=self.pid: return False
         with self.lock,suppress(OSError): self.conn.send(msg) # if the notebook has gone, so will this process
+        return True
 
 class _Stream(io.TextIOBase):
-    "Instead of `sys.stdout` or `sys.stderr`: what is written comes out in the notebook"
+    "Instead of `sys.stdout` or `sys.stderr`: what is written comes out in the notebook; of a loader process, in the log"
     encoding,errors,terminal = 'utf-8','replace',False # `terminal`: does it come out in one?
     def __init__(self, line, name): self.line,self.name,self.old = line,name,getattr(sys, f'__{name}__')
 
     def write(self, s):
-        "Send it; from a loader process, put it into the log"
         if not isinstance(s, str): raise TypeError(f"write() argument must be str, not {type(s).__name__}")
-        if self.line.is_mine: self.line.send('stream', self.name, s)
-        else: print(s, end='', file=self.old, flush=True)
+        if not self.line.send('stream', self.name, s): print(s, end='', file=self.old, flush=True)
         return len(s)
 
     def writable(self): return True
@@ -41,7 +39,7 @@ class _Stream(io.TextIOBase):
     @property
     def buffer(self): return self.old.buffer
 
-# %% ../../../nbs/launch/notebook/01_worker.ipynb #aa322039
+# %% ../../../nbs/launch/notebook/01_worker.ipynb #d980d125
 _widget = 'application/vnd.jupyter.widget-view+json'
 
 def _start_shell(line):
@@ -52,10 +50,10 @@ def _start_shell(line):
     class Publisher(DisplayPublisher):
         def publish(self, data, metadata=None, source=None, *, transient=None, update=False, **kwargs):
             data = {k:v for k,v in data.items() if k!=_widget} # its text is shown: the notebook's process does not have the widget
-            if line is not None and line.is_mine: line.send('publish', data, metadata or {}, dict(transient=transient or {}, update=update))
-            elif not update: print(data.get('text/plain', ''))
+            sent = line is not None and line.send('publish', data, metadata or {}, dict(transient=transient or {}, update=update))
+            if not (sent or update): print(data.get('text/plain', ''))
         def clear_output(self, wait=False):
-            if line is not None and line.is_mine: line.send('clear_output', wait)
+            if line is not None: line.send('clear_output', wait)
     class NotebookWorkerShell(InteractiveShell): display_pub_class = Publisher
     main,conf = sys.modules['__main__'],Config()
     conf.HistoryManager.enabled = False # it is the notebook's
@@ -63,7 +61,7 @@ def _start_shell(line):
     shell.builtin_trap.activate() # `get_ipython` and `display`, everywhere
     return shell
 
-# %% ../../../nbs/launch/notebook/01_worker.ipynb #158a3c62
+# %% ../../../nbs/launch/notebook/01_worker.ipynb #02c234ae
 def _listen(conn, parent, calls):
     "Put what the notebook sends into `calls`; when it has gone, end this process, and those it has started"
     try:
@@ -92,7 +90,7 @@ def _apply_settings(s):
     warnings.filters.extend(filters)
     set_rng_state(rng)
 
-# %% ../../../nbs/launch/notebook/01_worker.ipynb #8333faa5
+# %% ../../../nbs/launch/notebook/01_worker.ipynb #a6a4b772
 def _send_value(line, value, known, folder, what):
     "Send the value of the function to the notebook; a `TypeError` if it cannot be, once its weights have been saved"
     from fastdist.launch.notebook.serialize import pack
@@ -103,7 +101,7 @@ def _send_value(line, value, known, folder, what):
         import torch
         torch.save(model.state_dict(), file := Path(folder)/'weights.pth')
         saved = f" The weights have been saved: load_state_dict(torch.load({str(file)!r}))."
-    raise TypeError(f"what {what} returned cannot be sent to the notebook, {why}. Return the part of it that you need, "
+    raise TypeError(f"what {what} returned cannot be sent to the notebook: {why}. Return the part of it that you need, "
                     f"or save it in the function (learn.export, learn.save).{saved}")
 
 def _run(line, rank, setup, call, shell=None):
@@ -119,15 +117,14 @@ def _run(line, rank, setup, call, shell=None):
         try: value = func(*args, **kwargs)
         finally:
             if shell is not None: shell.events.trigger('post_execute') # shows the plots that are left
-        if rank==0 and line.is_mine: _send_value(line, value, known, setup['folder'], setup['name'])
+        if rank==0: _send_value(line, value, known, setup['folder'], setup['name'])
     except BaseException as e:
-        if not line.is_mine: raise # a copy that the function has forked
         from fastdist.fault.watch.monitor import root_cause
         line.send('failed', Failure.of(root_cause(e)))
         return False
     return True
 
-# %% ../../../nbs/launch/notebook/01_worker.ipynb #5c35ac0f
+# %% ../../../nbs/launch/notebook/01_worker.ipynb #c2ab66b6
 def _tidy():
     "Leave the next call no process group, no plots, and the memory of the GPU"
     import torch
@@ -158,7 +155,6 @@ def main():
         for o in streams: o.terminal = setup['terminal']
         if setup['notebook'] and shell is None: shell = _start_shell(line if rank==0 else None)
         if not _run(line, rank, setup, call, shell): sys.exit(1)
-        if not line.is_mine: sys.exit(0) # a copy that the function has forked
         if setup['keep']: _tidy()
         line.send('done', _user_files() if setup['keep'] else set())
         if not setup['keep']: sys.exit(0)
