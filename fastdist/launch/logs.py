@@ -123,7 +123,6 @@ class RankLogs(DefaultLogsSpecs):
         self.close() # of workers that are restarted
         self._tell_restart(env.get('GROUP_WORLD_SIZE'), int(env.get('TORCHELASTIC_RESTART_COUNT', 0)), env)
         for local,env in envs.items():
-            env['FASTDIST_RUN_LOGS'] = str(self.folder.resolve()) # where the watchdog writes what a worker has called
             files = _new_logs(self.folder, env['RANK'])
             for screen,file,to,tee in zip((1,2), files, (dest.stdouts,dest.stderrs), (dest.tee_stdouts,dest.tee_stderrs)):
                 if not to[local]: self.copies.append(Copy(screen, file))

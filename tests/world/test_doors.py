@@ -1,5 +1,5 @@
 "Who reaches a port of a job runs nothing in it; on one machine nobody else reaches one; and nothing that was made for a job stays"
-import json, os, pickle, signal, stat, sys, textwrap
+import json, os, pickle, signal, stat, sys, textwrap, time
 from pathlib import Path
 
 import psutil, pytest
@@ -111,9 +111,8 @@ def under_attack(folder):
     from fastdist.comm import collectives
     from fastdist.comm.collectives import from_rank0
     from fastdist.fault.supervisor import monitor
-    from fastdist.fault.watch.monitor import Scope
-    from fastdist.world import all_gather_list, broadcast_object, get_rank, rank0_first, rank0_read, setup_distrib, world_store
-    from fastdist.world.errors import Failure
+    from fastdist.world import RemoteError, all_gather_list, broadcast_object, fail_together, get_rank, rank0_first, rank0_read, setup_distrib, world_store
+    from fastdist.world.ranks import current_world
     setup_distrib()
     bomb, r = pickle.dumps(Bomb(folder)), get_rank()
     intruder = dist.TCPStore(os.environ['MASTER_ADDR'], int(os.environ['MASTER_PORT']), is_master=False, wait_for_workers=False)
@@ -137,18 +136,19 @@ def under_attack(folder):
     finally: collectives.sign = real
     res.append(len(all_gather_list(Path('a'))))
     m = monitor()
-    def looked(n): wait_for(lambda: m.n > n+2 or not m.threads[0].is_alive(), 'the monitors have looked at it')
+    part = f'fault/{current_world().number}'
     for o in bomb, b'{', b'[1]', b'{"rank": "x"}':
-        if r: write(**{f'fault/{k}': o for k in ('fail/job', 'beat/0', 'link/a:1>b:1', 'ack/job/0')}, **{'fault/failed/0': b'job'})  # so that `fail/job` is read
+        if r: write(**{f'{part}/{k}': o for k in ('fail/0', 'beat/0', 'link/a:1>b:1', 'watcher')})
         here()
-        looked(m.n)
-        m.others()  # reads heartbeats
-    res.append([m.threads[0].is_alive(), m.job.failure is None, m.records.refused, 'job' in m.failed])
-    if r: write(**{'fault/fail/9/9': bomb})
+        time.sleep(.5)  # the monitors look at it
+        m.beats.others()  # reads heartbeats
+    res.append([all(o.is_alive() for o in m.threads), m.beats.records.refused])
     here()
-    if not r: m._publish_failure(Scope('9/9'), Failure(0, 'n1', text='true'))
-    here()
-    res.append(m.records.get('fail/9/9', Failure).text)
+    try:
+        with fail_together():
+            if not r: raise ValueError('true')
+            here()
+    except (RemoteError, ValueError) as e: res.append(getattr(e, 'text', str(e)))
     return res
 
 
@@ -162,7 +162,7 @@ def test_intruder(world2, tmp_path):
         if r: assert rank0 == ['rank 1: first/1 in the store is not what rank 0 has written', ('read/2', 1, True), ('read/3', 1, True)]
         assert gathered == ('message', r, True) and sent == (None if r else ('message', 0, True)) and after == 2
         assert first == Path('a')  # rank 0 has the secret
-        assert monitors == [True]*4 and told == 'true'  # what is no record ends nothing, and does not keep a failure from being told
+        assert monitors == [True]*2 and told == 'true'  # what is no record ends nothing, and does not keep a failure from being told
 
 
 def test_no_file_for_the_secret(tmp_path, monkeypatch):

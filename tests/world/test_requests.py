@@ -1,5 +1,5 @@
 "What a worker asks the store at a start, after a failure and in waiting, and reads of others: as much with a thousand workers as with two"
-import threading
+import json, threading
 from collections import Counter
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -10,6 +10,8 @@ import pytest
 class Counted:
     "One worker's connection to a store: counts what is asked"
     def __init__(self, store, asked): self.store, self.asked = store, asked
+
+    def clone(self): return self
 
     def __getattr__(self, nm):
         f = getattr(self.store, nm)
@@ -85,74 +87,67 @@ def monitor_of(n, monkeypatch, tmp_path):
     "The `Monitor` of the first of `n` workers that all have a heartbeat, the others' in the store: (it, Counter of what it asks)"
     import torch.distributed as dist
     from dataclasses import asdict
-    from fastdist.fault.watch import connections, monitor, reports, watchdog
-    from fastdist.fault.watch.watchdog import Beat
+    from fastdist.fault import connections, supervisor, watchdog
+    from fastdist.fault.watchdog import Beat
     from fastdist.world.ranks import host_name
     monkeypatch.setenv('TORCHELASTIC_ERROR_FILE', str(tmp_path/'error.json'))
-    for o in (reports, watchdog): monkeypatch.setattr(o, 'get_world_size', lambda: n)
-    monkeypatch.setattr(reports, 'shared_store', lambda nm: dist.HashStore())
-    monkeypatch.setattr(monitor, 'dist', SimpleNamespace(**{**vars(dist), 'is_initialized': lambda: True}))
+    asked, store = Counter(), dist.HashStore()
+    for o in (supervisor, watchdog): monkeypatch.setattr(o, 'get_world_size', lambda: n)
+    monkeypatch.setattr(supervisor, 'dist', SimpleNamespace(**{**vars(dist), 'is_initialized': lambda: True, 'PrefixStore': lambda prefix, o: o}))
+    monkeypatch.setattr(supervisor, 'shared_store', lambda nm: Counted(store, asked))
     monkeypatch.setattr(watchdog, '_sequence_numbers', dict)
-    links = [(('10.0.0.1', 1), ('10.0.0.2', r)) for r in range(1, n)]
-    monkeypatch.setattr(connections, '_connections', lambda: dict.fromkeys(links, -1))
-    m, asked = monitor.Monitor(), Counter()
-    for r in range(n):
-        m.records.set(f'beat/{r}', asdict(Beat(1, r, host_name()+'x', 7)))
-        if r: m.records.set(connections.Connections._key(*links[r-1][::-1]), r)
-        for s in ('job', '1/1', '1/2'): m.records.set(f'ack/{s}/{r}', 0)
-    m.store.add('told/1/2', n-1)
-    m.store = m.records.store = Counted(m.store, asked)
-    m.tick, m.scopes = 0, [m.job, monitor.Scope('1/1', 600.), monitor.Scope('1/2')]
-    return m, asked
+    links = [('10.0.0.1:1', f'10.0.0.2:{r}') for r in range(1, n)]
+    monkeypatch.setattr(connections.Connections, '_own', lambda self: dict.fromkeys(links, -1))
+    for r in range(n): store.set(f'beat/{r}', json.dumps(asdict(Beat(1, r, host_name()+'x', 7))))
+    for r in range(1, n): store.set(f'link/10.0.0.2:{r}>10.0.0.1:1', f'{r}')
+    for i in range(3): store.add(f'out/{i}', n-1), store.add(f'same/{i}/0', n-1)
+    return supervisor.Monitor(), asked
 
 
 def failure_of(n, monkeypatch, tmp_path):
-    "Requests of one of `n` workers, by what it does, where one of them fails"
+    "Requests of one of `n` workers, by what it does, where one of them fails, which has other workers wait"
     from fastdist.fault.same_call import _further
     from fastdist.world.errors import Failure
     m, asked = monitor_of(n, monkeypatch, tmp_path)
-    res, s = {}, m.scopes[-1]
+    res = {}
 
     def count(what, f):
         before = asked.total()
         f()
         res[what] = asked.total()-before
-    m.ok = 1e9
-    count('others', m.others)
-    count('report', lambda: m.report(ValueError('no disk'), s))
-    assert not s.broken
-    count('told', lambda: m.all_tell(s))
-    assert m.store.check(['told/1/2/all'])
-    count('later', lambda: m._publish_failure(m.scopes[1], Failure(1, 'n1', text='later', by=1)))
-    count('break off', m._break_off)
-    count('gone', m._gone)
+    count('others', m.beats.others)
+    count('fails', lambda: m.fail(ValueError('no disk')))
+    assert m.broken is None
+    count('break off', m.break_off)
+    count('gone', lambda: m.beats.gone(0))
     count('further', lambda: _further(m, range(n)))
-    m.failed, m.heard = set(), 0
-    count('heard', lambda: m._look(0))
-    assert m.deadline, 'it has seen the failure'
+    m.publish(Failure(1, 'n1', text='later', by=1), 1)
+    m.grace = 0
+    count('heard', lambda: m._look(1))
     return res
 
 
 def test_failure(monkeypatch, tmp_path):
-    few, more, many = [failure_of(n, monkeypatch, tmp_path) for n in (2, 8, 256)]
+    few, more, many = [failure_of(n, monkeypatch, tmp_path) for n in (3, 8, 256)]
     assert few == more == many and max(few.values()) <= 12, (few, more, many)
 
 
-def looks_of(n, scopes, monkeypatch, tmp_path):
+def looks_of(n, watches, monkeypatch, tmp_path):
     "Requests of a monitor in each of 10 looks, where nothing happens"
     m, asked = monitor_of(n, monkeypatch, tmp_path)
-    m.scopes, seen = m.scopes[:scopes], []
-    for i in range(10):
+    m.scopes, seen = [600.] if watches else [], []
+    m._look(0)  # the connections
+    for i in range(1, 11):
         before = asked.total()
-        m._look(1+i)
+        m._look(i)
         seen.append(asked.total()-before)
     return seen
 
 
 def test_looks(monkeypatch, tmp_path):
-    few, more, many = [looks_of(n, 3, monkeypatch, tmp_path) for n in (2, 8, 256)]
-    assert few == more == many == [3, 1, 3, 1, 1, 3, 1, 1, 1, 1], (few, more, many)  # a heartbeat, the neighbour, the watchdog's in between
-    assert looks_of(2, 1, monkeypatch, tmp_path)[1] == 1  # one request, however many scopes there are
+    few, more, many = [looks_of(n, True, monkeypatch, tmp_path) for n in (3, 8, 256)]
+    assert few == more == many and max(few) <= 5 and sum(few) <= 18, (few, more, many)  # a heartbeat, the neighbours, the watchdog's in between
+    assert max(looks_of(3, False, monkeypatch, tmp_path)) == 2  # a heartbeat
 
 
 def test_records():

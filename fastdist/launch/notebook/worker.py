@@ -122,7 +122,7 @@ def _run(line, rank, setup, call, shell=None):
         if rank==0 and line.is_mine: _send_value(line, value, known, setup['folder'], setup['name'])
     except BaseException as e:
         if not line.is_mine: raise # a copy that the function has forked
-        from fastdist.fault.watch.monitor import root_cause
+        from fastdist.fault.supervisor import root_cause
         line.send('failed', Failure.of(root_cause(e)))
         return False
     return True
