@@ -6,7 +6,7 @@
 __all__ = ['watchdog_time', 'Monitor', 'running_monitor', 'monitor', 'root_cause', 'check_watchdog', 'scope', 'catchable',
            'fail_together', 'interrupt_deferred', 'rejoin', 'raise_root_cause', 'leave_together']
 
-# %% ../../nbs/fault/04_supervisor.ipynb #a0eb6323
+# %% ../../nbs/fault/04_supervisor.ipynb #7a684ea8
 import json,os,signal,sys,threading,time,traceback
 from contextlib import contextmanager,nullcontext
 from dataclasses import asdict
@@ -14,7 +14,7 @@ from dataclasses import asdict
 import torch, torch.distributed as dist
 from fastcore.basics import patch
 from ..comm.collectives import same_call
-from .connections import Connections, of_group, lost_peer
+from .connections import Connections, limit_replies, of_group, own_connection
 from .interrupt import Interrupts, handler_kept, is_default, is_ending
 from .stacks import Stacks, crashes, end_stopped, end_with_children, frame_text, stack_of, user_frames
 from .watchdog import Heartbeats, collectives_begun, own_beat, recorded_before
@@ -23,26 +23,26 @@ from ..world.errors import Failure, RemoteError, end_after_first, has_ended, in_
 from ..world.ranks import current_world, get_rank, get_world_size, host_name, World
 from ..world.store import base_store, seconds, wait_until
 
-# %% ../../nbs/fault/04_supervisor.ipynb #ff33a70a
+# %% ../../nbs/fault/04_supervisor.ipynb #e727a1fc
 class Monitor:
     "Lets the other ranks know how this one is, and raises here what has ended another; it lives as long as the process group"
     grace,patience = 0.5,5. # seconds: for a rank to fail by itself; for it to react
     def __init__(self):
         self.pid,self.main,self.rank,self.size = os.getpid(),threading.get_ident(),get_rank(),get_world_size()
         self.in_main = threading.current_thread() is threading.main_thread() # a thread of its own can be watched, and not be interrupted
-        store = dist.PrefixStore(f'{current_world().number}', shared_store('fault'))
-        try: self.store = store.clone() # a connection of its own: one that waits keeps others from using it
-        except RuntimeError: self.store = store
+        # one that waits keeps others from using its connection
+        self.store,self.connection = own_connection(dist.PrefixStore(f'{current_world().number}', shared_store('fault')))
         # seconds between two looks: the store has to reply to all; torch's FileStore keeps all that was ever written
-        self.tick = max(0.4 if isinstance(base_store(store), dist.FileStore) else 0.1, self.size/1000)
+        self.tick = max(0.4 if isinstance(base_store(self.store), dist.FileStore) else 0.1, self.size/1000)
         self.beats,self.connections = Heartbeats(self.store, self.tick),Connections(self.store, self.rank)
-        self.stop_now,self.lock,self.ok = threading.Event(),threading.Lock(),time.monotonic() # when the store has replied last
-        self.interrupts,self.scopes,self.count = Interrupts(lambda: bool(self.scopes)),[],0 # how many scopes there have been
-        self.n = 0 # failures of the group that have been dealt with
-        self.failure = None # another rank's, that is to be raised here, or has been
-        self.raised = self.insists = False # has it been raised? is it to be, whatever this rank is handling?
-        self.ends = False # does what this rank does end by itself, so that nothing is to be raised?
+        self.stop_now,self.lock = threading.Event(),threading.Lock()
+        self.interrupts = Interrupts(lambda: bool(self.limits))
+        self.limits = [] # the watchdog's, in seconds, of the scope that this rank is in, and of the parts of it
+        self.number = self.agreed = 0 # of the scope, or of the last one; how many failures in it all ranks had
         self.broken = None # the `Failure` after which the process group cannot be used any more
+        self.raised = self.insists = False # has it been raised here? is it to be, whatever this rank is handling?
+        self.ends = False # does what this rank does end by itself, so that nothing is to be raised?
+        self.over = False # has what this rank did ended by the failure?
         self.aborted = False # have kernels that waited for other ranks been ended, so that what they were to write is garbage?
         recorded_before()
 
@@ -66,7 +66,7 @@ def monitor():
 
 World.on_begin(monitor)
 
-# %% ../../nbs/fault/04_supervisor.ipynb #c3c2cf75
+# %% ../../nbs/fault/04_supervisor.ipynb #06d10196
 @patch
 def attempt(self:Monitor, f):
     "What `f` returns; `None` where the store has gone, with the process that held it"
@@ -74,162 +74,155 @@ def attempt(self:Monitor, f):
     except Exception: return None
 
 @patch
+def write(self:Monitor, key, f # A `Failure`
+         ):
+    "Let the others read the first failure of that name"
+    mine = json.dumps(asdict(f))
+    first = self.store.compare_set(key, '', mine)
+    # what somebody else has put there is none, and would keep it from being told
+    if first!=mine.encode() and self.beats.records.get(key, Failure) is None: self.store.set(key, mine)
+
+@patch(as_prop=True)
+def key(self:Monitor):
+    "Of a failure in this scope"
+    return f'fail/{self.number}/{self.agreed}'
+
+@patch
+def is_own(self:Monitor, f):
+    "Has an exception of this rank's been reported as `f`?"
+    return f.by==self.rank and f.kind in ('error','interrupt','stopped')
+
+@patch
 def heard(self:Monitor):
-    "The next failure of the group, if there is one that another rank has reported"
-    f = self.beats.records.get(f'fail/{self.n}', Failure)
-    return None if f is None or f.by==f.rank==self.rank else f
+    "What another rank has reported, if it has: a failure of the group, or of this scope"
+    found = (self.beats.records.get(o, Failure) for o in ('broken',self.key))
+    return next((f for f in found if f is not None and not self.is_own(f)), None)
 
 @patch
-def publish(self:Monitor, f, # A `Failure`
-            scope=..., # Number of the scope that it ends; `None` where it ends a process
-           ):
-    "Let the others read the first failure"
-    key,f.scope = f'fail/{self.n}',self.count if scope is ... else scope
-    def write():
-        mine = json.dumps(asdict(f))
-        first = self.store.compare_set(key, '', mine)
-        # what somebody else has put there is none, and would keep it from being told
-        if first!=mine.encode() and self.beats.records.get(key, Failure) is None: self.store.set(key, mine)
-    self.attempt(write)
-
-@patch
-def count_out(self:Monitor, begun=None # How many collectives this rank had begun, if it has failed, or ended, by itself
+def all_ended(self:Monitor, begun, # How many collectives this rank had begun, as it ended
+              leaves, # Has it left the scope? Else a part of it
              ):
-    "This rank knows of the failure, and has ended, or will end, what failed"
-    if begun is not None: self.store.add(f'same/{self.n}/{begun}', 1)
-    self.store.add(f'out/{self.n}', 1)
-
-@patch
-def all_the_same(self:Monitor, begun):
-    "Have all ranks ended by themselves at the same collective? Three seconds at most: the launcher will end those that do not know yet"
+    """Have all ranks ended by themselves at the same collective? Those that have left the scope before have too. Three seconds at most: the
+    launcher will end those that do not know yet"""
+    left,out = f'left/{self.number}/{begun}',f'out/{self.number}/{self.agreed}/{begun}'
+    def all_here(): return self.store.add(left, 0)+self.store.add(out, 0) >= self.size
     def ask():
-        self.count_out(begun)
-        wait_until(lambda: self.store.add(f'out/{self.n}', 0) >= self.size, 3, n=self.size)
-        return self.store.add(f'same/{self.n}/{begun}', 0) >= self.size
+        self.store.add(left if leaves else out, 1)
+        wait_until(lambda: all_here() or self.store.check(['broken']), 3, n=self.size)
+        return all_here()
     return bool(self.attempt(ask))
 
-@patch
-def settle(self:Monitor, f # A `Failure` after which the process group is broken, or `None`
-          ):
-    "The failure has been dealt with: the next one counts"
-    self.n,self.failure,self.raised,self.insists = self.n+1,None,False,False
-    if f is None: return
-    self.broken = f
-    self.break_off() # what has begun would be waited for
-
-# %% ../../nbs/fault/04_supervisor.ipynb #88a788af
+# %% ../../nbs/fault/04_supervisor.ipynb #50a512c4
 @patch
 def cause_of(self:Monitor, e # The exception that this rank sees
             ):
     "The exception that another rank's failure is to be raised as, if `e` only follows from it"
     if isinstance(e, (RemoteError,KeyboardInterrupt)): return
     if self.interrupts.pop(): return KeyboardInterrupt()
-    if self.failure is not None: return self.failure.as_error()
-    if not of_group(e): return
-    f = self.broken or self.attempt(lambda: wait_until(self.heard, 1)) or (self._who_has_gone() if lost_peer(e) else None)
-    if f is None: return # all are there: it is the network, or what it says
+    f,lost = self.broken,of_group(e)
+    if f is None and lost and (f := self._who_has_failed()) is not None: self.break_off(f)
+    if f is None or self.over and (not lost or self.is_own(f)): return # what is raised since is of this rank's own
     res = f.as_error()
     if f.kind=='store': res.__cause__ = e
     return res
 
 @patch
-def _who_has_gone(self:Monitor):
-    "One of the ranks that have lost a connection reads the heartbeats of all; the others wait for what it finds"
-    def ask():
-        if self.store.compare_set(f'asks/{self.n}', '', f'{self.rank}')!=b'%d' % self.rank: return wait_until(self.heard, 4+15*self.tick) or False
-        f = self.beats.gone(15*self.tick)
-        if f is not None: self.publish(f)
-        return f or self.heard() or False
-    f = self.attempt(ask)
-    if f is None: return Failure(kind='store', text=f"rank {self.rank} stopped because {_store_gone}")
-    return f or None
+def _who_has_failed(self:Monitor):
+    "What another rank reports, or the end of a neighbour's process: who has lost a connection may see that before anybody knows why"
+    def ask(): return self.heard() or self.beats.gone(time.monotonic(), lost=True)
+    try: return wait_until(ask, 4, n=self.size)
+    except Exception: return Failure(kind='store', text=f"rank {self.rank} stopped because {_store_gone}")
 
 @patch
-def report(self:Monitor, e, # The exception that ends this rank's work
-           scope=..., # Number of the scope that it ends; `None` where it ends the process
+def break_off(self:Monitor, f):
+    "The process group cannot be used any more: end the collectives that this rank waits in"
+    self.broken = f
+    if self.attempt(abort_gpu_collectives): self.aborted = True # before the store is asked: it has a reply for each rank
+    self.attempt(lambda: self.write('broken', f))
+    self.attempt(self.connections.end)
+
+@patch
+def report(self:Monitor, e # The exception that ends this rank's work
           ):
-    "Write the error record, and let the others know; returns the `Failure`"
+    "Write the error record; returns the `Failure`"
     f = Failure.of(e)
     if not isinstance(e, RemoteError):
-        f.others = self.attempt(self.beats.others) or [] if time.monotonic()-self.ok < 2 else []
+        f.others = self.attempt(self.beats.others) or []
         if at := crashes(): f.traceback = f"{f.traceback.rstrip()}\nIts loader process:\n{at}\n"
     write_record(e, f)
-    self.publish(f, scope)
     return f
 
 @patch
-def fail(self:Monitor, e # The exception that ends what the ranks do together
+def fail(self:Monitor, e, # The exception that ends what the ranks do together
+         leaves=False, # Does it end the scope, or a part of it?
         ):
     "What this rank raises: `e`, and then the others hear of it; or another rank's failure, if `e` only follows from that"
     with self.lock: self.ends = True # nothing is raised in this thread from here on
     try:
         error = self.cause_of(e) or e
-        if self.broken is not None: return error
-        f = self.failure or getattr(error, 'failure', None) or vars(error).get('_failure')
-        if f is None:
-            begun,f = collectives_begun(),self.report(error)
-            self.settle(None if self.all_the_same(begun) else f)
-            if isinstance(error, SystemExit): end_after_first(error, self.store) # it prints nothing
+        if self.over: return error
+        if self.broken is not None:
+            write_record(error) # this process may be gone before the one that failed, and the launcher would blame it
+            if has_ended(self.broken): self.attempt(lambda: note_killed(self.broken))
+            self.over = True
             return error
-        if self.failure is None: self.attempt(self.count_out) # else that is done
-        write_record(error) # this process may be gone before the one that failed, and the launcher would blame it
-        if has_ended(f): self.attempt(lambda: note_killed(f))
-        self.settle(f)
+        begun,f = collectives_begun(),self.report(error)
+        self.attempt(lambda: self.write(self.key, f))
+        if self.all_ended(begun, leaves):
+            self.agreed += 1
+            if leaves: self.attempt(lambda: self.write(self.key, f))
+        else:
+            self.break_off(f)
+            self.over = True
+        if isinstance(error, SystemExit): end_after_first(error, self.store) # it prints nothing
         return error
     finally: self.ends = False
 
 @patch
 def check(self:Monitor):
     "An error if something before this has failed, and was caught"
-    f = self.failure or self.broken
+    f = self.broken
     if f is None: return
-    if f.kind=='stalled' or f.rank!=self.rank or f.by!=self.rank: raise f.as_error()
+    if not self.is_own(f): raise f.as_error()
     raise RuntimeError(
         f"rank {self.rank}: an exception has ended a fit or an evaluation, not in all ranks, or not at the same place, and was caught "
         f"here, and the others have been stopped. Let it through, or raise it in all ranks, at the same place: it was {f.type}: {f.text}")
 
-# %% ../../nbs/fault/04_supervisor.ipynb #ff077e8e
-@patch
-def break_off(self:Monitor):
-    "End the collectives that this rank waits in"
-    if self.attempt(abort_gpu_collectives): self.aborted = True # before the store is asked: it has a reply for each rank
-    self.attempt(self.connections.end)
-
+# %% ../../nbs/fault/04_supervisor.ipynb #088840b0
 @patch
 def _on_signal(self:Monitor, _, frame):
-    f = self.failure
-    if f is None or self.raised or self.ends or is_ending(frame): return # it is sent again
-    if not self.scopes and f.scope is not None: return # none is left that it could end
+    f = self.broken
+    if self.reacts_now() or is_ending(frame): return # it is sent again
+    if not self.limits and not f.final: return # no scope is left that it could end
     # A wait has ended by an error. Then this is in a `finally`, or an `__exit__`, which another error would end before it has done anything
     if not self.insists and of_group(sys.exc_info()[1]): return
     self.raised = True
     raise f.as_error()
 
 @patch
+def reacts_now(self:Monitor):
+    "Does the main thread know of the failure, if there is one, or end by itself?"
+    return self.broken is None or self.raised or self.over or self.ends or self.stop_now.is_set()
+
+@patch
 def reacts(self:Monitor):
-    "Does the main thread know of the failure, or end by itself? If not, send it a signal that nobody uses"
-    if self.failure is None or self.raised or self.ends or self.stop_now.is_set(): return True
+    "The same; if not, send it a signal that nobody uses"
+    if self.reacts_now(): return True
     if self.in_main: signal.pthread_kill(self.main, signal.SIGURG)
 
 @patch
-def deliver(self:Monitor, f, # `Failure` of another rank
-            n, # Its number
+def deliver(self:Monitor, f # `Failure` of another rank
            ):
     "Raise it in the main thread, wherever it is; end the process if that is nowhere"
     with self.lock:
-        if self.ends or self.n!=n: return # this rank fails by itself, or has, and the others know
-        if not self.scopes and f.scope is not None: # this rank has ended by itself what fails there, or has not begun it
-            if f.scope <= self.count: self.settle(None if self.all_the_same(collectives_begun()) else f)
-            return
-        self.failure = f
-        self.attempt(self.count_out)
+        if self.ends or self.broken is not None: return # this rank fails by itself
+        self.break_off(f)
         if f.kind=='stalled': end_stopped([own_beat(0, self.main)]) # its loader processes
-        self.reacts()
-        if self.broken is None: self.break_off() # else its connections are those of what comes after
     if wait_until(self.reacts, 1): return
+    self.insists = True
     with self.lock:
-        self.insists = True
-        if not self.reacts() and self.broken is None: self.break_off() # on a busy machine others may have published their connections late
+        # on a busy machine others may have published their connections late
+        if not self.reacts(): self.attempt(self.connections.end)
     if not wait_until(self.reacts, self.patience): self._end_process(f)
 
 @patch
@@ -242,11 +235,24 @@ def _end_process(self:Monitor, f):
     print(f"fastdist: rank {self.rank} does not react to that, and is ended", file=sys.stderr, flush=True)
     end_with_children()
 
-# %% ../../nbs/fault/04_supervisor.ipynb #3acc7a94
+# %% ../../nbs/fault/04_supervisor.ipynb #23cc30b3
+_store_gone = "the process that held the store, the launcher or rank 0, has gone"
+
 def _leaves(stack):
     "How a rank leaves the process group: from where in its code"
     users = user_frames(stack)
     return f"it has left the process group, at {frame_text(users[0])}" if users else "its script has ended"
+
+@patch(as_prop=True)
+def limit(self:Monitor):
+    "Seconds after which the watchdog ends what the ranks do: those of the innermost scope that has a limit"
+    return next((o for o in reversed(self.limits) if o is not None), None)
+
+@patch
+def _publish(self:Monitor):
+    "Where this rank is, and what connects it to others"
+    self.connections.publish()
+    self.beats.write(self.main)
 
 @patch
 def _look(self:Monitor, i):
@@ -254,30 +260,18 @@ def _look(self:Monitor, i):
         self.beats.write(self.main, _leaves(stack_of(self.main)))
         return self.stop_now.set()
     if i%10==0: self._publish()
-    n,f = self.n,None if self.failure is not None else self.heard()
-    if f is not None and not self.stop_now.wait(0 if f.kind=='stalled' else self.grace): self.deliver(f, n)
-    if not self.scopes or self.failure is not None: return
-    found = None
-    if i%10==3: found = self.beats.killed_neighbour(self.publish)
-    if i%10==6 and self.limit is not None: found = self.beats.stalled(time.monotonic(), self.limit, self.publish)
-    if found is not None: self.deliver(found, n)
-
-@patch(as_prop=True)
-def limit(self:Monitor):
-    "Seconds after which the watchdog ends what the ranks do: those of the innermost scope that has a limit"
-    return next((o for o in reversed(self.scopes) if o is not None), None)
+    if self.broken is not None: return
+    if self.limits: self._watch(i, time.monotonic())
+    scope,f = self.key,self.heard()
+    if f is None or not (self.limits or f.final) or self.stop_now.wait(self.grace): return
+    if f.final or scope==self.key: self.deliver(f)
 
 @patch
-def _publish(self:Monitor):
-    "Where this rank is, and what connects it to others"
-    groups = len(dist.distributed_c10d._world.pg_map)
-    if groups!=current_world().cache.get('published'):
-        self.connections.publish()
-        current_world().cache['published'] = groups
-    self.beats.write(self.main)
-
-# %% ../../nbs/fault/04_supervisor.ipynb #2fd06c04
-_store_gone = "the process that held the store, the launcher or rank 0, has gone"
+def _watch(self:Monitor, i, now):
+    "Report what a rank cannot report itself"
+    f = self.beats.gone(now) if i%10==3 else None
+    if f is not None: self.write('broken', f)
+    if i%10==6 and self.limit is not None: self.beats.stalled(now, self.limit, lambda f: self.write('broken', f))
 
 @patch
 def _run(self:Monitor):
@@ -287,34 +281,20 @@ def _run(self:Monitor):
         i,last = i+1,time.monotonic()
         try: self._look(i)
         except Exception as e:
-            if not self.stop_now.is_set() and not isinstance(e, (dist.DistError,RuntimeError)): traceback.print_exc()
-            if not self.stop_now.wait(self.grace): self._lost(f"rank {self.rank} stopped because {_store_gone} ({str(e).splitlines()[0]})")
-            return
-        self.ok = time.monotonic()
+            if not self.stop_now.is_set() and not isinstance(e, RuntimeError): traceback.print_exc()
+            return None if self.stop_now.wait(self.grace) else self._lost(time.monotonic()-last)
 
 @patch
-def _guard(self:Monitor):
-    last = time.monotonic()
-    while not self.stop_now.wait(1) and self.threads[0].is_alive():
-        now = time.monotonic()
-        if now-last > 5: self.ok += now-last # this process was stopped itself
-        last,limit = now,self.limit
-        if limit is None or self.failure is not None or now-self.ok < limit+self.patience: continue
-        base = base_store(self.store)
-        where = f" at {base.host}:{base.port}" if hasattr(base, 'host') else ''
-        text = (f"rank {self.rank} (host {host_name()}) stopped because the store{where} has not answered for {now-self.ok:.0f} s: "
-                "the process that holds it, the launcher or rank 0, is stopped, or its machine is gone, or the network in between")
-        self.store = self.beats.store = dist.HashStore() # there is none any more
-        self.beats.records.store = self.connections.records.store = self.store
-        print(f"fastdist: {text}", file=sys.stderr, flush=True)
-        return self._lost(text)
+def _lost(self:Monitor, secs):
+    if not self.limits: return
+    base,text = base_store(self.store),_store_gone
+    if secs > self.patience: text = (
+        f"the store at {base.host}:{base.port} has not answered for {secs:.0f} s: the process that holds it, the launcher or rank 0, is "
+        "stopped, or its machine is gone, or the network in between")
+    self.store = self.beats.records.store = self.connections.records.store = dist.HashStore() # there is none any more
+    self.deliver(Failure(kind='store', text=f"rank {self.rank} (host {host_name()}) stopped because {text}"))
 
-@patch
-def _lost(self:Monitor, text):
-    if not self.scopes or self.failure is not None or self.broken is not None: return
-    self.deliver(Failure(kind='store', text=text, scope=self.count), self.n)
-
-# %% ../../nbs/fault/04_supervisor.ipynb #88aab2b4
+# %% ../../nbs/fault/04_supervisor.ipynb #b176f087
 @patch
 def _uncaught(self:Monitor, typ, e, tb):
     # of an earlier group, which has been broken off; or in a copy of this process
@@ -330,8 +310,9 @@ def _uncaught(self:Monitor, typ, e, tb):
     else: print(f"fastdist: {in_short(other, self.rank)}", file=sys.stderr, flush=True)
     if self.stop_now.is_set(): write_record(other or e)
     else:
-        self.report(other or e, scope=None)
-        if other is None and self.broken is None: self.all_the_same(collectives_begun())
+        f = self.report(other or e)
+        f.final = True # for those, too, that have heard of the end of a scope alone
+        self.attempt(lambda: self.store.set('broken', json.dumps(asdict(f))))
     end_after_first(other or e, self.store)
 
 @patch
@@ -341,16 +322,15 @@ def start(self:Monitor):
         self.old_handler,self.old_hook = signal.signal(signal.SIGURG, self._on_signal),sys.excepthook
         sys.excepthook = self._uncaught
         self.interrupts.take()
-    self.stacks = Stacks()
-    self.threads = [threading.Thread(target=o, daemon=True, name='fastdist monitor') for o in (self._run,self._guard)]
+    self.stacks,self.thread = Stacks(),threading.Thread(target=self._run, daemon=True, name='fastdist monitor')
     self._publish()
-    for o in self.threads: o.start()
+    self.thread.start()
 
 @patch
 def stop(self:Monitor):
     "The process group goes"
     self.stop_now.set()
-    self.threads[0].join(self.patience) # it may be ending connections, whose numbers a new group would get
+    self.thread.join(self.patience) # it may be ending connections, whose numbers a new group would get
     left = "it has stopped because of another rank" if self.broken else _leaves(stack_of(self.main))
     self.attempt(lambda: self.beats.write(self.main, left))
     self.stacks.close()
@@ -367,7 +347,7 @@ def root_cause(e # An exception that ends this rank's work
     m = running_monitor()
     return (None if m is None else m.cause_of(e)) or e
 
-# %% ../../nbs/fault/04_supervisor.ipynb #d49ffc32
+# %% ../../nbs/fault/04_supervisor.ipynb #81e22c9f
 watchdog_time = 600 # seconds, by default; those of a backend's own follow it
 
 def check_watchdog(t # Seconds, a `timedelta`, or `None`
@@ -384,21 +364,23 @@ def _scope(m, limit=None):
     "What ends it in one rank ends it in all; yields the `Monitor`"
     m.check()
     m.interrupts.take()
-    depth,grad = len(m.scopes),torch.is_grad_enabled()
-    m.scopes.append(limit)
+    depth,grad = len(m.limits),torch.is_grad_enabled()
+    if depth==0: m.number,m.agreed = m.number+1,0
+    m.limits.append(limit)
+    if limit is not None: limit_replies(m.connection, limit+m.patience)
     try:
         yield m
         if m.pid!=os.getpid(): return # a copy of this process, which is no rank, gets to the end of it
-        with m.lock: del m.scopes[depth:] # nothing is raised in it from here on
+        with m.lock: del m.limits[depth:] # nothing is raised in it from here on
         m.check()
         if m.interrupts.pop(): raise KeyboardInterrupt
     except BaseException as e:
         if m.pid!=os.getpid(): raise
         if m.raised: torch.set_grad_enabled(grad) # it may have come as a `torch.no_grad` was about to end
-        error = m.fail(e)
+        error = m.fail(e, leaves=depth==0)
         if error is e: raise
         raise error
-    finally: del m.scopes[depth:]
+    finally: del m.limits[depth:]
     if m.interrupts.pop(): raise KeyboardInterrupt # since it was looked at above
 
 @contextmanager
@@ -408,14 +390,13 @@ def scope(watchdog # Seconds, or `None`
     if (m := monitor()) is None:
         yield
         return
-    m.count += 1
     with collective_timeout(watchdog), _scope(m, watchdog): yield m
 
 @contextmanager
 def catchable():
     "A part of a scope, in which a script may catch what ends it in all ranks, and go on; nothing elsewhere"
     m = monitor()
-    with nullcontext() if m is None or len(m.scopes)!=1 else _scope(m): yield
+    with nullcontext() if m is None or len(m.limits)!=1 else _scope(m): yield
 
 @contextmanager
 def fail_together(watchdog=watchdog_time, # Seconds, or a `timedelta`, that ranks may wait for one that is late; `None`: no limit
@@ -430,7 +411,7 @@ def fail_together(watchdog=watchdog_time, # Seconds, or a `timedelta`, that rank
     finally:
         if m is not None and m.broken: teardown_distrib() # what is left of it would wait for ranks that have broken it off
 
-# %% ../../nbs/fault/04_supervisor.ipynb #4f27983b
+# %% ../../nbs/fault/04_supervisor.ipynb #5f5e9437
 def interrupt_deferred():
     "A context, of short duration, at whose end a Ctrl-C counts; a second one, seconds later, counts at once"
     m = monitor()
@@ -438,13 +419,13 @@ def interrupt_deferred():
 
 def rejoin():
     "Before what all ranks do together: an error if something before it has failed in some of them alone, and has been caught"
-    if (m := monitor()) is not None and m.scopes: m.check()
+    if (m := monitor()) is not None and m.limits: m.check()
 
 def raise_root_cause(e # An exception of what all ranks do together, and that may be caught before the scope has it
                     ):
     "Raise the failure of another rank, if `e` only follows from it"
     m = monitor()
-    if m is None or not m.scopes or not (m.failure or of_group(e)): return
+    if m is None or not m.limits or not (m.broken or of_group(e)): return
     error = m.fail(e)
     if error is not e: raise error
 

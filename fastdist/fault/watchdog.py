@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['collectives_begun', 'recorded_before', 'Beat', 'own_beat', 'failure_at', 'Stall', 'Watch', 'Heartbeats']
 
-# %% ../../nbs/fault/01_watchdog.ipynb #ef843761
+# %% ../../nbs/fault/01_watchdog.ipynb #01243fd9
 import json,os,re,sys,time
 from collections import Counter
 from dataclasses import asdict,dataclass,field
@@ -53,7 +53,7 @@ def _in_flight(stack):
     stands,last['stack'] = last.get('stack')==stack,stack
     return {k:v for k,v in _recorded().items() if before.get(k)!=v} if stands else {}
 
-# %% ../../nbs/fault/01_watchdog.ipynb #df4b24c5
+# %% ../../nbs/fault/01_watchdog.ipynb #fd4b8642
 _machinery = re.compile(r'/fastdist/(fault/\w+|world/group)\.py$') # it ends and starts what the user's code is in
 
 def _is_in(frame, module, function):
@@ -109,7 +109,7 @@ def own_beat(n, # Goes up with each
     stack = stack[polls[-1]+1 if polls else 0:]
     return Beat(n, get_rank(), host_name(), os.getpid(), _sequence_numbers(), stack, left, in_flight=_in_flight(stack))
 
-# %% ../../nbs/fault/01_watchdog.ipynb #b4c2c6b9
+# %% ../../nbs/fault/01_watchdog.ipynb #e1198f4b
 def failure_at(beat, # Last `Beat` of the rank; `None` if there was none
                rank, # The rank that failed
                kind, # 'stalled' or 'ended'
@@ -123,8 +123,6 @@ def failure_at(beat, # Last `Beat` of the rank; `None` if there was none
     at = (user_frames(beat.frames()) or beat.stack)[:1]
     if at: f.file,f.line,f.function = at[0]
     return f
-
-def _killed(beat): return failure_at(beat, beat.rank, 'ended', "ended without a traceback (killed, or out of memory?)")
 
 # %% ../../nbs/fault/01_watchdog.ipynb #02c09f77
 @dataclass
@@ -231,14 +229,14 @@ def failure(self:Watch, stall, # A `Stall`
     others = [self.beats[o] for o in (*stall.missing,*stall.waiting) if o in self.beats and o!=r]
     return failure_at(self.beats.get(r), r, 'stalled', text, others[:64])
 
-# %% ../../nbs/fault/01_watchdog.ipynb #c01646ae
+# %% ../../nbs/fault/01_watchdog.ipynb #10c0d27f
 class Heartbeats:
     "Those of all ranks, one key in the store for each. However many there are, a rank writes its own and reads two; one reads all"
     def __init__(self, store, # torch's store of all ranks
                  tick=0.1, # Seconds between two looks of a rank
                 ):
-        self.store,self.records,self.rank,self.size,self.tick = store,Records(store),get_rank(),get_world_size(),tick
-        self.n,self.neighbours = 0,{}
+        self.records,self.rank,self.size,self.tick = Records(store),get_rank(),get_world_size(),tick
+        self.n,self.seen = 0,{} # the last heartbeat of the neighbours, and when that was new
         self.watcher,self.since = None,0. # what the rank that watches has written last, and when that was new here
         self.watch,self.noticed = None,False # the `Watch`, while this rank looks after all; has it said that ranks wait?
 
@@ -261,38 +259,32 @@ class Heartbeats:
                 limit, # Seconds that ranks may wait
                ):
         "Does this rank look after all? One does, and writes that it does; where that stops, another takes its place"
-        found = self.store.get('watcher') if self.store.check(['watcher']) else b''
+        store = self.records.store
+        found = store.get('watcher') if store.check(['watcher']) else b''
         if found!=self.watcher: self.watcher,self.since = found,now
         if found and not found.startswith(b'%d/' % self.rank) and now-self.since < max(min(limit, 10), 30*self.tick): return False
-        self.store.set('watcher', f'{self.rank}/{self.n}')
+        store.set('watcher', f'{self.rank}/{self.n}')
         return True
 
-    def killed_neighbour(self, publish # Function that lets the others know of a `Failure`
-                        ):
-        "The `Failure` of a neighbour whose process has ended without a word: not there in two looks, with no heartbeat in between"
-        found = self.read({(self.rank+i)%self.size for i in (-1,1)}-{self.rank})
-        before,self.neighbours = self.neighbours,{b.rank:b.n for b in found}
-        f = next((_killed(b) for b in found if not b.left and before.get(b.rank)==b.n and has_ended(b)), None)
-        if f is not None: publish(f)
-        return f
-
-    def gone(self, secs # Seconds in which a heartbeat goes on
+    def gone(self, now, # Seconds, of a clock that never goes back
+             lost=False, # Has this rank lost a connection? Then one without a heartbeat has gone, wherever it is, or has left
             ):
-        "The `Failure` of a rank that has ended, or left, without a report; `None` if all are there"
-        before = {b.rank:b.n for b in self.read(range(self.size))}
-        time.sleep(secs)
-        for b in self.read(r for r in range(self.size) if r!=self.rank):
-            if b.left: return failure_at(b, b.rank, 'ended', f"does not take part any more: {b.left}")
+        "The `Failure` of a neighbour whose process has ended without a word, if it has"
+        for b in self.read({(self.rank+i)%self.size for i in (-1,1)}-{self.rank}):
+            if b.left and lost: return failure_at(b, b.rank, 'ended', f"does not take part any more: {b.left}")
+            n,since = self.seen.get(b.rank, (None,now))
+            if n!=b.n: self.seen[b.rank] = b.n,now
             # one that is stopped has no heartbeat either
-            if before.get(b.rank)==b.n and (b.host!=host_name() or has_ended(b)): return _killed(b)
+            elif not b.left and now-since > 15*self.tick and (has_ended(b) or lost and b.host!=host_name()):
+                return failure_at(b, b.rank, 'ended', "ended without a traceback (killed, or out of memory?)")
 
-# %% ../../nbs/fault/01_watchdog.ipynb #975ccbb2
+# %% ../../nbs/fault/01_watchdog.ipynb #d5dc195f
 @patch
 def stalled(self:Heartbeats, now, # Seconds, of a clock that never goes back
             limit, # Seconds that ranks may wait
             publish, # Function that lets the others know of a `Failure`
            ):
-    "The `Failure` of ranks that keep others waiting, if this rank is the one that looks after all; `None` if there is none"
+    "Report ranks that keep others waiting, if there are any, and this rank is the one that looks after all"
     if not self.watches(now, limit):
         self.watch = None
         return
@@ -307,7 +299,6 @@ def stalled(self:Heartbeats, now, # Seconds, of a clock that never goes back
     print(f"fastdist: {text}", file=sys.stderr, flush=True)
     publish(f := self.watch.failure(found, text))
     end_stopped(late, f if silent else None)
-    return f
 
 @patch
 def _notice(self:Heartbeats, now, limit, at_the_end):
