@@ -66,7 +66,7 @@ def monitor():
 
 World.on_begin(monitor)
 
-# %% ../../nbs/fault/04_supervisor.ipynb #06d10196
+# %% ../../nbs/fault/04_supervisor.ipynb #be09fb10
 @patch
 def attempt(self:Monitor, f):
     "What `f` returns; `None` where the store has gone, with the process that held it"
@@ -78,9 +78,11 @@ def write(self:Monitor, key, f # A `Failure`
          ):
     "Let the others read the first failure of that name"
     mine = json.dumps(asdict(f))
-    first = self.store.compare_set(key, '', mine)
-    # what somebody else has put there is none, and would keep it from being told
-    if first!=mine.encode() and self.beats.records.get(key, Failure) is None: self.store.set(key, mine)
+    def first():
+        there = self.store.compare_set(key, '', mine)
+        # what somebody else has put there is none, and would keep it from being told
+        if there!=mine.encode() and self.beats.records.get(key, Failure) is None: self.store.set(key, mine)
+    self.attempt(first)
 
 @patch(as_prop=True)
 def key(self:Monitor):
@@ -112,7 +114,7 @@ def all_ended(self:Monitor, begun, # How many collectives this rank had begun, a
         return all_here()
     return bool(self.attempt(ask))
 
-# %% ../../nbs/fault/04_supervisor.ipynb #50a512c4
+# %% ../../nbs/fault/04_supervisor.ipynb #3f89d665
 @patch
 def cause_of(self:Monitor, e # The exception that this rank sees
             ):
@@ -138,7 +140,7 @@ def break_off(self:Monitor, f):
     "The process group cannot be used any more: end the collectives that this rank waits in"
     self.broken = f
     if self.attempt(abort_gpu_collectives): self.aborted = True # before the store is asked: it has a reply for each rank
-    self.attempt(lambda: self.write('broken', f))
+    self.write('broken', f)
     self.attempt(self.connections.end)
 
 @patch
@@ -167,10 +169,10 @@ def fail(self:Monitor, e, # The exception that ends what the ranks do together
             self.over = True
             return error
         begun,f = collectives_begun(),self.report(error)
-        self.attempt(lambda: self.write(self.key, f))
+        self.write(self.key, f)
         if self.all_ended(begun, leaves):
             self.agreed += 1
-            if leaves: self.attempt(lambda: self.write(self.key, f))
+            if leaves: self.write(self.key, f)
         else:
             self.break_off(f)
             self.over = True

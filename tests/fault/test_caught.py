@@ -56,6 +56,40 @@ def test_by_one_at_the_end(world3):
         assert all('no such image' in o[2] for o in (res if rank == 1 else res[1:]))
 
 
+def raised_again(earlier):
+    """What ends a context in which rank 1 raises once more what it has caught, and the others go on: an error of a fit in it, which all had, or the one of
+    an `earlier` context; and the weights of a fit after that"""
+    import fastdist.all
+    from fastdist.world import get_rank, get_world_size
+    learn, errors = quiet(learner(n=23, n_val=43, bs=5)), []
+    def fit(ranks):
+        try: learn.fit(1, cbs=Fails(ranks, False))
+        except Exception as e: errors.append(e)
+    try:
+        if earlier:
+            with learn.distrib_ctx(): fit([0])
+    except Exception: pass
+    try:
+        with learn.distrib_ctx(watchdog=60):
+            if not earlier: fit(range(get_world_size()))
+            if get_rank() == 1: raise errors[0]
+            learn.fit(1000)
+    except Exception as e: found = type(e).__name__, getattr(e, 'by', None), 'no such image' in str(e)
+    again = quiet(learner(n=24))
+    with again.distrib_ctx(watchdog=60): again.fit(1)
+    return found, weights(again)
+
+
+@pytest.mark.parametrize('earlier', [False, True])
+def test_raised_again(world3, earlier):
+    "What somebody has caught, and raises later, ends the others like any other error"
+    first, *others = world3(raised_again, earlier)
+    for r, (found, w) in enumerate([first, *others]):
+        assert found[0] == ('ValueError' if r == 1 and not earlier else 'RemoteError') and found[2], (r, found)
+        assert r == 1 or found[1] == 1, (r, found)  # who has reported it
+        assert not diff(w, first[1])
+
+
 def evaluated_again():
     "What comes of evaluations that a callback ends as they begin, and of one after them: of a context, and then outside of it"
     import fastdist.all
