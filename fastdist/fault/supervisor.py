@@ -23,7 +23,7 @@ from ..world.errors import Failure, RemoteError, end_after_first, has_ended, in_
 from ..world.ranks import current_world, get_rank, get_world_size, host_name, World
 from ..world.store import base_store, seconds, wait_until
 
-# %% ../../nbs/fault/04_supervisor.ipynb #e727a1fc
+# %% ../../nbs/fault/04_supervisor.ipynb #98dfb77a
 class Monitor:
     "Lets the other ranks know how this one is, and raises here what has ended another; it lives as long as the process group"
     grace,patience = 0.5,5. # seconds: for a rank to fail by itself; for it to react
@@ -39,6 +39,7 @@ class Monitor:
         self.interrupts = Interrupts(lambda: bool(self.limits))
         self.limits = [] # the watchdog's, in seconds, of the scope that this rank is in, and of the parts of it
         self.number = self.agreed = 0 # of the scope, or of the last one; how many failures in it all ranks had
+        self.due = None # when what has been reported is to be raised here, as of `time.monotonic`
         self.broken = None # the `Failure` after which the process group cannot be used any more
         self.raised = self.insists = False # has it been raised here? is it to be, whatever this rank is handling?
         self.ends = False # does what this rank does end by itself, so that nothing is to be raised?
@@ -66,7 +67,7 @@ def monitor():
 
 World.on_begin(monitor)
 
-# %% ../../nbs/fault/04_supervisor.ipynb #be09fb10
+# %% ../../nbs/fault/04_supervisor.ipynb #acb91e80
 @patch
 def attempt(self:Monitor, f):
     "What `f` returns; `None` where the store has gone, with the process that held it"
@@ -101,20 +102,20 @@ def heard(self:Monitor):
     return next((f for f in found if f is not None and not self.is_own(f)), None)
 
 @patch
-def all_ended(self:Monitor, begun, # How many collectives this rank had begun, as it ended
-              leaves, # Has it left the scope? Else a part of it
+def all_ended(self:Monitor, begun # How many collectives this rank had begun, as it ended
              ):
-    """Have all ranks ended by themselves at the same collective? Those that have left the scope before have too. Three seconds at most: the
-    launcher will end those that do not know yet"""
-    left,out = f'left/{self.number}/{begun}',f'out/{self.number}/{self.agreed}/{begun}'
-    def all_here(): return self.store.add(left, 0)+self.store.add(out, 0) >= self.size
+    """Have all ranks ended by themselves, at the same collective, in the same part of the scope? Three seconds at most: the launcher will end
+    those that do not know yet"""
+    at,here = f'{len(self.limits)}/{begun}',f'{self.key}/here'
+    def all_here(): return self.store.add(here, 0) >= self.size
     def ask():
-        self.store.add(left if leaves else out, 1)
+        if self.store.compare_set(f'{self.key}/at', '', at)!=at.encode(): return False
+        self.store.add(here, 1)
         wait_until(lambda: all_here() or self.store.check(['broken']), 3, n=self.size)
         return all_here()
     return bool(self.attempt(ask))
 
-# %% ../../nbs/fault/04_supervisor.ipynb #3f89d665
+# %% ../../nbs/fault/04_supervisor.ipynb #4ab6e6a9
 @patch
 def cause_of(self:Monitor, e # The exception that this rank sees
             ):
@@ -132,7 +133,7 @@ def cause_of(self:Monitor, e # The exception that this rank sees
 def _who_has_failed(self:Monitor):
     "What another rank reports, or the end of a neighbour's process: who has lost a connection may see that before anybody knows why"
     def ask(): return self.heard() or self.beats.gone(time.monotonic(), lost=True)
-    try: return wait_until(ask, 4, n=self.size)
+    try: return wait_until(ask, 5, n=self.size)
     except Exception: return Failure(kind='store', text=f"rank {self.rank} stopped because {_store_gone}")
 
 @patch
@@ -155,8 +156,7 @@ def report(self:Monitor, e # The exception that ends this rank's work
     return f
 
 @patch
-def fail(self:Monitor, e, # The exception that ends what the ranks do together
-         leaves=False, # Does it end the scope, or a part of it?
+def fail(self:Monitor, e # The exception that ends what the ranks do together
         ):
     "What this rank raises: `e`, and then the others hear of it; or another rank's failure, if `e` only follows from that"
     with self.lock: self.ends = True # nothing is raised in this thread from here on
@@ -170,9 +170,7 @@ def fail(self:Monitor, e, # The exception that ends what the ranks do together
             return error
         begun,f = collectives_begun(),self.report(error)
         self.write(self.key, f)
-        if self.all_ended(begun, leaves):
-            self.agreed += 1
-            if leaves: self.write(self.key, f)
+        if self.all_ended(begun): self.agreed += 1
         else:
             self.break_off(f)
             self.over = True
@@ -237,7 +235,7 @@ def _end_process(self:Monitor, f):
     print(f"fastdist: rank {self.rank} does not react to that, and is ended", file=sys.stderr, flush=True)
     end_with_children()
 
-# %% ../../nbs/fault/04_supervisor.ipynb #23cc30b3
+# %% ../../nbs/fault/04_supervisor.ipynb #80057c3f
 _store_gone = "the process that held the store, the launcher or rank 0, has gone"
 
 def _leaves(stack):
@@ -265,8 +263,10 @@ def _look(self:Monitor, i):
     if self.broken is not None: return
     if self.limits: self._watch(i, time.monotonic())
     scope,f = self.key,self.heard()
-    if f is None or not (self.limits or f.final) or self.stop_now.wait(self.grace): return
-    if f.final or scope==self.key: self.deliver(f)
+    if f is None or not (self.limits or f.final): self.due = None
+    # what all ranks had ends the scope next: this one may only be slower
+    elif self.due is None: self.due = time.monotonic()+(self.patience if self.agreed else self.grace)
+    elif time.monotonic() > self.due and scope==self.key: self.deliver(f)
 
 @patch
 def _watch(self:Monitor, i, now):
@@ -349,7 +349,7 @@ def root_cause(e # An exception that ends this rank's work
     m = running_monitor()
     return (None if m is None else m.cause_of(e)) or e
 
-# %% ../../nbs/fault/04_supervisor.ipynb #81e22c9f
+# %% ../../nbs/fault/04_supervisor.ipynb #6069f490
 watchdog_time = 600 # seconds, by default; those of a backend's own follow it
 
 def check_watchdog(t # Seconds, a `timedelta`, or `None`
@@ -379,7 +379,7 @@ def _scope(m, limit=None):
     except BaseException as e:
         if m.pid!=os.getpid(): raise
         if m.raised: torch.set_grad_enabled(grad) # it may have come as a `torch.no_grad` was about to end
-        error = m.fail(e, leaves=depth==0)
+        error = m.fail(e)
         if error is e: raise
         raise error
     finally: del m.limits[depth:]

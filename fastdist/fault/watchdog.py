@@ -229,7 +229,7 @@ def failure(self:Watch, stall, # A `Stall`
     others = [self.beats[o] for o in (*stall.missing,*stall.waiting) if o in self.beats and o!=r]
     return failure_at(self.beats.get(r), r, 'stalled', text, others[:64])
 
-# %% ../../nbs/fault/01_watchdog.ipynb #10c0d27f
+# %% ../../nbs/fault/01_watchdog.ipynb #b387f51e
 class Heartbeats:
     "Those of all ranks, one key in the store for each. However many there are, a rank writes its own and reads two; one reads all"
     def __init__(self, store, # torch's store of all ranks
@@ -273,9 +273,9 @@ class Heartbeats:
         for b in self.read({(self.rank+i)%self.size for i in (-1,1)}-{self.rank}):
             if b.left and lost: return failure_at(b, b.rank, 'ended', f"does not take part any more: {b.left}")
             n,since = self.seen.get(b.rank, (None,now))
-            if n!=b.n: self.seen[b.rank] = b.n,now
-            # one that is stopped has no heartbeat either
-            elif not b.left and now-since > 15*self.tick and (has_ended(b) or lost and b.host!=host_name()):
+            if n!=b.n: self.seen[b.rank],since = (b.n,now),now
+            quiet = (now-since)/self.tick # one that is stopped has no heartbeat either
+            if not b.left and (quiet > 15 and has_ended(b) or lost and quiet > 25 and b.host!=host_name()):
                 return failure_at(b, b.rank, 'ended', "ended without a traceback (killed, or out of memory?)")
 
 # %% ../../nbs/fault/01_watchdog.ipynb #d5dc195f

@@ -56,38 +56,38 @@ def test_by_one_at_the_end(world3):
         assert all('no such image' in o[2] for o in (res if rank == 1 else res[1:]))
 
 
-def raised_again(earlier):
-    """What ends a context in which rank 1 raises once more what it has caught, and the others go on: an error of a fit in it, which all had, or the one of
-    an `earlier` context; and the weights of a fit after that"""
+def raised_again(what):
+    """What ends a context that rank 1 leaves by an error that the others have, too, and have caught: one of a fit in it, which all had; the one of an
+    `earlier` context; or that rank 1 `leaves` where they train. And the weights of a fit after that"""
     import fastdist.all
     from fastdist.world import get_rank, get_world_size
-    learn, errors = quiet(learner(n=23, n_val=43, bs=5)), []
-    def fit(ranks):
+    learn, errors, first = quiet(learner(n=23, n_val=43, bs=5)), [], get_rank() == 1
+    def fit(*ranks):
         try: learn.fit(1, cbs=Fails(ranks, False))
         except Exception as e: errors.append(e)
     try:
-        if earlier:
-            with learn.distrib_ctx(): fit([0])
+        if what == 'earlier':
+            with learn.distrib_ctx(): fit(0)
     except Exception: pass
     try:
         with learn.distrib_ctx(watchdog=60):
-            if not earlier: fit(range(get_world_size()))
-            if get_rank() == 1: raise errors[0]
-            learn.fit(1000)
-    except Exception as e: found = type(e).__name__, getattr(e, 'by', None), 'no such image' in str(e)
+            if what == 'fit': fit(*range(get_world_size()))
+            if what == 'leaves' and not first: fit()
+            if what != 'leaves' and first: raise errors[0]
+            if not first: learn.fit(1000)
+    except Exception as e: found = type(e).__name__, getattr(e, 'by', None)
     again = quiet(learner(n=24))
     with again.distrib_ctx(watchdog=60): again.fit(1)
     return found, weights(again)
 
 
-@pytest.mark.parametrize('earlier', [False, True])
-def test_raised_again(world3, earlier):
+@pytest.mark.parametrize('what,error', [('fit', 'ValueError'), ('earlier', 'RemoteError'), ('leaves', 'OutOfStep')])
+def test_raised_again(world3, what, error):
     "What somebody has caught, and raises later, ends the others like any other error"
-    first, *others = world3(raised_again, earlier)
-    for r, (found, w) in enumerate([first, *others]):
-        assert found[0] == ('ValueError' if r == 1 and not earlier else 'RemoteError') and found[2], (r, found)
-        assert r == 1 or found[1] == 1, (r, found)  # who has reported it
-        assert not diff(w, first[1])
+    every = world3(raised_again, what)
+    for r, (found, w) in enumerate(every):
+        assert found == (('RuntimeError', None) if what == 'leaves' else ('RemoteError', 1)) if r != 1 else found[0] == error, (r, found)
+        assert not diff(w, every[0][1])
 
 
 def evaluated_again():

@@ -100,7 +100,7 @@ def monitor_of(n, monkeypatch, tmp_path):
     monkeypatch.setattr(connections.Connections, '_own', lambda self: dict.fromkeys(links, -1))
     for r in range(n): store.set(f'beat/{r}', json.dumps(asdict(Beat(1, r, host_name()+'x', 7))))
     for r in range(1, n): store.set(f'link/10.0.0.2:{r}>10.0.0.1:1', f'{r}')
-    store.add('out/0/0/0', n-1)
+    store.add('fail/0/0/here', n-1)
     return supervisor.Monitor(), asked
 
 
@@ -121,7 +121,7 @@ def failure_of(n, monkeypatch, tmp_path):
     count('gone', lambda: m.beats.gone(0, lost=True))
     count('further', lambda: _further(m, range(n)))
     m.write('broken', Failure(1, 'n1', text='later', by=1))
-    m.grace, m.limits, m.raised = 0, [None], True  # nothing is to be raised in this process
+    m.limits, m.raised, m.due = [None], True, 0.  # nothing is to be raised in this process
     count('heard', lambda: m._look(1))
     assert m.broken.text == 'later'
     return res
