@@ -43,7 +43,7 @@ class Connections:
         now = self._own() # some may have ended by themselves since, and other files have their numbers
         return sum(ctypes.CDLL(None).shutdown(own[o], socket.SHUT_RDWR)==0 for o in to_ranks if now.get(o)==own[o])
 
-# %% ../../nbs/fault/03_connections.ipynb #198d126e
+# %% ../../nbs/fault/03_connections.ipynb #f31e8cc1
 def own_connection(store # torch's store of all ranks
                   ):
     "The same store, over a connection of its own, and its file descriptor; `None` for that where there are no connections"
@@ -53,7 +53,7 @@ def own_connection(store # torch's store of all ranks
     return res,next(iter(connections()-before), None)
 
 def limit_replies(fd, # Of a connection to the store, from `own_connection`
-                  secs, # Seconds
+                  secs, # Seconds; 0 waits as long as it takes
                  ):
     "A request to the store that gets no reply in so long is an error"
     if fd is None: return

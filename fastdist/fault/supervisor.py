@@ -349,7 +349,7 @@ def root_cause(e # An exception that ends this rank's work
     m = running_monitor()
     return (None if m is None else m.cause_of(e)) or e
 
-# %% ../../nbs/fault/04_supervisor.ipynb #6069f490
+# %% ../../nbs/fault/04_supervisor.ipynb #33e0b6aa
 watchdog_time = 600 # seconds, by default; those of a backend's own follow it
 
 def check_watchdog(t # Seconds, a `timedelta`, or `None`
@@ -369,7 +369,7 @@ def _scope(m, limit=None):
     depth,grad = len(m.limits),torch.is_grad_enabled()
     if depth==0: m.number,m.agreed = m.number+1,0
     m.limits.append(limit)
-    if limit is not None: limit_replies(m.connection, limit+m.patience)
+    limit_replies(m.connection, 0 if m.limit is None else m.limit+m.patience)
     try:
         yield m
         if m.pid!=os.getpid(): return # a copy of this process, which is no rank, gets to the end of it
