@@ -11,7 +11,7 @@ import readme, readme_commands
 ROOT = Path(__file__).resolve().parent.parent
 by_hand = '__init__.py', 'all.py'  # the modules that no notebook makes
 # Floor by floor: a room imports from those before it, and a file from those of its room with lower numbers
-ROOMS = '''world comm fault/watch fault data model strategy metrics callbacks
+ROOMS = '''world comm fault data model strategy metrics callbacks
            checkpoint trainer launch launch/checkpoint launch/notebook'''.split()
 
 def read(root, name):

@@ -15,7 +15,7 @@ from .state import load_plain, not_saved, put_rest, put_tensors, signature, take
 from ..callbacks.fastai_patches import QuickCallback, device_of, trainer_of
 from ..comm.collectives import all_gather_list, from_rank0
 from ..data.dl import DistributedDL
-from ..fault.stop import StopSignals, stop_together
+from ..fault.interrupt import StopSignals, stop_together
 from ..strategy.base import check_values
 from ..world.errors import refuse
 from ..world.ranks import get_rank, whole_number

@@ -13,7 +13,7 @@ from fastai.data.load import DataLoader as FastaiDataLoader, SkipItemException, 
 from fastai.learner import _ConstantFunc
 from .partition import local_rows
 from .rng import WorkerRandom, begin_batch, seed_of, shared_order
-from ..fault.stop import loader_begins
+from ..fault.interrupt import loader_begins
 
 # %% ../../nbs/data/02_fastai_dl.ipynb #e1885ecd
 @lru_cache(64)

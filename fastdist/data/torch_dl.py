@@ -19,7 +19,7 @@ from torch.utils.data import (DataLoader as TorchDataLoader, DistributedSampler,
 from .fastai_dl import LoaderHook
 from .partition import local_rows
 from .rng import WorkerRandom, shared_order
-from ..fault.stop import loader_begins
+from ..fault.interrupt import loader_begins
 
 # %% ../../nbs/data/03_torch_dl.ipynb #dcd97069
 class _Samples:

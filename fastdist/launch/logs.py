@@ -119,7 +119,6 @@ class RankLogs(DefaultLogsSpecs):
         self.close() # of workers that are restarted
         self.files.clear()
         for local,env in envs.items():
-            env['FASTDIST_RUN_LOGS'] = str(self.folder.resolve()) # where the watchdog writes what a worker has called
             files = _new_logs(self.folder, env['RANK'])
             self.files[int(env['RANK'])] = files[1]
             for screen,file,to,tee in zip((1,2), files, (dest.stdouts,dest.stderrs), (dest.tee_stdouts,dest.tee_stderrs)):

@@ -124,7 +124,7 @@ def _same_state(strategy, group=None):
 def _meets(strategy):
     "The name under which all workers come together after a failure, if the strategy needs them for its end: they number contexts alike"
     m = monitor()
-    if strategy.shards_state and m is not None and m.broken: return f'{current_world().number}/{m.count}'
+    if strategy.shards_state and m is not None and m.broken: return f'{current_world().number}/{m.number}'
 
 def drop_strategy(strategy # A `Strategy` that an error has kept from being set up
                  ):

@@ -37,6 +37,7 @@ class Failure:
     state:dict=field(default_factory=dict) # Attributes of the exception, those of numbers and strings
     by:int=field(default_factory=get_rank) # The rank that reports it
     time:float=field(default_factory=time.time) # When, in seconds since the epoch
+    final:bool=False # Does the process end, too? Then others hear of it outside of contexts as well
 
 # %% ../../nbs/world/03_errors.ipynb #66e348ba
 class Stopped(SystemExit):

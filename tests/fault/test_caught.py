@@ -19,8 +19,6 @@ class Fails(Callback):
 def caught(ranks, calls, distrib=True, late=False):
     "What has come of `calls` of a learner, of which the first fails in `ranks`, and of the end of their context"
     import fastdist.all
-    from fastdist.fault.watch.monitor import Monitor
-    patience, Monitor.patience = Monitor.patience, 1  # seconds
     learn, res = quiet(learner(n=23, n_val=43, bs=5, bn=True)), []
     def call(f, *args, **kwargs):
         try: res.append(f(*args, **kwargs))
@@ -28,10 +26,8 @@ def caught(ranks, calls, distrib=True, late=False):
     def run():
         with learn.distrib_ctx(split_batches=True) if distrib else contextlib.nullcontext():
             for i, nm in enumerate(calls): call(getattr(learn, nm), *[2-i][:nm == 'fit'], cbs=[Fails(ranks, late)][i:])
-    try:
-        call(run)
-        return res, weights(learn)
-    finally: Monitor.patience = patience
+    call(run)
+    return res, weights(learn)
 
 
 def test_by_all(worlds):
@@ -58,6 +54,40 @@ def test_by_one_at_the_end(world3):
         kinds = [o[:2] for o in res]
         assert len(kinds) == 3 and (kinds == [('ValueError', None), *[('RuntimeError', None)]*2] if rank == 1 else kinds[1:] == [('RemoteError', 1)]*2), res
         assert all('no such image' in o[2] for o in (res if rank == 1 else res[1:]))
+
+
+def raised_again(what):
+    """What ends a context that rank 1 leaves by an error that the others have, too, and have caught: one of a fit in it, which all had; the one of an
+    `earlier` context; or that rank 1 `leaves` where they train. And the weights of a fit after that"""
+    import fastdist.all
+    from fastdist.world import get_rank, get_world_size
+    learn, errors, first = quiet(learner(n=23, n_val=43, bs=5)), [], get_rank() == 1
+    def fit(*ranks):
+        try: learn.fit(1, cbs=Fails(ranks, False))
+        except Exception as e: errors.append(e)
+    try:
+        if what == 'earlier':
+            with learn.distrib_ctx(): fit(0)
+    except Exception: pass
+    try:
+        with learn.distrib_ctx(watchdog=60):
+            if what == 'fit': fit(*range(get_world_size()))
+            if what == 'leaves' and not first: fit()
+            if what != 'leaves' and first: raise errors[0]
+            if not first: learn.fit(1000)
+    except Exception as e: found = type(e).__name__, getattr(e, 'by', None)
+    again = quiet(learner(n=24))
+    with again.distrib_ctx(watchdog=60): again.fit(1)
+    return found, weights(again)
+
+
+@pytest.mark.parametrize('what,error', [('fit', 'ValueError'), ('earlier', 'RemoteError'), ('leaves', 'OutOfStep')])
+def test_raised_again(world3, what, error):
+    "What somebody has caught, and raises later, ends the others like any other error"
+    every = world3(raised_again, what)
+    for r, (found, w) in enumerate(every):
+        assert found == (('RuntimeError', None) if what == 'leaves' else ('RemoteError', 1)) if r != 1 else found[0] == error, (r, found)
+        assert not diff(w, every[0][1])
 
 
 def evaluated_again():

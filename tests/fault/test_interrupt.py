@@ -2,7 +2,7 @@
 import os, signal, time
 
 import pytest
-from fastdist.fault.watch.interrupt import Interrupts, handler_kept, is_default
+from fastdist.fault.interrupt import Interrupts, handler_kept, is_default
 
 
 @pytest.fixture(autouse=True)

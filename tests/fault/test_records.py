@@ -68,7 +68,7 @@ def test_without_a_launcher_no_file_is_written(tmp_path, monkeypatch):
 
 LOOKED_AT = """
 import ctypes, os, threading, time
-from fastdist.fault.watch.watchdog import stack_of
+from fastdist.fault.stacks import stack_of
 def look():
     while True:
         stack_of(main)

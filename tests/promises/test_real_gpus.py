@@ -68,9 +68,9 @@ def over_links(url, fn, r):
     except RemoteError as e: return e.rank, e.kind, time.monotonic()-begin, str(e)
 
 
-def over_three(fn, logs=''):
+def over_three(fn):
     url = f'tcp://127.0.0.1:{free_port()}'
-    return started(lambda: over_links(url, fn, int(os.environ['I'])), [{'I': str(i), 'FASTDIST_RUN_LOGS': str(logs), **real_gpus.shown()} for i in range(3)], timeout=120)
+    return started(lambda: over_links(url, fn, int(os.environ['I'])), [{'I': str(i), **real_gpus.shown()} for i in range(3)], timeout=120)
 
 
 def killed(rank, t):
@@ -94,8 +94,8 @@ def test_a_killed_worker(real_gpu_worlds):
     for r in (0, 2): assert res[r][:2] == (1, 'ended') and res[r][2] < 60 and 'rank 1 (host' in res[r][3], res[r]
 
 
-def test_workers_that_part_ways(real_gpu_worlds, tmp_path):
-    for o in over_three(parted, tmp_path): assert o[1] == 'stalled' and 'the ranks are at different calls' in o[3], o
+def test_workers_that_part_ways(real_gpu_worlds):
+    for o in over_three(parted): assert o[1] == 'stalled' and 'the ranks are at different calls' in o[3], o
 
 
 def compiled(ctx, added):

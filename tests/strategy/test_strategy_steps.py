@@ -204,7 +204,8 @@ def after_an_error(ctx, where, everywhere, slow=False):
     """The learner after an error in one worker, or in all: whole, plain, and ready to train in one process.
     `slow`: ending the connections of the old process group takes long"""
     import fastdist.all, time
-    import fastdist.fault.watch.connections as remote, fastdist.strategy.select as select
+    import fastdist.strategy.select as select
+    from fastdist.fault.connections import Connections as remote
     from fastdist.world import get_rank
     learn = quiet(learner(n=20, bs=5, opt=Adam, model=lambda: Scaled(True).double(), splitter=splitter, lr=0.05))
     learn.fit(1)
@@ -217,10 +218,10 @@ def after_an_error(ctx, where, everywhere, slow=False):
         def before_step(self): self.fail('before_step')
         def after_step(self): steps.append(1)
         def after_validate(self): self.fail('after_validate')
-    text, found, gather_group, ending, joined = None, remote._connections, select.gather_group, [], []
-    def found_slowly():
+    text, found, gather_group, ending, joined = None, remote._own, select.gather_group, [], []
+    def found_slowly(self):
         ending.append(1)
-        try: return found()
+        try: return found(self)
         finally:
             time.sleep(1)
             ending.pop()
@@ -231,10 +232,10 @@ def after_an_error(ctx, where, everywhere, slow=False):
         warnings.simplefilter('always')
         try:
             with learn.distrib_ctx(**ctx):
-                if slow: remote._connections, select.gather_group = found_slowly, join # in `remote` for what ends them
+                if slow: remote._own, select.gather_group = found_slowly, join # in `remote` for what ends them
                 learn.fit(2, cbs=Fault())
         except Exception as e: text = f'{type(e).__name__}: {e}'
-        finally: remote._connections, select.gather_group = found, gather_group
+        finally: remote._own, select.gather_group = found, gather_group
     # All are alive, so none has lost anything. Connections to a worker that fails are ended in a thread, which must not hit those
     # over which the shards are gathered: the same file descriptors may belong to them by then
     assert 'the first to fail' in text and not any('load a checkpoint' in str(o.message) for o in shown), (text, [str(o.message) for o in shown])

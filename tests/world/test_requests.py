@@ -11,6 +11,8 @@ class Counted:
     "One worker's connection to a store: counts what is asked"
     def __init__(self, store, asked): self.store, self.asked = store, asked
 
+    def clone(self): return self
+
     def __getattr__(self, nm):
         f = getattr(self.store, nm)
         if not callable(f): return f

@@ -119,7 +119,7 @@ def _run(line, rank, setup, call, shell=None):
             if shell is not None: shell.events.trigger('post_execute') # shows the plots that are left
         if rank==0: _send_value(line, value, known, setup['folder'], setup['name'])
     except BaseException as e:
-        from fastdist.fault.watch.monitor import root_cause
+        from fastdist.fault.supervisor import root_cause
         line.send('failed', Failure.of(root_cause(e)))
         return False
     return True

@@ -1,1 +1,0 @@
-"""What watches over the workers, and tells each of them what befalls the others"""
