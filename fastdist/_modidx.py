@@ -1152,6 +1152,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                     'fastdist.launch.checkpoint.inspect.main': ( 'launch/checkpoint/inspect.html#main',
                                                                                                  'fastdist/launch/checkpoint/inspect.py')},
             'fastdist.launch.cli': { 'fastdist.launch.cli._check': ('launch/cli.html#_check', 'fastdist/launch/cli.py'),
+                                     'fastdist.launch.cli._check_env': ('launch/cli.html#_check_env', 'fastdist/launch/cli.py'),
                                      'fastdist.launch.cli._config': ('launch/cli.html#_config', 'fastdist/launch/cli.py'),
                                      'fastdist.launch.cli._first_failure': ('launch/cli.html#_first_failure', 'fastdist/launch/cli.py'),
                                      'fastdist.launch.cli._how': ('launch/cli.html#_how', 'fastdist/launch/cli.py'),

@@ -83,6 +83,13 @@ def _workers(a, config, nodes, gpus):
     if gpus: check_gpus(n//nodes, gpus, 'add --cpu', f'-n {n}: ')
     return n//nodes
 
+def _check_env(n):
+    "A `ValueError` where the environment has workers whom this machine, which is to start all `n`, does not start: it would train alone"
+    size,rank = (os.environ.get(o) for o in ('WORLD_SIZE','RANK'))
+    if size not in (None,'1',str(n)) or n==1 and rank not in (None,'0'): raise ValueError( # a cluster may count machines
+        f"WORLD_SIZE={size}, RANK={rank} in the environment: if an earlier job has left them there, type `unset RANK WORLD_SIZE`; "
+        "if this is one of several machines, give --nnodes, --node-rank and --rdzv-endpoint")
+
 def _plan(a, # Parsed arguments, which get the values that Accelerate needs
           config, # Of Accelerate
           gpus, cores, # Of this machine
@@ -96,6 +103,7 @@ def _plan(a, # Parsed arguments, which get the values that Accelerate needs
         gpus = len(a.gpu_ids.split(','))
     least,most = find_nodes(a, config)
     local = _workers(a, config, most, 0 if why else gpus)
+    if most==1: _check_env(local)
     a.num_cpu_threads_per_process = a.num_cpu_threads_per_process or n_threads(cores, local)
     a.num_processes,a.mixed_precision = local*most,a.mixed_precision or getattr(config, 'mixed_precision', None) or 'no'
     a.dynamo_backend = a.dynamo_backend or getattr(config, 'dynamo_config', {}).get('dynamo_backend', 'no').lower()

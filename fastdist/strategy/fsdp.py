@@ -116,7 +116,9 @@ DTensor.data = property(Tensor.data.__get__, _set_data)
 def _total_norm(grads, mesh, norm_type):
     "The norm over all of `grads`, of which each worker has its rows, or all: one message"
     shards,full = partition(grads, is_dtensor)
-    def norm(ts): return nn.utils.get_total_norm([t for t in ts if t.numel()] or [local(grads[0]).new_zeros(1)], norm_type).to(get_device())
+    def norm(ts):
+        some = [t for t in ts if t.numel()] or [local(grads[0]).new_zeros(1)]
+        return nn.utils.get_total_norm(some, norm_type).to(get_device())
     if norm_type==math.inf:
         total = norm(map(local, shards))
         dist.all_reduce(total, dist.ReduceOp.MAX, group=mesh['shard'].get_group())
@@ -210,8 +212,8 @@ class RowsOptimizer(ShardedOptimizer):
         "By its id, each tensor that this worker has rows of, and the shape of the whole"
         found = {}
         def note(p, o):
-            if not (isinstance(o, Tensor) and is_dtensor(p)): return o
-            if o.placements[-1].is_shard() if is_dtensor(o) else o.shape==local(p).shape: found[id(o)] = o,o.shape if is_dtensor(o) else p.shape
+            if is_dtensor(o) and o.placements[-1].is_shard(): found[id(o)] = o,o.shape
+            elif is_dtensor(p) and isinstance(o, Tensor) and not is_dtensor(o) and o.shape==local(p).shape: found[id(o)] = o,p.shape
             return o
         map_state(self.opt, note)
         return found
@@ -380,7 +382,10 @@ def _add_hooks(self:FullyShard):
     self.handles += [m.register_load_state_dict_pre_hook(load) for m in self.model.modules()]
     self.penalties = []
     for p in self.model.parameters():
-        if is_dtensor(p) and p.requires_grad: self.penalties.append(p.register_hook(penalty))
+        if not (is_dtensor(p) and p.is_floating_point()): continue
+        trained = p.requires_grad
+        self.penalties.append(p.requires_grad_().register_hook(penalty)) # also of a frozen one, which may be unfrozen later
+        p.requires_grad_(trained)
 
 # %% ../../nbs/strategy/05_fsdp.ipynb #cb9fd109
 @patch
@@ -454,8 +459,8 @@ def explain(self:FullyShard, error):
     "Raise an error that names the strategy and the way out, where `error` is one of torch's about shards"
     if isinstance(error, Exception) and _about_shards(error): raise RuntimeError(
         f"rank {get_rank()}: with strategy={self.name!r} parameters and gradients are DTensors between the passes, each worker has its "
-        "rows of them, and something in this fit (a callback such as SAM, the loss, sparse gradients, a part of the model that is called by "
-        "itself, a gradient of a gradient) computes with them in a way that torch has not: use strategy='zero1' or 'ddp'. "
+        "rows of them, and something in this fit (a callback, the loss, sparse gradients, a part of the model that is called by itself, "
+        "a gradient of a gradient) computes with them in a way that torch has not: use strategy='zero1' or 'ddp'. "
         f"torch's error: {error}") from error
 
 def _about_shards(error):

@@ -178,7 +178,7 @@ def _bytes_needed(word, params, trained, state, n, unit=0):
     """Bytes that one of `n` workers needs for parameters, gradients with what they are sent from, and optimizer state.
     All arguments are bytes: `trained` of parameters that are trained, `unit` of the largest part that is gathered as one"""
     return dict(ddp=params+2*trained+state, zero1=params+2*trained+state/n,
-                zero2=params+(trained+state)/n, fsdp=(params+trained+state)/n+2*unit)[word]
+                zero2=params+(params+trained+state)/n, fsdp=(params+trained+state)/n+2*unit)[word]
 
 # %% ../../nbs/strategy/06_select.ipynb #6d3c7df1
 def choose(learn, # `Learner` that is to be trained

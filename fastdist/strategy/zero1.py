@@ -52,13 +52,14 @@ def send_owned(params, # Parameters of one type and device, the same in all work
 
 # %% ../../nbs/strategy/04_zero1.ipynb #8c1a5ca3
 def _check_step(opt):
-    "Raise a `RuntimeError` where a step is not fastai's, nor that of an optimizer of torch's kind, but around it: it may go by all gradients"
+    "Raise a `RuntimeError` where a step is not fastai's, nor of an optimizer of torch's kind, but around it: it may go by all gradients"
     inner = inner_opt(opt)
     hooked = getattr(inner, '_optimizer_step_pre_hooks', None) or getattr(inner, '_optimizer_step_post_hooks', None)
     while True:
         put,of_class = vars(opt).get('step'),getattr(type(opt), 'step', None)
-        own = put is not None and not hasattr(put, '_wrapped_by_lr_sched') and not isinstance(getattr(put, '__self__', None), ShardedOptimizer)
-        own |= of_class is not None and not isinstance(opt, torch.optim.Optimizer) and not of_class.__module__.startswith(('fastai.','fastdist.'))
+        ours = isinstance(getattr(put, '__self__', None), ShardedOptimizer) or hasattr(put, '_wrapped_by_lr_sched')
+        known = of_class is None or isinstance(opt, torch.optim.Optimizer) or of_class.__module__.startswith(('fastai.','fastdist.'))
+        own = put is not None and not ours or not known
         if own or hooked: raise RuntimeError(
             f"rank {get_rank()}: {type(opt).__name__} has a step (or a hook of it) that was put around the optimizer's own, and with "
             "strategy='zero1' would have the gradients of some parameters only: let a callback do it (before_step), or use strategy='ddp'")

@@ -170,6 +170,13 @@ def test_wrong_arguments(tmp_path, args, says):
         assert 'it runs' not in res.stdout and not list(tmp_path.glob('fastdist_*')), res
 
 
+@pytest.mark.parametrize('env', [dict(WORLD_SIZE='4', RANK='2'), dict(RANK='1')])
+def test_one_of_several_machines(tmp_path, env):
+    "A cluster that starts the same command on each machine has said so: this one would train alone"
+    res = launched([*LAUNCH, '-n', '1', script(tmp_path, 'print("it runs")')], 60, env, tmp_path)
+    assert res.returncode == 2 and f"RANK={env['RANK']} in the environment" in res.stderr and '--nnodes' in res.stderr and 'it runs' not in res.stdout, res
+
+
 def test_rendezvous_in_a_task_of_slurms(tmp_path):
     "What the arguments say of it counts; the number of the node is Slurm's"
     env = dict(SLURM_JOB_ID='7', SLURM_STEP_ID='0', SLURM_PROCID='1', SLURM_NTASKS='2', SLURM_STEP_NUM_TASKS='2', SLURM_NODEID='1', SLURM_GTIDS='1',
