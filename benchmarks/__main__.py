@@ -10,7 +10,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 RUNS = {'training': ['--rounds', '9'], 'strategies': ['--steps', '14', '--limit', '9'], 'batch_norm': ['--steps', '15', '--limit', '9'],
         'validation': ['--repeats', '3', '--samples', '2e5'], 'evaluation': ['--rounds', '7'], 'loaders': ['--repeats', '3', '--sizes', '1e5'], 'talk': ['--repeats', '7']}
-SCALE = {'scale': [], 'shards': ['--workers', '2', '64', '1024', '16384', '--steps', '2']}
+SCALE = {'scale': []}
 
 
 if __name__ == '__main__':

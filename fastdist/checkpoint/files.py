@@ -138,15 +138,15 @@ class Saver:
                  agree=noop, # Function that returns the largest of a number over all workers
                 ):
         self.path,self.run,self.rank,self.n,self.keep,self.agree = Path(path),run,rank,n,keep,agree
-        self.thread = None
+        self.count,self.thread = 0,None
 
     def start(self, summary, # What is known now, for `summary.json`
               tensors, # What this worker writes of tensors: [(name, shape of the whole, first row, rows)]
               rest, # What else it remembers
              ):
         "Begin to write, in the background; all workers call it, after `finish`"
-        self.error,self.written,self.dropped = None,threading.Event(),threading.Event()
-        self.draft = self.path/f'.draft-{summary["step"]:08d}-{self.run}'
+        self.count,self.error,self.written,self.dropped = self.count+1,None,threading.Event(),threading.Event()
+        self.draft = self.path/f'.draft-{summary["step"]:08d}-{self.run}-{self.count}' # a step may be saved twice, at the end of a fit too
         self.thread = threading.Thread(target=self._write, args=(summary, tensors, rest), name='fastdist-checkpoint', daemon=True)
         self.thread.start()
 
@@ -202,8 +202,8 @@ class Saver:
         self._end(self.patience)
 
     def _end(self, patience=60):
-        self.thread.join(patience)
-        self.dropped.set()
+        try: self.thread.join(patience)
+        finally: self.dropped.set() # Ctrl-C may come meanwhile
         self.thread.join()
         if self.rank==0 and self.draft.exists(): # a checkpoint has another name by now
             self.error = self.error or TimeoutError('not all have written')

@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['bucket_bytes', 'tensors_in', 'bytes_in', 'buckets', 'as_bytes', 'byte_array', 'checksum', 'checksums', 'is_dtensor',
-           'local', 'named', 'gather_single', 'scatter_single', 'group_ranks', 'route', 'gather_bytes', 'Reduced',
-           'same_and_most', 'same_text', 'least', 'who_has', 'first_other', 'pack', 'unpack', 'OutOfStep',
-           'check_calls', 'Call', 'same_call', 'all_gather_list', 'gather_tensors', 'broadcast_object', 'from_rank0',
-           'agree', 'rank0_only', 'print_in_order', 'node_group', 'all_reduce', 'all_reduce_dict', 'all_gather_tensors']
+           'local', 'named', 'gather_single', 'group_ranks', 'route', 'gather_bytes', 'Reduced', 'same_and_most',
+           'same_text', 'least', 'who_has', 'first_other', 'pack', 'unpack', 'OutOfStep', 'check_calls', 'Call',
+           'same_call', 'all_gather_list', 'gather_tensors', 'broadcast_object', 'from_rank0', 'agree', 'rank0_only',
+           'print_in_order', 'node_group', 'all_reduce', 'all_reduce_dict', 'all_gather_tensors']
 
 # %% ../../nbs/comm/00_collectives.ipynb #4e81e496
 import hashlib,io,json,pickle,sys,traceback,weakref,zlib
@@ -106,10 +106,6 @@ def named(module, # One of torch's
 def gather_single(*args, **kwargs):
     "`torch.distributed.all_gather_single`"
     return named(dist, 'all_gather_single', 'all_gather_into_tensor')(*args, **kwargs)
-
-def scatter_single(*args, **kwargs):
-    "`torch.distributed.reduce_scatter_single`"
-    return named(dist, 'reduce_scatter_single', 'reduce_scatter_tensor')(*args, **kwargs)
 
 # %% ../../nbs/comm/00_collectives.ipynb #e9c71d71
 def group_ranks(group # A process group; `None` for that of all workers

@@ -14,7 +14,7 @@ from dataclasses import asdict
 import torch, torch.distributed as dist
 from fastcore.basics import patch
 from ..comm.collectives import same_call
-from .connections import Connections, limit_replies, of_group, own_connection
+from .connections import Connections, limit_replies, lost_peer, of_group, own_connection
 from .interrupt import Interrupts, handler_kept, is_default, is_ending
 from .stacks import Stacks, crashes, end_stopped, end_with_children, frame_text, stack_of, user_frames
 from .watchdog import Heartbeats, collectives_begun, own_beat, recorded_before
@@ -38,6 +38,7 @@ class Monitor:
         self.stop_now,self.lock = threading.Event(),threading.Lock()
         self.interrupts = Interrupts(lambda: bool(self.limits))
         self.limits = [] # the watchdog's, in seconds, of the scope that this rank is in, and of the parts of it
+        self.in_part = False # is it in a part of a scope that a script may catch errors of?
         self.number = self.agreed = 0 # of the scope, or of the last one; how many failures in it all ranks had
         self.due = None # when what has been reported is to be raised here, as of `time.monotonic`
         self.broken = None # the `Failure` after which the process group cannot be used any more
@@ -123,17 +124,17 @@ def cause_of(self:Monitor, e # The exception that this rank sees
     if isinstance(e, (RemoteError,KeyboardInterrupt)): return
     if self.interrupts.pop(): return KeyboardInterrupt()
     f,lost = self.broken,of_group(e)
-    if f is None and lost and (f := self._who_has_failed()) is not None: self.break_off(f)
+    if f is None and lost and (f := self._who_has_failed(e)) is not None: self.break_off(f)
     if f is None or self.over and (not lost or self.is_own(f)): return # what is raised since is of this rank's own
     res = f.as_error()
     if f.kind=='store': res.__cause__ = e
     return res
 
 @patch
-def _who_has_failed(self:Monitor):
+def _who_has_failed(self:Monitor, e):
     "What another rank reports, or the end of a neighbour's process: who has lost a connection may see that before anybody knows why"
     def ask(): return self.heard() or self.beats.gone(time.monotonic(), lost=True)
-    try: return wait_until(ask, 5, n=self.size)
+    try: return wait_until(ask, max(5, 60*self.beats.tick) if lost_peer(e) else 1, n=self.size)
     except Exception: return Failure(kind='store', text=f"rank {self.rank} stopped because {_store_gone}")
 
 @patch
@@ -290,8 +291,9 @@ def _run(self:Monitor):
 def _lost(self:Monitor, secs):
     if not self.limits: return
     base,text = base_store(self.store),_store_gone
+    where = f' at {base.host}:{base.port}' if hasattr(base, 'host') else ''
     if secs > self.patience: text = (
-        f"the store at {base.host}:{base.port} has not answered for {secs:.0f} s: the process that holds it, the launcher or rank 0, is "
+        f"the store{where} has not answered for {secs:.0f} s: the process that holds it, the launcher or rank 0, is "
         "stopped, or its machine is gone, or the network in between")
     self.store = self.beats.records.store = self.connections.records.store = dist.HashStore() # there is none any more
     self.deliver(Failure(kind='store', text=f"rank {self.rank} (host {host_name()}) stopped because {text}"))
@@ -398,7 +400,13 @@ def scope(watchdog # Seconds, or `None`
 def catchable():
     "A part of a scope, in which a script may catch what ends it in all ranks, and go on; nothing elsewhere"
     m = monitor()
-    with nullcontext() if m is None or len(m.limits)!=1 else _scope(m): yield
+    if m is None or not m.limits or m.in_part:
+        yield
+        return
+    m.in_part = True
+    try:
+        with _scope(m): yield
+    finally: m.in_part = False
 
 @contextmanager
 def fail_together(watchdog=watchdog_time, # Seconds, or a `timedelta`, that ranks may wait for one that is late; `None`: no limit

@@ -6,7 +6,7 @@
 __all__ = ['collectives_begun', 'recorded_before', 'Beat', 'own_beat', 'failure_at', 'Stall', 'Watch', 'Heartbeats']
 
 # %% ../../nbs/fault/01_watchdog.ipynb #01243fd9
-import json,os,re,sys,time
+import json,os,re,sys
 from collections import Counter
 from dataclasses import asdict,dataclass,field
 
@@ -269,8 +269,9 @@ class Heartbeats:
     def gone(self, now, # Seconds, of a clock that never goes back
              lost=False, # Has this rank lost a connection? Then one without a heartbeat has gone, wherever it is, or has left
             ):
-        "The `Failure` of a neighbour whose process has ended without a word, if it has"
-        for b in self.read({(self.rank+i)%self.size for i in (-1,1)}-{self.rank}):
+        "The `Failure` of a neighbour, or with `lost` of any of few ranks, whose process has ended without a word, if it has"
+        near = range(self.size) if lost and self.size<=64 else [(self.rank+i)%self.size for i in (-1,1)]
+        for b in self.read({*near}-{self.rank}):
             if b.left and lost: return failure_at(b, b.rank, 'ended', f"does not take part any more: {b.left}")
             n,since = self.seen.get(b.rank, (None,now))
             if n!=b.n: self.seen[b.rank],since = (b.n,now),now

@@ -70,8 +70,9 @@ def is_worker():
     "Has a launcher, or srun, started this process as one of its workers?"
     if not any(o in os.environ for o in ('WORLD_SIZE','RANK','SLURM_PROCID')): return False
     from fastdist.world.ranks import from_env
-    try: return from_env().launcher!='none'
+    try: found = from_env()
     except ValueError as e: raise SystemExit(f'fastdist: {e}') from None # of a variable
+    return found.launcher!='none' and (found.world_size > 1 or 'TORCHELASTIC_RUN_ID' in os.environ) # a cluster may count machines
 
 # %% ../../nbs/launch/00_machine.ipynb #60c1fd6a
 def why_cpu(gpus, # That torch sees

@@ -78,12 +78,13 @@ def find_nodes(a, # Parsed arguments, which get what Accelerate needs to know of
     "(least, most) number of nodes; a `ValueError` for what is missing"
     if a.rdzv_endpoint: a.main_process_ip,a.main_process_port = a.rdzv_endpoint
     counted = a.nnodes or a.num_machines and (a.num_machines,)*2
-    if not counted:
-        slurm = _slurm_step()
-        if a.main_process_ip and not slurm: raise ValueError( # each machine would train by itself
-            f"rendezvous at {a.main_process_ip}: how many machines are there? Give their number with --nnodes, on each of them")
-        for k in ('num_machines','main_process_ip','main_process_port','machine_rank'):
-            if getattr(a, k) is None: setattr(a, k, slurm[k] if slurm else getattr(config, k, None))
+    slurm = {} if counted else _slurm_step()
+    if a.main_process_ip and not (counted or slurm or getattr(config, 'num_machines', None)): raise ValueError( # each would train by itself
+        f"rendezvous at {a.main_process_ip}: how many machines are there? Give their number with --nnodes, on each of them")
+    known = slurm or {k:getattr(config, k, None) for k in ('num_machines','main_process_ip','main_process_port')}
+    if not slurm and known['main_process_ip']: known['machine_rank'] = getattr(config, 'machine_rank', None) # else 0 says nothing
+    for k,v in known.items():
+        if getattr(a, k) is None: setattr(a, k, v)
     least,most = counted or (a.num_machines or 1,)*2
     a.num_machines = most
     if most==1:

@@ -40,6 +40,7 @@ class Strategy(_InBatch):
     "The hooks of a strategy, and what they do where it has none. `setup`, `forward` and `close` are those that it must have"
     name = 'own'
     shards_state = False # Has each worker a part of the optimizer's state, so that `close` needs the others?
+    own = None # the learner's own model, where `learn.model` is a copy
     shards_params = False # Has it shards of the parameters too, in a copy that `setup` brings to the device? Else the model is there, whole
     loose,of_model = (),None # parameters that the optimizer has beside the model's; `ModelParams` of this, once somebody has asked
     share_scale = staticmethod(lambda root=None: 1.) # what is propagated backward of this worker's share is multiplied by
@@ -52,7 +53,6 @@ class Strategy(_InBatch):
     def forward(self, sync # Are the gradients to be averaged in this batch's backward pass?
                ): "Before each batch that is trained"
     def sync_params(self): "When a pass over a loader ends, or is to begin: let the model's parameters be those that the optimizer has"
-    def on_zero(self): "When gradients are zeroed, or dropped: forget what is set aside of them"
     def explain(self, error # What a fit ends with
                ): "Raise an error that says more, where `error` is one that the strategy leads to"
     def check_unchanged(self): "Where the model has changed, before it is shaped anew: raise a `RuntimeError` if that is not to be followed"
@@ -81,7 +81,6 @@ def own_params(self:Strategy):
 @patch
 def drop_grads(self:Strategy):
     "After a fit that has failed: workers may have got to different places, and what is in one alone is in no step"
-    self.on_zero()
     for p in self.all_params(): p.grad = None
     self.unsynced = False
 

@@ -19,6 +19,7 @@ from fastai.optimizer import average_grad,average_sqr_grad # and what is in no `
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils._pytree import tree_leaves, tree_map
 from ..comm.collectives import as_bytes, buckets, gather_single, is_dtensor, local
 from ..model.units import units
 from .backward import Backwards, average_used
@@ -227,19 +228,22 @@ def _meta_copy(model, keep):
     "A copy of `model` whose parameters have a shape, but no values, other than those in `keep`"
     def copied(p): return p.detach().clone() if id(p) in keep else torch.empty(p.shape, dtype=p.dtype, device='meta')
     memo = {id(p):nn.Parameter(copied(p), p.requires_grad) for p in model.parameters()}
-    for m in model.modules(): memo.update({id(t):t.detach() for t in vars(m).values() if isinstance(t, Tensor) and t.grad_fn is not None})
-    return deepcopy(model, memo) # of what a forward has computed torch makes no copy
+    owners = [getattr(f, '__self__', None) for m in model.modules() for f in m._forward_hooks.values()] # as fastai's `Hook`
+    found = [t for o in (*model.modules(),*owners) for t in tree_leaves([*getattr(o, '__dict__', {}).values()]) if isinstance(t, Tensor)]
+    memo.update({id(t):t.detach() for t in found if t.grad_fn is not None}) # of what a forward has computed torch makes no copy
+    return deepcopy(model, memo)
 
-def _learned(m):
-    "What a module has as plain data, such as counters, and as tensors"
-    return {k:v.detach() if isinstance(v, Tensor) else v for k,v in vars(m).items() if not k.startswith('_')
-            and isinstance(v, (bool,int,float,str,Tensor)) and not isinstance(v, nn.Parameter) and not is_dtensor(v)}
+def _learned(m, device):
+    "What a module has as plain data, such as counters, as tensors, and as lists and dicts of them"
+    def plain(o): return isinstance(o, (bool,int,float,str,Tensor)) and not isinstance(o, nn.Parameter) and not is_dtensor(o)
+    def of_own(o): return o.detach().to(device) if isinstance(o, Tensor) else o
+    return {k:tree_map(of_own, v) for k,v in vars(m).items() if not k.startswith('_') and all(map(plain, tree_leaves(v)))}
 
 class FullyShard(Strategy):
     """`'fsdp'`: parameters, gradients and optimizer state sharded over all workers; `'hsdp'`: in each node, and replicated across nodes;
     `'zero2'`: parameters stay gathered from the forward on until the backward has ended"""
     shards_state = shards_params = True
-    own,sharded,replicated,params,handles,penalties = None,None,(),(),(),()
+    sharded,replicated,params,handles,penalties = None,(),(),(),()
     def __init__(self, name='fsdp',
                  shard=None, # Workers that share one model; all, if `None`
                  modules=None, # The parts that are gathered as one, as for `units`; chosen by size, if `None`
@@ -264,6 +268,7 @@ class FullyShard(Strategy):
         for p in own.parameters(): p.grad = None
         for p in self.params: p.data = p.data.new_empty(0)
         self.own,self.model,learn.model = own,copy,copy
+        self._exchange_noted(own, copy)
         self.layers = _layers(copy)
         self._add_hooks()
 
@@ -346,13 +351,21 @@ def _check_types(self:FullyShard, copy):
 
 @patch
 def _check_held(self:FullyShard):
-    "Raise a `ValueError` where the loss function or a callback has a part of the model, which is not that of the copy"
+    "Raise a `ValueError` where the loss function has a part of the model, which is not that of the copy"
     ids,loss = {id(p) for p in self.model.parameters()},getattr(self.learn, 'loss_func', None)
-    for o in (loss, *self.learn.cbs):
-        for m in (o, *modules_of(o)):
-            if isinstance(m, nn.Module) and any(id(p) in ids for p in m.parameters()): raise ValueError(
-                f"rank {get_rank()}: {type(o).__name__} has a part of the model (a {type(m).__name__}), and strategy={self.name!r} trains "
-                "a sharded copy of the model: use strategy='zero1' or 'ddp'")
+    for m in (loss, *modules_of(loss)):
+        if isinstance(m, nn.Module) and any(id(p) in ids for p in m.parameters()): raise ValueError(
+            f"rank {get_rank()}: {type(loss).__name__} has a part of the model (a {type(m).__name__}), and strategy={self.name!r} trains "
+            "a sharded copy of the model: use strategy='zero1' or 'ddp'")
+
+@patch
+def _exchange_noted(self:FullyShard, old, new):
+    "Callbacks that have noted modules of one model, as fastai's `ActivationStats`, get those of the other"
+    other = dict(zip(old.modules(), new.modules()))
+    for d in map(vars, self.learn.cbs):
+        for k,v in d.items():
+            if isinstance(v, nn.Module): d[k] = other.get(v, v)
+            elif isinstance(v, (list,L)) and len(v) and isinstance(v[0], nn.Module): d[k] = type(v)(other.get(m, m) for m in v)
 
 @patch
 def _check_hooks(self:FullyShard):
@@ -365,8 +378,14 @@ def _check_hooks(self:FullyShard):
             "computes with other tensors, so that the hook would not be called: use strategy='zero1'")
 
 @patch
+def _refuse_own(self:FullyShard, *_):
+    raise RuntimeError(
+        f"rank {get_rank()}: the model as it was before the context is in use, whose parameters have no values meanwhile, as "
+        f"strategy={self.name!r} trains a sharded copy: take learn.model")
+
+@patch
 def _add_hooks(self:FullyShard):
-    "Whole values can be loaded, and a penalty on the parameters be a part of the loss"
+    "Whole values can be loaded, a penalty by `p.full_tensor()` be a part of the loss, and the learner's own model not be used"
     def load(module, state_dict, prefix, *_):
         for n,p in module._parameters.items():
             new = state_dict.get(prefix+n)
@@ -380,6 +399,7 @@ def _add_hooks(self:FullyShard):
             "that its rows would get none: drop the last batch (drop_last=True), use weight decay (wd), or strategy='zero1'")
         return g/scale
     self.handles += [m.register_load_state_dict_pre_hook(load) for m in self.model.modules()]
+    self.handles += [self.own.register_forward_pre_hook(self._refuse_own), self.own.register_state_dict_pre_hook(self._refuse_own)]
     self.penalties = []
     for p in self.model.parameters():
         if not (is_dtensor(p) and p.is_floating_point()): continue
@@ -434,6 +454,7 @@ def check_used(self:FullyShard):
     if self.checked: return
     self.checked = True
     self._check_hooks()
+    if any(p.grad is not None for p in self.own.parameters()): self._refuse_own()
     unused = [p for p in self.model.parameters() if p.requires_grad and p.grad is None and p.numel()]
     if unused: raise unused_error(self.model, unused, "use strategy='zero1' with ")
 
@@ -447,6 +468,12 @@ def after_batch(self:FullyShard):
 def sync_params(self:FullyShard):
     "Let go of gathered parameters: after a forward without a backward they are still in the model's modules"
     for m in reversed(self.parts): m.reshard()
+    if not self._gathered(self.model): return
+    for m in reversed(self.parts): # after a forward that has failed torch lets go of those alone that are not kept for the backward
+        m.set_reshard_after_forward(True, recurse=False)
+        m.reshard()
+        kept = m is self.parts[-1] if self.reshard is None else not self.reshard
+        m.set_reshard_after_forward(not kept, recurse=False)
 
 @patch
 def end_fit(self:FullyShard):
@@ -466,6 +493,7 @@ def explain(self:FullyShard, error):
 def _about_shards(error):
     "Is `error`, or what it comes from, one of torch's about `DTensor`s, or of a module that it has sharded?"
     while error is not None:
+        if isinstance(error, (torch.OutOfMemoryError,dist.DistError)): return False
         tb = error.__traceback__
         while tb is not None and tb.tb_next is not None: tb = tb.tb_next
         where = '' if tb is None else tb.tb_frame.f_globals.get('__name__', '')
@@ -488,7 +516,7 @@ def check_unchanged(self:FullyShard):
         "it is a sharded copy of the learner's own: leave the context before you change the model")
 
 @patch
-def own_params(self:FullyShard): return [*(self.own or self.model).parameters()]
+def own_params(self:FullyShard): return [*self.model.parameters(), *(() if self.own is None else self.own.parameters())]
 
 @patch
 def set_opt(self:FullyShard, opt):
@@ -515,26 +543,32 @@ def close(self:FullyShard, group=None):
     "Give the learner its own model back, with what the copy has learned"
     if self.own is None: return
     own,copy,self.own = self.own,self.model,None
-    self.sync_params()
     for h in (*self.handles,*self.penalties): h.remove()
     self.backwards.end_batch()
+    try: self._give_back(own, copy, group)
+    finally:
+        for p,like in self.formats.items(): # of which some are not to be had
+            if p.shape!=like.shape: p.data = torch.full_like(like, math.nan if p.is_floating_point() else 0, device=self.home)
+        self.model = own
+        if self.learn.model is copy: self.learn.model = own
+        self._exchange_noted(copy, own)
+        self.parts,self.new = [],{}
+
+@patch
+def _give_back(self:FullyShard, own, copy, group):
+    self.sync_params()
     self.release(group)
     def wholes(rows, params): return gather_rows([(p, rows(self.new[p]), self.new[p].shape) for p in params], self.mesh, group)
     for p,values in () if group is False else wholes(local, self.params):
         p.data = torch.empty_like(self.formats[p], device=self.home).copy_(values)
         local(self.new[p]).untyped_storage().resize_(0) # the device never has both
-    for p,like in self.formats.items() if group is False else ():
-        p.data = torch.full_like(like, math.nan if p.is_floating_point() else 0, device=self.home)
     graded = [p for p in self.params if self.new[p].grad is not None] if group is None else []
     for p,g in wholes(grad_rows, graded): p.grad,self.new[p].grad = g.to(self.home, copy=True),None
     for p,new in self.new.items(): p.requires_grad_(new.requires_grad)
     for p in own.parameters():
         if not is_dtensor(new := self.new[p]): p.data,p.grad = new.data.to(self.home),None if new.grad is None else new.grad.to(self.home)
     for a,b in zip(own.modules(), copy.modules()):
-        vars(a).update(_learned(b))
+        vars(a).update(_learned(b, self.home))
         for n,t in a.named_buffers(recurse=False): t.data = b.get_buffer(n).to(self.home)
-    self.model = own
-    if self.learn.model is copy: self.learn.model = own
     loss = vars(self.learn).get('loss_grad')
     if loss is not None: self.learn.loss_grad = loss.detach() # its graph would keep the copy
-    self.parts,self.new = [],{}

@@ -147,6 +147,7 @@ def close_strategy(strategy # A `Strategy` that has been set up
     m = monitor()
     aborted,name = m is not None and m.aborted,_meets(strategy)
     if strategy in _opened(): _opened().remove(strategy)
+    if name is not None and strategy.shards_params and strategy.own is None: return drop_strategy(strategy) # it has failed to be set up
     group = None if name is None else gather_group(name) or False
     if group is not False and strategy.shards_state: group = _same_state(strategy, group)
     strategy.close(group)

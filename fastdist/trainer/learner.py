@@ -50,6 +50,7 @@ def _unsharded(learn, what):
         trainer.strategy = strategy
         strategy.setup(learn, trainer.device)
         strategy.set_opt(learn.opt)
+        if strategy.shards_params: trainer.prepare(trainer.shaped) # it is another copy
         trainer._note_model()
 
 # %% ../../nbs/trainer/06_learner.ipynb #e392019b

@@ -19,7 +19,7 @@ from ..data.loaders import same_data
 from ..data.rng import WorkerRandom
 from ..fault.cancel import Decisions
 from ..metrics.metrics import EpochTotals
-from ..model.units import checkpoint_activations, compile_model
+from ..model.units import checkpoint_activations, compile_model, select
 from ..model.batchnorm import global_batch_norm
 from ..strategy.base import check_values, same_everywhere, sync_buffers, whole_model
 from ..strategy.select import close_strategy, drop_strategy, make_strategy, open_strategy
@@ -56,9 +56,7 @@ class LearnerSetup(QuickCallback):
         learn,settings = self.learn,self.settings
         self.undo,self.added,self.lock = ExitStack(),[],RLock() # of the thread that trains or evaluates
         if self.device is not None: self._share()
-        else:
-            self._recompute(self.undo)
-            self._compile(self.undo)
+        else: self.prepare(self.undo)
         shared = {} if self.device is None else dict(batch_weight=lambda: self.step.batch_weight(), average=lambda: self.strategy.average())
         if settings.accumulation_steps > 1: self.add(AccumulateSteps(settings.accumulation_steps, **shared), self.undo)
         self.undo.enter_context(console_bars()) # no progress bar, frame by frame, where nobody sees it move
@@ -130,15 +128,24 @@ def _shape(self:LearnerSetup):
     undo.callback(self._close_strategy)
     open_strategy(strategy, learn, self.device)
     strategy.set_opt(learn.opt)
-    self._recompute(undo)
-    self._compile(undo)
+    self.prepare(undo)
     self._note_model()
 
 @patch
+def prepare(self:LearnerSetup, undo):
+    "Let the model recompute activations, and be compiled, as the arguments say; `undo` gives it back"
+    self._recompute(undo)
+    self._compile(undo)
+
+@patch
 def _recompute(self:LearnerSetup, undo):
-    modules = self.settings.recompute
-    if modules is not False:
-        undo.callback(checkpoint_activations(self.learn.model, modules, self.settings.offload, 'activation_checkpointing'))
+    modules,model,arg = self.settings.recompute,self.learn.model,'activation_checkpointing'
+    if modules is False: return
+    own = self.strategy and self.strategy.own
+    if own is not None and modules is not True: # which are chosen in the learner's own model, of which this is a copy
+        copies = dict(zip(own.modules(), model.modules()))
+        modules = [copies[m] for m in select(own, modules, arg)]
+    undo.callback(checkpoint_activations(model, modules, self.settings.offload, arg))
 
 @patch
 def _compile(self:LearnerSetup, undo):

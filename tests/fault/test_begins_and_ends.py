@@ -64,7 +64,7 @@ def test_one_fails_as_it_begins(world, how, strategy, step):
         assert secs < 6 and same
         # where rank 1 had not begun to shard, nobody has its part of what the others have, who are told
         lost = strategy != 'ddp' and step == 'global_batch_norm' and r != 1
-        assert told == lost and (change == 0) == (not lost or strategy != 'fsdp'), (told, change)
+        assert told == lost and (change == 0) == (not lost or strategy not in ('zero2', 'fsdp')), (told, change)
         assert not diff(w, found[0][-1])
 
 

@@ -42,6 +42,7 @@ def main(args # Arguments after `fastdist export`
     p.add_argument('--force', action='store_true', help="overwrite the file, if it is there")
     a = p.parse_args(args)
     if a.file.suffix not in ('.pth','.safetensors'): p.error(f"{a.file}: it ends in .pth or .safetensors")
+    if not a.file.absolute().parent.is_dir(): sys.exit(f"fastdist export: there is no folder {a.file.absolute().parent}")
     if a.file.exists() and not a.force: sys.exit(f"fastdist export: {a.file} is there already, and is left as it is: --force overwrites it")
     try:
         found = find_checkpoints(a.path, 'export')
