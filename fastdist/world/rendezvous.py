@@ -398,7 +398,8 @@ def _by_file(path, s, limit):
         _wait_for(s, lambda: hall.check(['address']), lambda: [0], [hall], limit)
         raw,host = _store_at(*json.loads(hall.get('address')), name, s.rank, limit)
     part = dist.PrefixStore(name, raw)
-    arrive(part, s, [part], limit) # nobody needs the file any more
+    del hall,file # as it goes, each writes to the file: one that came after the last line would make it anew
+    arrive(part, s, [part], limit)
     if s.rank==0: path.unlink(missing_ok=True)
     return part,name,(host,raw.port)
 

@@ -48,6 +48,21 @@ def test_by_one(world3, calls):
         for o in others: assert o[0] == ('RuntimeError' if rank == 1 else 'RemoteError') and 'no such image' in o[2], res
 
 
+def nested():
+    from fastdist.world import fail_together
+    res = []
+    try:
+        with fail_together(): res += caught([1], ['fit', 'fit'])[0]
+    except Exception as e: res.append((type(e).__name__,))
+    return [o[0] for o in res]
+
+
+def test_by_one_in_a_scope_of_another(world3):
+    "What one alone catches is told there, too"
+    every = world3(nested, timeout=60)
+    assert every[1][:2] == ['ValueError', 'RuntimeError'] and all({*o[:2]} == {'RemoteError'} for o in (every[0], every[2])), every
+
+
 def test_by_one_at_the_end(world3):
     "The others have what the evaluation gives by then, or not; it is said at what they call next, and at the end of the context"
     for rank, (res, _) in enumerate(world3(caught, [1], ['get_preds', 'fit'], late=True)):

@@ -65,7 +65,7 @@ def test_ends_at_once(tmp_path, fault):
     "With `fastdist launch`, three workers; 100000 epochs would take longer than the limit"
     res = launched([*FASTDIST, '-n', '3', script(tmp_path, fault)], timeout=120, cwd=tmp_path)
     assert res.returncode not in (0, None) and res.left == {}
-    assert ('sync_bm=1' if fault == 'argument' else 'the first to fail') in res.stderr
+    assert ('sync_bm=1' if fault == 'argument' else 'first, and ended the job') in res.stderr
     assert 'worker 1 ' in res.stderr.splitlines()[-1], res.stderr[-2000:]
 
 
