@@ -124,14 +124,14 @@ def cause_of(self:Monitor, e # The exception that this rank sees
     if isinstance(e, (RemoteError,KeyboardInterrupt)): return
     if self.interrupts.pop(): return KeyboardInterrupt()
     f,lost = self.broken,of_group(e)
-    if f is None and lost and (f := self._who_has_failed(e)) is not None: self.break_off(f)
+    if f is None and lost and (f := self._failure_elsewhere(e)) is not None: self.break_off(f)
     if f is None or self.over and (not lost or self.is_own(f)): return # what is raised since is of this rank's own
     res = f.as_error()
     if f.kind=='store': res.__cause__ = e
     return res
 
 @patch
-def _who_has_failed(self:Monitor, e):
+def _failure_elsewhere(self:Monitor, e):
     "What another rank reports, or the end of a neighbour's process: who has lost a connection may see that before anybody knows why"
     def ask(): return self.heard() or self.beats.gone(time.monotonic(), lost=True)
     try: return wait_until(ask, max(5, 60*self.beats.tick) if lost_peer(e) else 1, n=self.size)

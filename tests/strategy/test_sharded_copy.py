@@ -65,10 +65,10 @@ def noted(ctx, before):
     learn = made(cbs=stats)
     if before: learn.fit(1)
     with learn.distrib_ctx(**ctx): learn.fit(1)
-    n = len(stats.stats)
+    n, inside = len(stats.stats), all(o is not None for o in stats.stats[-1])
     learn.fit(1)
     own = {*learn.model.modules()}
-    return n, len(stats.stats), all(m in own for m in stats.modules), all(o is not None for o in stats.stats[-1])
+    return n, len(stats.stats), all(m in own for m in stats.modules), inside and all(o is not None for o in stats.stats[-1])
 
 
 @pytest.mark.parametrize('before', [True, False])
