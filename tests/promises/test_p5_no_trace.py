@@ -20,3 +20,18 @@ def copied(strategy):
 
 def test_no_copies_of_a_part(world2):
     for said, whole in world2(copied, 'zero1'): assert len(said) == 2 and all('has its optimizer in shards: call learn.export' in o for o in said) and whole, said
+
+
+def copied_at_once():
+    import fastdist.all, pickle
+    from copy import deepcopy
+    learn, said = quiet(learner(n=10, bs=4, opt=Adam)), []
+    with learn.distrib_ctx(strategy='zero2'):
+        for f in deepcopy, pickle.dumps:
+            try: f(learn)
+            except RuntimeError as e: said.append(str(e))
+    return said
+
+
+def test_no_copies_of_shards(world2):
+    for said in world2(copied_at_once): assert len(said) == 2 and all('has its parameters in shards: call learn.export' in o for o in said), said
