@@ -7,26 +7,43 @@ __all__ = ['Strategy', 'check_trainable', 'unused_error', 'callback_results', 'c
            'modules_of', 'whole_model', 'inner_opt', 'state_tensors', 'needs_closure', 'check_values', 'check_shares',
            'same_everywhere']
 
-# %% ../../nbs/strategy/00_base.ipynb #49e9f763
+# %% ../../nbs/strategy/00_base.ipynb #5b63bd4c
 import inspect
 
 import torch.distributed as dist
 from fastai.basics import *
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
-from ..comm.collectives import (all_gather_list, as_bytes, bucket_bytes, checksums, from_rank0, is_dtensor,
-                                       route, same_and_most, same_text, tensors_in, who_has)
+from ..comm.collectives import all_gather_list, as_bytes, bucket_bytes, checksums, from_rank0, route, same_text, tensors_in, who_has
 from ..model.batchnorm import has_global_stats
-from ..model.params import ModelParams
 from ..model.buffers import average_buffers
 from ..world.ranks import get_rank, get_world_size
 
-# %% ../../nbs/strategy/00_base.ipynb #f0347905
-class _InBatch:
-    "What a strategy is called for in each batch that is trained; here it does nothing"
+# %% ../../nbs/strategy/00_base.ipynb #049f2750
+class Strategy:
+    "The hooks of a strategy, and what they do where it has none. `setup`, `forward` and `close` are those that it must have"
+    name = 'own'
+    shards_state = False # Has each worker a part of the optimizer's state, so that `close` needs the others?
+    own = None # the learner's own model, where `learn.model` is a copy
+    shards_params = False # Has it shards of the parameters too, in a copy that `setup` brings to the device? Else the model is there, whole
+    loose = () # parameters that the optimizer has beside the model's
     unsynced = False # are gradients still this worker's own?
+    share_scale = staticmethod(lambda root=None: 1.) # what is propagated backward of this worker's share is multiplied by
+    learn = model = device = None # from `setup` on
+    def setup(self, learn, # `Learner` whose context begins; its weights are the same in all workers
+              device, # This worker's `torch.device`
+             ):
+        "When a context begins: shape `learn.model`"
+        self.learn,self.model,self.device = learn,learn.model,device
+    def set_opt(self, opt):
+        "When the learner has an optimizer, another one, or none any more (`None`): shape it"
+        self._find_loose(opt)
+
+    # In each batch that is trained
     def begin_batch(self, sync # As for `forward`
                    ): "Before callbacks see the batch: look after the backward passes that they make"
+    def forward(self, sync # Are the gradients to be averaged in this batch's backward pass?
+               ): "Before the forward"
     def before_backward(self): "When the loss has been computed: `learn.loss_grad`"
     def begin_backward(self, loss): "When the backward pass of the batch's own loss begins: returns the loss to propagate"; return loss
     def end_backward(self, own # That of the batch's own loss?
@@ -35,23 +52,6 @@ class _InBatch:
     def average(self): "Average the gradients that have been accumulated without a message"
     def after_batch(self): "When a batch has ended, or been cancelled"
 
-# %% ../../nbs/strategy/00_base.ipynb #20d0f10b
-class Strategy(_InBatch):
-    "The hooks of a strategy, and what they do where it has none. `setup`, `forward` and `close` are those that it must have"
-    name = 'own'
-    shards_state = False # Has each worker a part of the optimizer's state, so that `close` needs the others?
-    own = None # the learner's own model, where `learn.model` is a copy
-    shards_params = False # Has it shards of the parameters too, in a copy that `setup` brings to the device? Else the model is there, whole
-    loose,of_model = (),None # parameters that the optimizer has beside the model's; `ModelParams` of this, once somebody has asked
-    share_scale = staticmethod(lambda root=None: 1.) # what is propagated backward of this worker's share is multiplied by
-    learn = model = device = None # from `setup` on
-    def setup(self, learn, # `Learner` whose context begins; its weights are the same in all workers
-              device, # This worker's `torch.device`
-             ):
-        "When a context begins: shape `learn.model`"
-        self.learn,self.model,self.device = learn,learn.model,device
-    def forward(self, sync # Are the gradients to be averaged in this batch's backward pass?
-               ): "Before each batch that is trained"
     def sync_params(self): "When a pass over a loader ends, or is to begin: let the model's parameters be those that the optimizer has"
     def explain(self, error # What a fit ends with
                ): "Raise an error that says more, where `error` is one that the strategy leads to"
@@ -61,50 +61,29 @@ class Strategy(_InBatch):
     def close(self, group=None # Process group to gather shards in, if the one that there was has broken; `False` if there is none
              ): "When the context ends: give the model and the optimizer back"
 
-# %% ../../nbs/strategy/00_base.ipynb #9d271cae
-@patch
-def model_params(self:Strategy):
-    "The parameters of the model: the same list as long as no module has got, or lost, a parameter or a module"
-    if self.of_model is None or self.of_model.model is not self.model: self.of_model = ModelParams(self.model)
-    return self.of_model()
+    def all_params(self):
+        "The parameters of the model, and those that the optimizer has beside them, as of a loss function"
+        return [*self.model.parameters(), *self.loose]
+    def own_params(self):
+        "The parameters of the learner's own model, also while `learn.model` is a copy"
+        return [*self.model.parameters()]
+    def trained_params(self):
+        "Which parameters are trained: equal as long as the model has these, and they are neither frozen nor unfrozen"
+        return [id(p) if p.requires_grad else 0 for p in self.all_params()]
+    def drop_grads(self):
+        "After a fit that has failed: workers may have got to different places, and what is in one alone is in no step"
+        for p in self.all_params(): p.grad = None
+        self.unsynced = False
 
-@patch
-def all_params(self:Strategy):
-    "The parameters of the model, and those that the optimizer has beside them, as of a loss function"
-    return [*self.model_params(), *self.loose]
+    def _find_loose(self, opt, known=()):
+        "Which parameters of `opt` the model has not; all workers begin with rank 0's"
+        ids,old = {id(p) for p in (*self.model.parameters(), *known)},{id(p) for p in self.loose}
+        every = [] if opt is None else [p for pg in opt.param_lists for p in pg]
+        self.loose = [p for p in every if id(p) not in ids]
+        new = [p for p in self.loose if id(p) not in old]
+        if new: _broadcast(new)
 
-@patch
-def own_params(self:Strategy):
-    "The parameters of the learner's own model, also while `learn.model` is a copy"
-    return [*self.model.parameters()]
-
-@patch
-def drop_grads(self:Strategy):
-    "After a fit that has failed: workers may have got to different places, and what is in one alone is in no step"
-    for p in self.all_params(): p.grad = None
-    self.unsynced = False
-
-@patch
-def trained_params(self:Strategy):
-    "Which parameters are trained: equal as long as the model has these, and they are neither frozen nor unfrozen"
-    return [id(p) if p.requires_grad else 0 for p in self.all_params()]
-
-# %% ../../nbs/strategy/00_base.ipynb #8770e6f7
-@patch
-def set_opt(self:Strategy, opt):
-    "When the learner has an optimizer, another one, or none any more (`None`): shape it"
-    self._find_loose(opt)
-
-@patch
-def _find_loose(self:Strategy, opt, known=()):
-    "Which parameters of `opt` the model has not; all workers begin with rank 0's"
-    ids,old = {id(p) for p in (*self.model.parameters(), *known)},{id(p) for p in self.loose}
-    every = [] if opt is None else [p for pg in opt.param_lists for p in pg]
-    self.loose = [p for p in every if id(p) not in ids]
-    new = [p for p in self.loose if id(p) not in old]
-    if new: _broadcast(new)
-
-# %% ../../nbs/strategy/00_base.ipynb #f0347907
+# %% ../../nbs/strategy/00_base.ipynb #ec32838c
 def check_trainable(model):
     "Raise a `ValueError` if `model` has nothing to train"
     if not any(p.requires_grad for p in model.parameters()):
@@ -123,7 +102,7 @@ def unused_error(model, # Model that has been trained for a batch
         "so their gradients cannot be averaged. Freeze them (requires_grad_(False)), or "
         f"{prefix}kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)] (from accelerate.utils) to distrib_ctx")
 
-# %% ../../nbs/strategy/00_base.ipynb #028dd1de
+# %% ../../nbs/strategy/00_base.ipynb #4cf65ef0
 def callback_results(learn, # Any `Learner`
                      nm, # Name of a method
                     )->list: # What it returns, by callback
@@ -136,7 +115,7 @@ def callbacks_of(learn, # Any `Learner`
     "The learner's callbacks of a class: what fastai's `_grab_cbs` finds, in a tenth of its time, for what is asked in each step"
     return [cb for cb in learn.cbs if isinstance(cb, kind)]
 
-# %% ../../nbs/strategy/00_base.ipynb #51aff185
+# %% ../../nbs/strategy/00_base.ipynb #c38d31fc
 def put_method(o, # Any object
                nm, # Name of a method
                f, # What `o` has under that name from here on
@@ -149,13 +128,12 @@ def put_method(o, # Any object
         if own is not None: setattr(o, nm, own)
     return SimpleNamespace(remove=undo)
 
-# %% ../../nbs/strategy/00_base.ipynb #dc0a26aa
-def _broadcast(ts, # Tensors, in the same order and shapes in all workers
-               mixed=False, # Are some on the GPU in one worker, and on the CPU in another?
+# %% ../../nbs/strategy/00_base.ipynb #8226e26f
+def _broadcast(ts # Tensors, in the same order, shapes and kinds of device in all workers
               ):
     "Overwrite `ts` with rank 0's, in place"
-    def to(t): return route(torch.device('cpu') if mixed else t.device, None)
-    here,elsewhere = partition([t.detach() for t in ts if t.numel()], lambda t: not mixed and to(t).type==t.device.type)
+    def to(t): return route(t.device, None)
+    here,elsewhere = partition([t.detach() for t in ts if t.numel()], lambda t: to(t).type==t.device.type)
     for some in (here, *([t] for t in elsewhere)): # one by one: the device that they are sent from may not have room for all
         # as bytes: gloo knows neither bfloat16 nor bool, and takes no strides
         flat = [as_bytes(t.to(to(t))) for t in some]
@@ -166,7 +144,7 @@ def _broadcast(ts, # Tensors, in the same order and shapes in all workers
         for t,b in zip(some, flat):
             if b.data_ptr()!=t.data_ptr(): t.copy_(b.view(t.dtype).view(t.shape))
 
-# %% ../../nbs/strategy/00_base.ipynb #410313eb
+# %% ../../nbs/strategy/00_base.ipynb #f0401b1e
 def _check_buffers(named):
     "A `ValueError`, in all workers, that names a buffer of another shape or type in one of them: to send those would end the process"
     mine = {n:f'{b.dtype} of shape {tuple(b.shape)}' for n,b in named}
@@ -188,7 +166,7 @@ def sync_buffers(model):
     average_buffers(model)
     _broadcast([b for _,b in named])
 
-# %% ../../nbs/strategy/00_base.ipynb #f41c0a58
+# %% ../../nbs/strategy/00_base.ipynb #16a6bd5d
 def modules_of(*objects # Any, as callbacks
               ):
     "The modules that `objects` have as attributes, or in lists and dicts of them"
@@ -215,7 +193,7 @@ def whole_model(learn # Any `Learner`
     more = {id(m):m for m in of_loss if own(*m.parameters(), *m.buffers())} | {id(m):m for m in of_cbs if own(*m.parameters()) & trained}
     return nn.ModuleList([learn.model, *more.values()]) if more else learn.model
 
-# %% ../../nbs/strategy/00_base.ipynb #1691a73b
+# %% ../../nbs/strategy/00_base.ipynb #1cbe9888
 def inner_opt(opt # A fastai optimizer
              ):
     "Where `opt` keeps its state: the optimizer inside of a `Lookahead`, the torch one of an `OptimWrapper`"
@@ -242,29 +220,26 @@ def needs_closure(opt # A fastai optimizer
     closure = inspect.signature(type(inner_opt(opt)).step).parameters.get('closure')
     return closure is not None and closure.default is closure.empty
 
-# %% ../../nbs/strategy/00_base.ipynb #ee5d5391
+# %% ../../nbs/strategy/00_base.ipynb #794d923d
 def check_values(model # A model that workers are to share, or `Resume` to save
                 ):
     """A `ValueError` that names parameters and buffers without a shape, or without values, or that are sparse, and the way out; where there
     are many workers, also one of `check_shares`"""
     if get_world_size() > 1: check_shares(model)
-    named = [*model.named_parameters(),*model.named_buffers()]
-    lazy = [n for n,t in named if is_lazy(t)]
-    if lazy: raise ValueError(
-        f"rank {get_rank()}: {', '.join(lazy[:5])} of the model have no shape yet, as a lazy layer gets it in its first forward, "
-        "so the workers cannot begin with the same weights, nor Resume save them: run a batch through the model before, as in "
-        "learn.model(x) or learn.summary()")
-    sparse = [n for n,t in named if t.layout!=torch.strided]
-    if sparse: raise ValueError(
-        f"rank {get_rank()}: {', '.join(sparse[:5])} of the model are sparse tensors, which workers cannot send each other, nor Resume "
-        "save: make them plain attributes of their module, which each worker has for itself, or dense (to_dense())")
-    meta = [n for n,t in named if t.is_meta]
-    if meta: raise ValueError(
-        f"rank {get_rank()}: {', '.join(meta[:5])}{' and more' if len(meta) > 5 else ''} of the model have no values, being on "
-        "torch's meta device: build the model on the CPU, or give it values there, by learn.model.to_empty(device='cpu') and a checkpoint "
-        "(learn.model.load_state_dict) or its own initialisation. strategy='fsdp' takes it from there to the GPUs part by part")
+    for why,is_so in _no_values.items():
+        found = [n for n,t in (*model.named_parameters(), *model.named_buffers()) if is_so(t)]
+        if found: raise ValueError(f"rank {get_rank()}: {', '.join(found[:5])} of the model {why}")
 
-# %% ../../nbs/strategy/00_base.ipynb #a05e8b04
+_no_values = {
+    "have no shape yet, as a lazy layer gets it in its first forward, so the workers cannot begin with the same weights, nor Resume save "
+    "them: run a batch through the model before, as in learn.model(x) or learn.summary()": is_lazy,
+    "are sparse tensors, which workers cannot send each other, nor Resume save: make them plain attributes of their module, which each "
+    "worker has for itself, or dense (to_dense())": lambda t: t.layout!=torch.strided,
+    "have no values, being on torch's meta device: build the model on the CPU, or give it values there, by "
+    "learn.model.to_empty(device='cpu') and a checkpoint (learn.model.load_state_dict) or its own initialisation. strategy='fsdp' takes it "
+    "from there to the GPUs part by part": lambda t: t.is_meta}
+
+# %% ../../nbs/strategy/00_base.ipynb #a365880f
 def check_shares(model # A model each of whose batches workers are to share
                 ):
     "A `ValueError` for embeddings that go by which rows a batch looks up, which are others in each worker"
@@ -278,55 +253,22 @@ def check_shares(model # A model each of whose batches workers are to share
             f"rank {get_rank()}: {n or type(m).__name__} has scale_grad_by_freq=True, which divides gradients by how often a row is looked "
             "up: each worker would count its share alone. Leave it out")
 
-# %% ../../nbs/strategy/00_base.ipynb #694d9cd8
-def _all_params(model, opt):
-    ps = [*model.parameters(), *(p for pg in (opt.param_lists if opt else ()) for p in pg)]
-    return [p for p in {id(p):p for p in ps}.values() if not is_dtensor(p)]
-
-_ints = {1:torch.int8, 2:torch.int16, 4:torch.int32, 8:torch.int64}
-
-def _is_zero(t):
-    # as integers, in a third of the time of `count_nonzero`
-    if t.layout!=torch.strided: return False
-    t = torch.view_as_real(t) if t.is_complex() else t
-    return not t.numel() or not any(map(bool, t.view(_ints[t.element_size()]).aminmax()))
-
-def _some_wait(params):
-    "Has any of `params` a gradient that is not 0?"
-    return not all(_is_zero(p.grad) for p in params if p.grad is not None)
-
-# %% ../../nbs/strategy/00_base.ipynb #978f1dbd
-@torch.no_grad()
-def _same_grads(params, mixed):
-    "Give all workers rank 0's gradients of `params`"
-    has = torch.tensor([p.grad is not None for p in params], dtype=torch.uint8, device='cpu')
-    _broadcast([has])
-    for p,h in zip(params, has.tolist()):
-        if not h: p.grad = None
-        elif p.grad is None: p.grad = torch.zeros_like(p)
-        elif p.grad.layout!=torch.strided: p.grad = p.grad.to_dense()
-    _broadcast([p.grad for p in params if p.grad is not None], mixed)
-
-# %% ../../nbs/strategy/00_base.ipynb #214a3586
+# %% ../../nbs/strategy/00_base.ipynb #9d1e4f35
 def same_everywhere(model, # The same layers in all workers
                     opt=None, # Its optimizer
-                    grads=False, # Give them rank 0's gradients, too, where any wait for a step?
                    ):
     "Give all workers rank 0's parameters and buffers and, where it has any, optimizer state; a `ValueError` where they have other tensors"
-    ps = _all_params(model, opt) if grads else []
     ts = [*model.parameters(), *model.buffers(), *model.state_dict(keep_vars=True).values()] # of a class of its own it may lack some
     ts = list({id(t):t for t in ts if isinstance(t, Tensor)}.values()) + (state_tensors(opt) if opt else [])
     numbers = _numbers(opt) if opt else []
-    kinds,values = [(tuple(t.shape), t.dtype) for t in (*ts,*ps)]+[k for _,k in numbers],[s[k] for s,k in numbers]
+    kinds,values = [*((tuple(t.shape), t.dtype) for t in ts), *(k for _,k in numbers)],[s[k] for s,k in numbers]
     here,elsewhere = partition(ts, lambda t: t.device.type=='cpu')
-    same,(waits,) = same_and_most(repr((kinds,values,checksums(here))), int(_some_wait(ps)))
+    same = same_text(repr((kinds,values,checksums(here))))
     if not (same or same_text(repr(kinds))):
         every = all_gather_list(kinds)
         r = next(i for i,o in enumerate(every) if o!=every[0])
         raise ValueError(f"rank {get_rank()}: the model or the optimizer state of rank {r} has other tensors than rank 0's "
                          f"({len(every[r])} and {len(every[0])} of them): build the same learner in all workers")
-    mixed = not (same or same_text(repr([t.device.type for t in (*ts,*ps)])))
-    with torch.no_grad(): _broadcast(elsewhere if same else ts, mixed)
-    if not same:
-        for (s,k),v in zip(numbers, from_rank0(values)): s[k] = v
-    if waits: _same_grads(ps, mixed)
+    with torch.no_grad(): _broadcast(elsewhere if same else ts)
+    if same: return
+    for (s,k),v in zip(numbers, from_rank0(values)): s[k] = v

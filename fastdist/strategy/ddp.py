@@ -60,7 +60,7 @@ class Replica(Strategy):
         self.average()
         self._drop_ddp()
         sparse = _sparse_params(self.model)
-        ps = [p for p in self.model_params() if p.requires_grad and p.numel()] # one without elements gets no gradient
+        ps = [p for p in self.model.parameters() if p.requires_grad and p.numel()] # one without elements gets no gradient
         self.params,self.sparse = [p for p in ps if p not in sparse],[p for p in ps if p in sparse]
         if self.params: self.ddp = _make_ddp(self.params, self.handler)
         self.trained = trained
@@ -107,7 +107,7 @@ def average(self:Replica):
 @patch
 def _average_all(self:Replica):
     if self.allows_unused: return average_used(self.all_params())
-    average_grads(self.model_params())
+    average_grads(self.model.parameters())
     average_used(self.loose)
 
 @patch

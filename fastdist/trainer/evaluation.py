@@ -6,20 +6,19 @@
 __all__ = ['Evaluation']
 
 # %% ../../nbs/trainer/03_evaluation.ipynb #23eb740d
-import shutil
-from contextlib import contextmanager, nullcontext, suppress
+import tempfile
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 
 from fastai.basics import *
 from fastai.callback.core import GatherPredsCallback
 from ..checkpoint.weights import is_sharded
-from ..comm.collectives import OutOfStep, least
+from ..comm.collectives import OutOfStep
 from ..data.dl import DistributedDL
 from ..data.loaders import n_batches
 from ..fault.cancel import cancels
 from ..fault.same_call import gone_on
 from ..metrics.losses import RowLosses
 from ..metrics.metrics import EpochTotals, GatheredPreds, plain_sums
-from ..env import clear_left, keep, new_folder
 from ..world.ranks import get_rank
 
 # %% ../../nbs/trainer/03_evaluation.ipynb #3c980742
@@ -27,13 +26,11 @@ class Evaluation:
     "One pass over a loader that all workers share, for validation or prediction"
     def __init__(self, learn, # `Learner` that evaluates; its `dl` is this worker's part
                  decisions, # `Decisions` of its callbacks
-                 gathers=False, # Does a forward need all workers, as each has a shard of the parameters?
                  dst=None, # The rank that gets predictions; by default all do
                  activation=None, # `SharedActivation` for predictions, where there is one
                 ):
-        self.learn,self.decisions,self.gathers,self.dst,self.activation = learn,decisions,gathers,dst,activation
+        self.learn,self.decisions,self.dst,self.activation = learn,decisions,dst,activation
         self.totals,self.losses,self.preds,self.forwards = EpochTotals(learn),RowLosses(),[],0
-        self.last = -1 # the number of the last batch that this worker had
         self.dl = vars(learn).get('dl')
 
     @property
@@ -46,77 +43,41 @@ class Evaluation:
         "Is each batch split between the workers, rather than given to one of them?"
         return self.learn.dl.mode=='steps'
 
-# %% ../../nbs/trainer/03_evaluation.ipynb #224b9707
-@patch
-def check_loader(self:Evaluation):
-    "A `RuntimeError` where a callback has put another loader in the place of the one that workers have begun to share"
-    dl = self.learn.dl
-    if isinstance(dl, DistributedDL) or dl is self.dl: return
-    self.learn.dl = self.dl # with which the workers end it together
-    raise RuntimeError(
-        f"rank {get_rank()}: a callback has put a {type(dl).__name__} into learn.dl in before_validate, when the workers have begun to "
-        "share the loader before: put it into learn.dls.loaders[1] in before_epoch, or give it to learn.validate(dl=...)")
+    def check_loader(self):
+        "A `RuntimeError` where a callback has put another loader in the place of the one that workers have begun to share"
+        dl = self.learn.dl
+        if isinstance(dl, DistributedDL) or dl is self.dl: return
+        self.learn.dl = self.dl # with which the workers end it together
+        raise RuntimeError(
+            f"rank {get_rank()}: a callback has put a {type(dl).__name__} into learn.dl in before_validate, when the workers have begun to "
+            "share the loader before: put it into learn.dls.loaders[1] in before_epoch, or give it to learn.validate(dl=...)")
 
-# %% ../../nbs/trainer/03_evaluation.ipynb #9c5ab42c
-@patch
-def number_batch(self:Evaluation):
-    "Let callbacks see the number of the batch, and of batches, in the data set, as in one process; send predictions, if it is time"
-    if not self.shared: return
-    learn,dl = self.learn,self.learn.dl
-    for o in self.preds: o.send(learn.iter)
-    if self.by_rows: return
-    first,n = learn.iter==0,n_batches(dl.dl)
-    learn.iter,learn.n_iter = learn.iter*dl.world_size+dl.rank,n
-    pbar = getattr(getattr(learn, 'progress', None), 'pbar', None)
-    if first and pbar is not None: pbar.total = n
+    def number_batch(self):
+        "Let callbacks see the number of the batch, and of batches, in the data set, as in one process; send predictions, if it is time"
+        if not self.shared: return
+        learn,dl = self.learn,self.learn.dl
+        for o in self.preds: o.send(learn.iter)
+        if self.by_rows: return
+        first,n = learn.iter==0,n_batches(dl.dl)
+        learn.iter,learn.n_iter = learn.iter*dl.world_size+dl.rank,n
+        pbar = getattr(getattr(learn, 'progress', None), 'pbar', None)
+        if first and pbar is not None: pbar.total = n
 
-@patch
-def add_batch(self:Evaluation):
-    "Keep the batch for the metrics that need it again, and its loss where others have rows of it"
-    if not self.shared or not len(self.learn.yb): return
-    self.totals.add_batch(rows=self.by_rows)
-    if self.by_rows: self.losses.add(self.learn)
+    def add_batch(self):
+        "Keep the batch for the metrics that need it again, and its loss where others have rows of it"
+        if not self.shared or not len(self.learn.yb): return
+        self.totals.add_batch(rows=self.by_rows)
+        if self.by_rows: self.losses.add(self.learn)
 
-# %% ../../nbs/trainer/03_evaluation.ipynb #1596aff7
-@patch
-def _n_batches(self:Evaluation):
-    "Of all workers: of a stream, which may say another length or none, as many as they have had"
-    dl = self.learn.dl
-    return 1-least(-self.last)[0] if dl.is_stream else n_batches(dl.dl)
+    def finish(self):
+        "Put metrics and predictions of all workers together"
+        if not self.shared: return
+        for o in self.preds: o.finish(self.decisions.cut)
+        self.totals.combine(self.by_rows)
+        if self.by_rows: self.losses.give(self.totals.metrics())
 
-# %% ../../nbs/trainer/03_evaluation.ipynb #7f29de77
-@patch
-def _last_loss(self:Evaluation, rank # Has had the last batch, where each is one worker's
-              ):
-    "What this worker adds to the loss of the last batch of all, as a metric's total and count"
-    loss = vars(self.learn).get('loss')
-    if self.by_rows: total,count = self.losses.parts[-1][:2] if self.losses.parts else (0.,0.)
-    elif isinstance(loss, Tensor) and self.learn.dl.rank==rank: total,count = loss,1
-    else: total,count = 0.,0
-    return SimpleNamespace(total=to_detach(total, gather=False), count=to_detach(count, gather=False))
-
-# %% ../../nbs/trainer/03_evaluation.ipynb #f4a7b689
-@patch
-def finish(self:Evaluation):
-    "Put metrics and predictions of all workers together"
-    if not self.shared: return
-    dl,cut = self.learn.dl,self.decisions.cut
-    n = None if self.by_rows or cut is not None else self._n_batches()
-    if n: self.learn.iter,self.learn.n_iter = n-1,n_batches(dl.dl)
-    for o in self.preds: o.finish(cut)
-    rank = (n-1)%dl.world_size if n else cut[0] if cut else None
-    self.totals.combine(self.by_rows, [last := self._last_loss(rank)])
-    if last.count:
-        loss,own = last.total/last.count,vars(self.learn).get('loss') # a worker that has had no batch may have none
-        self.learn.loss = loss.to(own) if isinstance(own, Tensor) else loss
-    if self.by_rows: self.losses.give(self.totals.metrics())
-    grad = vars(self.learn).get('loss_grad')
-    if isinstance(grad, Tensor): self.learn.loss_grad = grad.detach() # where a worker had no batch it is that of training, with its graph
 
 # %% ../../nbs/trainer/03_evaluation.ipynb #33ea0f6d
-@patch
-def _gathers(self:Evaluation): return self.gathers or is_sharded(self.learn.model) # the strategy's doing, or its user's
-
 @patch
 def _stand_in(self:Evaluation):
     "Take a batch of another worker's up to its loss, with the events: callbacks may make other inputs of it, or choose part of the model"
@@ -131,8 +92,7 @@ def _stand_in(self:Evaluation):
 @patch
 def _catch_up(self:Evaluation):
     "Do what others do in batches for which this worker has none: send predictions and, where parameters are sharded, make the forward"
-    learn,gathers,most = self.learn,self._gathers(),self.learn.dl.rounds
-    self.last = learn.iter if self.forwards else -1 # a batch that stands in is another worker's
+    learn,gathers,most = self.learn,is_sharded(self.learn.model),self.learn.dl.rounds
     if gathers and not self.forwards: self._stand_in()
     for i in range(self.forwards, most):
         for o in self.preds: o.send(i)
@@ -141,26 +101,16 @@ def _catch_up(self:Evaluation):
 
 # %% ../../nbs/trainer/03_evaluation.ipynb #fa3b22e6
 @contextmanager
-def _own_folder(cb, nm):
-    given = getattr(cb, nm)
-    folder = Path(given)
-    clear_left(folder.parent)
-    own = new_folder(folder.parent)
-    try:
-        setattr(cb, nm, own)
-        try: yield
-        finally: setattr(cb, nm, given)
-        keep(own)
-        for f in own.iterdir(): os.replace(f, folder/f.name)
-    finally: shutil.rmtree(own, ignore_errors=True)
+def _rank0_saves(learn):
+    "All workers evaluate all of a loader: callbacks of rank 0 save predictions where they are to be, those of others where they go again"
+    saved = [(cb,nm,folder) for cb in learn.cbs for nm in ('save_preds','save_targs') if (folder := getattr(cb, nm, None)) is not None]
+    with ExitStack() as undo:
+        for cb,nm,folder in saved if get_rank() > 0 else ():
+            undo.callback(setattr, cb, nm, folder)
+            setattr(cb, nm, Path(undo.enter_context(tempfile.TemporaryDirectory(dir=Path(folder).parent))))
+        yield
 
-def _files_apart(learn # `Learner` that evaluates all of a loader, as other workers do
-               ):
-    "A context in which callbacks save predictions beside their folder; at its end the files move there, each of them whole at any time"
-    found = [(cb,o) for cb in learn.cbs for o in ('save_preds','save_targs') if getattr(cb, o, None) is not None]
-    return ContextManagers([_own_folder(*o) for o in found])
-
-# %% ../../nbs/trainer/03_evaluation.ipynb #57c657b4
+# %% ../../nbs/trainer/03_evaluation.ipynb #1d4053a2
 @patch
 def _what(self:Evaluation):
     "This evaluation in words that are the same in all workers"
@@ -169,7 +119,6 @@ def _what(self:Evaluation):
     which = next((f'ds_idx={i}' for i,o in enumerate(sets) if o is getattr(dl, 'dataset', sets)), 'a loader of its own')
     return f"learn.{'get_preds' if learn._grab_cbs(GatherPredsCallback) else 'validate'} of {which} ({n_batches(dl)} batches)"
 
-# %% ../../nbs/trainer/03_evaluation.ipynb #1d4053a2
 @patch
 @contextmanager
 def together(self:Evaluation):
@@ -194,7 +143,7 @@ def _all_evaluate(self:Evaluation):
 @patch
 def _loop(self:Evaluation):
     dl = self.learn.dl
-    if not self.shared: return _files_apart(self.learn)
-    if not self.by_rows: return self.decisions.own_loop(lambda i: i*dl.world_size+dl.rank, self._catch_up, not self._gathers())
+    if not self.shared: return _rank0_saves(self.learn)
+    if not self.by_rows: return self.decisions.own_loop(lambda i: i*dl.world_size+dl.rank, self._catch_up, not is_sharded(self.learn.model))
     self.decisions.cut = None
     return nullcontext()

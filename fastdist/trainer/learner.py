@@ -187,15 +187,6 @@ def parallel_ctx(self:Learner,
     try: yield self
     finally: self.detach_parallel()
 
-# %% ../../nbs/trainer/06_learner.ipynb #09de0e3a
-class _AllOrNone(ContextManagers):
-    "fastcore's; where one cannot be entered, those before it are left: fastai's evaluations wait for the lock of a learner, which is one"
-    def __enter__(self):
-        try: super().__enter__()
-        except BaseException:
-            self.stack.__exit__(*sys.exc_info())
-            raise
-
 # %% ../../nbs/trainer/06_learner.ipynb #0e8eb529
 def _warn_apart():
     "Warn, once, of a fit by which each worker trains a model of its own: that may be meant, and most often is not"
@@ -262,7 +253,7 @@ def validation_context(self:Learner, cbs=None, inner=False):
     res,decisions,trainer = _validation_context(self, cbs, inner),_decisions(self),trainer_of(self)
     own = [] if trainer is None else [trainer.inside()]
     if decisions is not None: own.append(decisions.inside())
-    return _AllOrNone([*own, *res.default])
+    return ContextManagers([*own, *res.default])
 
 # %% ../../nbs/trainer/06_learner.ipynb #7665ca29
 _fastai_set_device = Learner._set_device
@@ -337,10 +328,9 @@ def get_preds(self:Learner, *args,
         given.update(with_decoded=False, act=noop)
     activation = SharedActivation.of(self.loss_func) if given.get('act') is None and not rank0_only else None
     if activation is not None: given['act'] = activation
-    with trainer.one_thread():
-        trainer.requested = dict(dst=0 if rank0_only else None, activation=activation)
-        try: res = _get_preds(*call.args, **call.kwargs)
-        finally: trainer.requested = {}
+    trainer.requested = dict(dst=0 if rank0_only else None, activation=activation)
+    try: res = _get_preds(*call.args, **call.kwargs)
+    finally: trainer.requested = {}
     return (None,)*n if helps else res
 
 # %% ../../nbs/trainer/06_learner.ipynb #d06c1b71

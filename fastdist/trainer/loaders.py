@@ -126,28 +126,17 @@ def back_on_device(learn, # Any `Learner`
                   ):
     """Afterwards the learner is on the CPU where the loaders are for it, or the model has been left there; a worker never leaves its GPU
     for another, which the loaders name if they were made before the worker knew its own: they follow it"""
-    dls = learn.dls
+    dls,cpu = learn.dls,torch.device('cpu')
     given = getattr(dls, '_device', None)
+    on_cpu = given is not None and torch.device(given)==cpu
     leave_on_cpu(learn.opt, False)
     try: yield
     finally:
-        back = device if given is None or torch.device(given).type!='cpu' else torch.device('cpu')
-        if device.type!='cpu':
-            if back.type=='cpu' or all(p.device.type=='cpu' for p in learn.model.parameters()):
-                move_learner(learn, torch.device('cpu'), loss=True)
-                leave_on_cpu(learn.opt)
-            if given is not None: dls.to(back) # the transforms are shared with this worker's loaders, and are on its device
-            new = getattr(learn.dls, '_device', None) # of loaders that the learner was given meanwhile
-            if new is not None and torch.device(new).type!='cpu': learn.dls.to(device)
-
-# %% ../../nbs/trainer/01_loaders.ipynb #53a3b599
-def _give_back(user, shared, parts, noted):
-    "Let `user` have what the script has set in its copy `shared`, which had `noted`, or has put in the place of `parts` there"
-    for k,v in vars(shared).items():
-        if k not in ('loaders','_device') and noted.get(k, noted) is not v: setattr(user, k, v)
-    if len(parts)==len(shared.loaders) and all(a is b for a,b in zip(parts, shared.loaders)): return
-    own = {id(part):dl for part,dl in zip(parts, user.loaders)}
-    user.loaders = [own.get(id(dl), dl.dl if isinstance(dl, DistributedDL) else dl) for dl in shared.loaders]
+        if device.type!='cpu' and (on_cpu or all(p.device==cpu for p in learn.model.parameters())):
+            move_learner(learn, cpu, loss=True)
+            leave_on_cpu(learn.opt)
+        # the transforms are shared with this worker's loaders, and are on its device
+        if device.type!='cpu' and given is not None: dls.to(cpu if on_cpu else device)
 
 # %% ../../nbs/trainer/01_loaders.ipynb #66e5a2a6
 @patch
@@ -159,13 +148,14 @@ def on_learner(self:SharedLoaders):
     first,*others = user.loaders
     shared.loaders = [self.part(first, False), *map(self.evaluate, others)]
     if self.device is not None: shared._device = self.device
-    learn.dls,parts,noted = shared,[*shared.loaders],dict(vars(shared))
+    learn.dls,parts = shared,[*shared.loaders]
     had = [(vars(dl), {*vars(dl)}) for dl in parts if isinstance(dl, FastaiDataLoader)]
     try: yield
     finally:
-        _give_back(user, shared, parts, noted)
-        if learn.dls is shared: learn.dls = user
-        else: learn.dls.loaders = plain_dls(learn.dls).loaders
+        if learn.dls is not shared: learn.dls.loaders = plain_dls(learn.dls).loaders
+        else:
+            learn.dls = user
+            if [*map(id, shared.loaders)]!=[*map(id, parts)]: user.loaders = plain_dls(shared).loaders # a script has put others there
         for dl in parts: getattr(dl, 'close', noop)()
         for attrs,before in had: # what fastai notes at the first pass over a loader
             for nm in {'it','_n_inp','_types'}-before: attrs.pop(nm, None)

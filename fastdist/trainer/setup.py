@@ -7,7 +7,6 @@ __all__ = ['LearnerSetup']
 
 # %% ../../nbs/trainer/04_setup.ipynb #00a9b8b2
 from contextlib import ExitStack
-from threading import RLock
 
 from fastai.basics import *
 from ..callbacks.fastai_patches import QuickCallback
@@ -54,7 +53,7 @@ class LearnerSetup(QuickCallback):
     def set_up(self):
         "Set up the learner; where a part of it fails, `detach` undoes those before it"
         learn,settings = self.learn,self.settings
-        self.undo,self.added,self.lock = ExitStack(),[],RLock() # of the thread that trains or evaluates
+        self.undo,self.added = ExitStack(),[]
         if self.device is not None: self._share()
         else: self.prepare(self.undo)
         shared = {} if self.device is None else dict(batch_weight=lambda: self.step.batch_weight(), average=lambda: self.strategy.average())
@@ -90,7 +89,7 @@ def _share(self:LearnerSetup):
     undo.enter_context(back_on_device(learn, device)) # undone last, when the strategy has given back what it has
     undo.callback(self._drop_strategy)
     self._choose_strategy()
-    same_everywhere(whole, learn.opt, grads=True)
+    same_everywhere(whole, learn.opt)
     self.random,self.totals = WorkerRandom(get_rank()),EpochTotals(learn)
     self.decisions = Decisions(learn, WorkerRandom(get_rank()).entered, is_logger)
     self.loaders,self.loggers = SharedLoaders(learn, device, self.settings.split_batches),HiddenLoggers(learn)

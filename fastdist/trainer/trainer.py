@@ -111,7 +111,6 @@ def fit_together(self:DistributedTrainer):
         if alone:
             with handler_kept(): self.attach()
         with ExitStack() as undo:
-            undo.enter_context(self.one_thread())
             self.in_fit = True
             undo.enter_context(autocast_kept())
             if self.device is not None and not outer: self._begin_fit(undo)
@@ -149,7 +148,7 @@ def _take_rank0s(learn, strategy):
     if strategy.shards_state: raise RuntimeError(
         f"rank {get_rank()}: only some workers have changed the weights or the optimizer's state since the last fit, as learn.load does, "
         f"which strategy={strategy.name!r} shares out: do it in all workers, whatever their rank")
-    same_everywhere(whole_model(learn), learn.opt, grads=True)
+    same_everywhere(whole_model(learn), learn.opt)
 
 @patch
 def _fit_failed(self:DistributedTrainer, cls, error, *_):
@@ -165,27 +164,13 @@ def _fit_failed(self:DistributedTrainer, cls, error, *_):
 # %% ../../nbs/trainer/05_trainer.ipynb #27e2684e
 @patch
 @contextmanager
-def one_thread(self:DistributedTrainer):
-    """Around what trains or evaluates: a `RuntimeError` where another thread does that with the learner at the moment.
-    They would take each other's loader, batch and callbacks"""
-    if self.device is None:
-        yield
-        return
-    if not self.lock.acquire(blocking=False): raise RuntimeError(
-        f"rank {get_rank()}: another thread trains or evaluates this learner at the moment, which does one thing at a time: "
-        "call predict, get_preds, validate or fit of a copy (copy.deepcopy(learn)) made before, or wait until it is done")
-    try: yield
-    finally: self.lock.release()
-
-@patch
-@contextmanager
 def validate_together(self:DistributedTrainer):
     "Around a validation, which may be inside of another (`FetchPredsCallback`): share it, and agree on what callbacks decide"
     learn,random,outer = self.learn,self.random,self.evaluation
     if not (self.in_fit or self.is_inner): self.rewrap_if_changed()
     learn.dl = self.loaders.evaluate(learn.dl, self.decisions.alone)
     requested,self.requested = self.requested,{}
-    evaluation = self.evaluation = Evaluation(learn, self.decisions, self.strategy.shards_params, **requested)
+    evaluation = self.evaluation = Evaluation(learn, self.decisions, **requested)
     try:
         alone = self.in_fit or self.is_inner or not evaluation.shared
         with nullcontext() if alone else self._fail_together(), evaluation.together():
@@ -200,13 +185,12 @@ def validate_together(self:DistributedTrainer):
 @contextmanager
 def inside(self:DistributedTrainer):
     "Around an evaluation, which may be one that a callback makes in a fit, in one process too"
-    with self.one_thread():
-        outer,self.in_evaluation = self.in_evaluation,self.in_fit
-        try: yield
-        except Exception as e:
-            raise_root_cause(e) # of what is after the `validate` event
-            raise
-        finally: self.in_evaluation = outer
+    outer,self.in_evaluation = self.in_evaluation,self.in_fit
+    try: yield
+    except Exception as e:
+        raise_root_cause(e) # of what is after the `validate` event
+        raise
+    finally: self.in_evaluation = outer
 
 # %% ../../nbs/trainer/05_trainer.ipynb #3ff1219a
 @patch
