@@ -170,8 +170,8 @@ FAULTS = [Fault(*o) for o in [
      ['tests/checkpoint/test_resume.py::test_what_waits_for_a_step[ddp]']),
     # P4: no tax
     ('message-per-worker', 'P4', "when a context begins each worker sends its own message to all others",
-     '    ps = _all_params(model, opt) if grads else []\n',
-     '    ps = _all_params(model, opt) if grads else []\n    for r in range(dist.get_world_size()): dist.broadcast(torch.zeros(1), r)\n',
+     '    numbers = _numbers(opt) if opt else []\n',
+     '    numbers = _numbers(opt) if opt else []\n    for r in range(dist.get_world_size()): dist.broadcast(torch.zeros(1), r)\n',
      ['tests/promises/test_thousand_workers.py::test_a_fit_costs_what_it_costs_one_of_two']),
     ('bar-waits', 'P4', "the progress bar waits in each step for the GPU to compute the loss",
      '    if device_of(self.learn) is None or self.learn.loss.is_cpu: return _show(self)\n', '    return _show(self)\n',

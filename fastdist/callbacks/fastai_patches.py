@@ -116,8 +116,8 @@ def __call__(self:BaseLoss, inp, targ, **kwargs):
 # %% ../../nbs/callbacks/00_fastai_patches.ipynb #6df6d9e3
 def _batch_rows(learn):
     "Samples of the batch that is trained, of all workers"
-    rows = getattr(getattr(trainer_of(learn), 'step', None), 'global_rows', None)
-    return find_bs(learn.yb) if rows is None else rows
+    share = getattr(getattr(trainer_of(learn), 'step', None), 'share', None)
+    return find_bs(learn.yb) if share is None or share.global_rows is None else share.global_rows
 
 def _evaluates(learn): return in_evaluation(learn) and device_of(learn) is not None
 
@@ -219,7 +219,7 @@ def hook(self:ActivationStats, m, i, o):
     "fastai's `hook`, and how many numbers there were: none in a share that only fills up, which does not count"
     res = _hook(self, m, i, o)
     step = getattr(trainer_of(self.learn), 'step', None)
-    if isinstance(res, dict) and step is not None: res['numel'] = o.numel() if step.counts else 0
+    if isinstance(res, dict) and step is not None: res['numel'] = o.numel() if step.share.counts else 0
     return res
 
 def _merge_stats(parts # What each worker has noted of one output: `dict`s with mean, std, near_zero, numel and perhaps hist

@@ -233,7 +233,7 @@ def before_train(self:DistributedTrainer):
     if self.in_training: self.check_unchanged('at the beginning')
     else:
         self.rewrap_if_changed() # other callbacks may have changed it before the fit
-        if self.step is not None: self.step.flags = None # what was pressed in an earlier fit is no stop of this one
+        if self.step is not None: self.step.message = None # what was pressed in an earlier fit is no stop of this one
     self.in_training = True
     if not self.decisions.inner: rejoin_streams()
     with self.random.entered(): synchronize_rng(self.settings.rng_types)
@@ -268,7 +268,7 @@ def before_batch(self:DistributedTrainer):
     "Work out what this worker's share of the batch weighs, or the number of the batch in the data set"
     if not self.training: return self.evaluation.number_batch()
     s = self.step = TrainingStep(self.learn, self.learn.dl.counts, self.device, self.step)
-    set_norm_scope('global', s.counts, s.some_empty)
+    set_norm_scope('global', s.share.counts, s.share.some_empty)
     self.buffers_stale = True
     self.hooks.begin_batch()
 

@@ -340,7 +340,7 @@ def waits(ctx, n=24, loss='plain', **kwargs):
 
 
 # what all have agreed on in the batch before; fastai's average of the losses is not waited for
-A_STEP_LATE = {('event', 'fastdist', 'trainer/step.py', '_receive'): 1}
+A_STEP_LATE = {('event', 'fastdist', 'trainer/step.py', 'receive'): 1}
 # of 268 bytes of parameters, or 332, by two workers: what goes into a message, and comes out of it; 24 are what shares weigh, 104 the loss's with its fingerprint
 BYTES = dict(ddp=(396, 660), zero1=(816, 1176), zero2=(1040, 1432), fsdp=(1496, 1984))
 
