@@ -26,7 +26,7 @@ from ..world.ranks import get_rank
 class Evaluation:
     "One pass over a loader that all workers share, for validation or prediction"
     def __init__(self, learn, # `Learner` that evaluates; its `dl` is this worker's part
-                 decisions, # `Decisions` of its callbacks
+                 decisions, # `CancelSync` of its callbacks
                  gathers=False, # Does a forward need all workers, as each has a shard of the parameters?
                  dst=None, # The rank that gets predictions; by default all do
                  activation=None, # `SharedActivation` for predictions, where there is one
@@ -100,11 +100,11 @@ def _last_loss(self:Evaluation, rank # Has had the last batch, where each is one
 def finish(self:Evaluation):
     "Put metrics and predictions of all workers together"
     if not self.shared: return
-    dl,cut = self.learn.dl,self.decisions.cut
-    n = None if self.by_rows or cut is not None else self._n_batches()
+    dl,early_stop = self.learn.dl,self.decisions.early_stop
+    n = None if self.by_rows or early_stop is not None else self._n_batches()
     if n: self.learn.iter,self.learn.n_iter = n-1,n_batches(dl.dl)
-    for o in self.preds: o.finish(cut)
-    rank = (n-1)%dl.world_size if n else cut[0] if cut else None
+    for o in self.preds: o.finish(early_stop)
+    rank = (n-1)%dl.world_size if n else early_stop[0] if early_stop else None
     self.totals.combine(self.by_rows, [last := self._last_loss(rank)])
     if last.count:
         loss,own = last.total/last.count,vars(self.learn).get('loss') # a worker that has had no batch may have none
@@ -178,7 +178,7 @@ def together(self:Evaluation):
     self.preds = [GatheredPreds(cb, self.by_rows, self.dst, activation=self.activation) for cb in cbs]
     begins = self.shared and not self.decisions.active
     if begins: self.decisions.begin(self._what())
-    elif self.shared and self.decisions.inner: self._all_evaluate()
+    elif self.shared and self.decisions.nested: self._all_evaluate()
     try:
         with self._loop(), plain_sums(self.totals.metrics(training=False) if self.shared else ()): yield
     finally:
@@ -196,5 +196,5 @@ def _loop(self:Evaluation):
     dl = self.learn.dl
     if not self.shared: return _files_apart(self.learn)
     if not self.by_rows: return self.decisions.own_loop(lambda i: i*dl.world_size+dl.rank, self._catch_up, not self._gathers())
-    self.decisions.cut = None
+    self.decisions.early_stop = None
     return nullcontext()
