@@ -5,54 +5,61 @@
 # %% auto #0
 __all__ = ['cancels', 'ending', 'CancelSync']
 
-# %% ../../nbs/fault/06_cancel.ipynb #026677e9
-import hashlib
+# %% ../../nbs/fault/06_cancel.ipynb #d32cbdae
 from collections import Counter
 from contextlib import contextmanager, nullcontext
-from functools import partial
-from operator import attrgetter
 from types import SimpleNamespace
 
 import torch, torch.distributed as dist
-from fastai.callback.core import (Callback, CancelBackwardException, CancelBatchException, CancelEpochException, CancelFitException,
+from fastai.callback.core import (CancelBackwardException, CancelBatchException, CancelEpochException, CancelFitException,
                                   CancelStepException, CancelTrainException, CancelValidException)
 from fastcore.basics import noop, patch
-from ..comm.collectives import Call, OutOfStep, Reduced, all_gather_list, pack, route, same_text
+from ..comm.collectives import Call, Reduced, pack, route, same_text
 from .interrupt import Interrupts
 from .same_call import gone_on
 from .supervisor import monitor
-from ..world.ranks import current_world, get_rank
+from ..world.ranks import current_world, get_rank, get_world_size
 
-# %% ../../nbs/fault/06_cancel.ipynb #f4ce954d
+# %% ../../nbs/fault/06_cancel.ipynb #b69d2dfd
 # From the one that ends most: that one counts, where ranks raise different ones
 cancels = (KeyboardInterrupt,CancelFitException,CancelEpochException,CancelTrainException,CancelValidException,
            CancelBatchException,CancelStepException,CancelBackwardException)
 ending = cancels[:4] # those that end a loop of training
 _ended_by = {CancelTrainException:'after_train', CancelEpochException:'after_epoch'} # then there is nothing left to end
 
-# %% ../../nbs/fault/06_cancel.ipynb #00854174
-_libraries = ('fastai','fastdist')
+def _code(exc):
+    "A number for the class of an exception, `cancels[-code]`: the largest counts"
+    return len(cancels)-next(i for i,c in enumerate(cancels) if isinstance(exc, c))
 
-def _library_of(cls): return cls.__module__.split('.')[0]
-def _library(cb): return _library_of(type(cb))
+def _is_library(cb): return type(cb).__module__.split('.')[0] in ('fastai','fastdist')
 def _name(cb): return f'{type(cb).__module__}.{type(cb).__qualname__}'
 def _asks(cb): return bool(vars(cb).get('sync_cancel', getattr(type(cb), 'sync_cancel', False)))
 
-# %% ../../nbs/fault/06_cancel.ipynb #690d09ac
-_batch_events = {'before_batch','after_pred','after_loss','after_batch','after_cancel_batch'}
-_interrupt = len(cancels) # the code of Ctrl-C; those of Cancel exceptions are smaller, and 0 is none
+# %% ../../nbs/fault/06_cancel.ipynb #f749bb5a
+_all_need = tuple(f'fastai.callback.{o}.' for o in ('channelslast','fp16','mixup','rnn','schedule','tracker','training'))
+_all_need += 'fastai.vision.gan.','fastdist.'
 
-def _code(exc):
-    "A number for the class of an exception: the largest counts"
-    return _interrupt-next(i for i,c in enumerate(cancels) if isinstance(exc, c))
+def _needed(key, asks): return asks or key[1].startswith(_all_need) and not key[1].endswith('.SaveModelCallback')
 
-def _error(code):
-    "The class of the exception; an `OutOfStep` where it is the number of nothing"
-    if 1 <= code <= _interrupt: return cancels[_interrupt-code]
-    raise OutOfStep(f"rank {get_rank()} waits for what the callbacks of all workers decide, and others are at another call: "
-                    "one of them has a callback, or an evaluation, that the others do not have. Have it in all of them")
+def _without(o, every):
+    "The ranks that do not have `o`, in words"
+    rs = [r for r,os in enumerate(every) if o not in os]
+    return f"rank{'s' if len(rs) > 1 else ''} {str(rs[:8])[1:-1]}{', ...' if len(rs) > 8 else ''}" if rs else ''
 
-# %% ../../nbs/fault/06_cancel.ipynb #100424d6
+def _check_consistent(every # Of each rank: (keys of its callbacks, each with whether it asks; names of the parameters that it trains)
+                     ):
+    "A `RuntimeError` where ranks would train different models"
+    has,trained = [{k for k,_ in cbs} for cbs,_ in every],[set(o) for _,o in every]
+    for k in sorted({k for cbs,_ in every for k,asks in cbs if _needed(k, asks)}):
+        if lack := _without(k, has): raise RuntimeError(
+            f"rank {get_rank()}: not all workers have the callback {k[1].rpartition('.')[2]} (order {k[0]}), which changes how a learner trains, "
+            f"or waits for all of them: it is missing in {lack}. Give it to the learners of all, whatever their rank")
+    for nm in sorted(set.union(*trained)):
+        if lack := _without(nm, trained): raise RuntimeError(
+            f"rank {get_rank()}: not all workers train the same parameters: {nm} is frozen in {lack}. "
+            "Freeze and unfreeze in all of them, whatever their rank")
+
+# %% ../../nbs/fault/06_cancel.ipynb #938f80ad
 class CancelSync:
     "Runs the callbacks of `learn`, so that a Cancel exception of one rank is one of all"
     def __init__(self, learn, # `Learner` whose callbacks decide
@@ -62,18 +69,57 @@ class CancelSync:
         self.learn,self.aside,self.watches = learn,aside,watches
         m = monitor()
         self.interrupts = Interrupts() if m is None else m.interrupts
-        self.early_stop = None # where a callback has ended an evaluation
+        self.early_stop = None # where a callback has ended an evaluation: (rank, batches it had finished, batches before these in the data set)
         self.alone = False # does a callback run that other ranks do not have?
         self.nested = 0 # evaluations that callbacks make, inside of each other
         self.end()
 
     def end(self):
         "Go back to callbacks that run as in one process"
-        self.active,self.keys,self.everywhere,self.loop = False,{},set(),None
+        self.active,self.loop = False,None
+        self.keys,self.everywhere = {},set() # of the callbacks by `id`: (order, name, number); those of callbacks that all ranks have
         self.pending = None # what a callback of this rank has raised, and others have not: it ends a loop of all with the next loss
-        self.cbs,self.found = None,{} # the learner's callbacks with their orders, and by event what `_callbacks` has found for these
 
-# %% ../../nbs/fault/06_cancel.ipynb #c2bf4a9b
+    def begin(self, what='', # The call that all ranks make, in words
+              trained=(), # Names of the parameters that it trains
+              also='', # What else may be the same in all
+             ):
+        """Share which callbacks there are, and which of them ask; an `OutOfStep` where ranks are at different calls. Is all of it,
+        and `also`, the same?"""
+        self.end()
+        self.device,seen = route(torch.device('cpu'), None),Counter() # there to wait is to wait for no GPU
+        for cb in self.learn.cbs:
+            self.keys[id(cb)] = (cb.order,_name(cb),seen[_name(cb)])
+            seen[_name(cb)] += 1
+        mine = [(self.keys[id(cb)],_asks(cb)) for cb in self.learn.cbs if _asks(cb) or not self.watches(cb)],list(trained)
+        every,same = [mine],same_text(repr((what,mine,also)))
+        if not same:
+            every = Call(what, None, lambda c: (None,pack(mine))).objects()
+            _check_consistent(every)
+        self.everywhere = set.intersection(*({k for k,_ in cbs} for cbs,_ in every))
+        self.active = True
+        return same
+
+    def on_all_ranks(self, cb):
+        "Have all ranks this callback? What one that all have has added, they all have"
+        return id(cb) not in self.keys or self.keys[id(cb)] in self.everywhere
+
+    @contextmanager
+    def inside(self):
+        "Around an evaluation that a callback makes"
+        self.nested += 1
+        try: yield
+        finally: self.nested -= 1
+
+    @contextmanager
+    def by_itself(self):
+        "Let this rank do alone what follows"
+        world,outer = current_world(),self.alone
+        self.alone = world.alone = True
+        try: yield
+        finally: self.alone = world.alone = outer
+
+# %% ../../nbs/fault/06_cancel.ipynb #e7479c8c
 @patch(as_prop=True)
 def interrupted(self:CancelSync):
     "Was Ctrl-C pressed, which is kept until all ranks can end together?"
@@ -92,239 +138,121 @@ def end_together(self:CancelSync, exc # A class of `ending`, which the flags of 
     raise exc("agreed with another rank")
 
 @patch
-def agree(self:CancelSync, code=0, # 1 to 7 for a Cancel exception, 8 for `KeyboardInterrupt`, -1 at another call
-          what='what the callbacks of all workers decide', # That call, in words
+def agree(self:CancelSync, n # An integer
          ):
-    "The largest `code` of all ranks; an `OutOfStep` in all where some are at another call"
-    most,least = Reduced(torch.tensor([code,-code], device=self.device), 'max').wait().tolist()
-    if most >= 0 and -least < 0: Call(what, None, lambda c: (None,None)) # which says who is at which
-    return most
+    "The largest `n` of all ranks"
+    return Reduced(torch.tensor([n], device=self.device), 'max').wait().item()
 
-# %% ../../nbs/fault/06_cancel.ipynb #45626888
-_all_need = tuple(f'fastai.callback.{o}.' for o in ('channelslast','fp16','mixup','rnn','schedule','tracker','training'))
-_all_need += 'fastai.vision.gan.','fastdist.'
-
-def _lacking(o, every):
-    "The ranks that do not have `o`, in words"
-    rs = [r for r,os in enumerate(every) if o not in os]
-    return f"rank{'s' if len(rs) > 1 else ''} {str(rs[:8])[1:-1]}{', ...' if len(rs) > 8 else ''}" if rs else ''
-
-def _check_alike(every, asks=()):
-    "A `RuntimeError` where not all ranks, which have the callbacks `every`, have one by which they train, or one of `asks`"
-    for k in {k:None for ks in every for k in ks}:
-        name,lack = k[1].rpartition('.')[2],_lacking(k, every)
-        if lack and (k in asks or k[1].startswith(_all_need) and name!='SaveModelCallback'): raise RuntimeError(
-            f"rank {get_rank()}: not all workers have the callback {name} (order {k[0]}), which changes how a learner trains, or waits for "
-            f"all of them: it is missing in {lack}. Give it to the learners of all, whatever their rank")
-
-# %% ../../nbs/fault/06_cancel.ipynb #899877c8
-def _check_trained(every):
-    "A `RuntimeError` where not all ranks train the same parameters, of which these are the names"
-    every = [dict.fromkeys(o) for o in every]
-    for nm in {o:None for names in every for o in names}:
-        if lack := _lacking(nm, every): raise RuntimeError(
-            f"rank {get_rank()}: not all workers train the same parameters: {nm} is frozen in {lack}. "
-            "Freeze and unfreeze in all of them, whatever their rank")
-
-# %% ../../nbs/fault/06_cancel.ipynb #0772b039
+# %% ../../nbs/fault/06_cancel.ipynb #48013219
 @patch
-def _own(self:CancelSync):
-    "The keys of this rank's callbacks, but for those that only show or log, and which of them ask"
-    seen = Counter()
-    for cb in self.learn.cbs:
-        nm = _name(cb)
-        self.keys[id(cb)] = (cb.order,nm,seen[nm])
-        seen[nm] += 1
-    return [(self.keys[id(cb)], _asks(cb)) for cb in self.learn.cbs if _asks(cb) or not self.watches(cb)]
-
-# %% ../../nbs/fault/06_cancel.ipynb #04e60481
-@patch
-def begin(self:CancelSync, what='', # The call that all ranks make, in words
-          trained=(), # Names of the parameters that it trains
-          also='', # What else may be the same in all
-         ):
-    """Share which callbacks there are, and which of them ask; an `OutOfStep` where ranks are at different calls. Is all of it,
-    and `also`, the same?"""
-    self.end()
-    self.device = route(torch.device('cpu'), None) # there to wait is to wait for no GPU
-    mine = self._own()
-    every,digest = [mine],hashlib.sha256(repr(trained).encode()).hexdigest()
-    same = same_text(repr((what, mine, digest, also)))
-    if not same:
-        every,digests = zip(*Call(what, None, lambda c: (None,pack((mine, digest)))).objects())
-        _check_alike([{k for k,_ in o} for o in every], {k for o in every for k,asks in o if asks})
-        if len(set(digests)) > 1: _check_trained(all_gather_list(trained))
-    self.everywhere = set.intersection(*({k for k,_ in o} for o in every))
-    self.active = True
-    return same
-
-# %% ../../nbs/fault/06_cancel.ipynb #a42b16ab
-@patch
-def _raise_in_all(self:CancelSync, exc):
-    code = self.agree(0 if exc is None else _code(exc))
-    if code: raise exc if exc is not None and _code(exc)==code else _error(code)("agreed with another rank")
-
-# %% ../../nbs/fault/06_cancel.ipynb #06f1989a
-_fastai_call,_fastai_getattr = Callback.__call__,Callback.__getattr__
-
-def _responds(cb, event):
-    "Does calling `cb` for `event` do anything? fastai looks for the method in the learner and its model, too, for each callback and event"
-    t = type(cb)
-    own = t.__call__ is not _fastai_call or t.__getattr__ is not _fastai_getattr
-    return own or event=='after_fit' or event in vars(cb) or hasattr(t, event)
-
-# %% ../../nbs/fault/06_cancel.ipynb #cf9842c7
-@patch
-@contextmanager
-def inside(self:CancelSync):
-    "Around an evaluation that a callback makes"
-    self.nested += 1
-    try: yield
-    finally: self.nested -= 1
-
-@patch
-@contextmanager
-def by_itself(self:CancelSync):
-    "Let this rank do alone what follows"
-    world,outer = current_world(),self.alone
-    self.alone = world.alone = True
-    try: yield
-    finally: self.alone = world.alone = outer
-
-# %% ../../nbs/fault/06_cancel.ipynb #06f1989f
-@patch
-def on_all_ranks(self:CancelSync, cb):
-    "Have all ranks this callback? What one that all have has added, they all have"
-    return id(cb) not in self.keys or self.keys[id(cb)] in self.everywhere
-
-@patch
-def _run_alone(self:CancelSync, cb, event):
-    "Call a callback that not all ranks have"
+def _run(self:CancelSync, cb, event):
+    "Call a callback; one that not all ranks have, alone, and alone what it has added"
+    if self.on_all_ranks(cb): return cb(event)
     before = {id(o) for o in self.learn.cbs}
-    draws = hasattr(cb, event) and _library(cb) not in _libraries
-    with self.by_itself(), self.aside() if draws else nullcontext(): cb(event)
-    for o in self.learn.cbs: # what it has added runs alone too
-        if id(o) not in before: self.keys[id(o)] = None
+    with self.by_itself(), nullcontext() if _is_library(cb) else self.aside(): cb(event)
+    self.keys.update({id(o):None for o in self.learn.cbs if id(o) not in before})
 
-# %% ../../nbs/fault/06_cancel.ipynb #394c8f41
-@patch
-def _callbacks(self:CancelSync, event):
-    "In their order, each with: does it respond to `event`, what to call, and does it ask? Looked up once, as long as the learner has these"
-    cbs = getattr(self.learn.cbs, 'items', self.learn.cbs) # of fastcore's `L`, which takes its time to iterate
-    now = [*cbs,*[o.order for o in cbs]]
-    if self.cbs!=now: self.cbs,self.found = now,{}
-    res = self.found.get(event)
-    if res is None:
-        how = lambda o: o if self.on_all_ranks(o) else partial(self._run_alone, o)
-        res = [(o,_responds(o, event),how(o),_asks(o) and self.on_all_ranks(o)) for o in sorted(cbs, key=attrgetter('order'))]
-        self.found[event] = res
-    return res
-
-# %% ../../nbs/fault/06_cancel.ipynb #f7ceb964
 @patch
 def _cancelled(self:CancelSync, cb, event, e):
     "A callback of this rank has raised `e`: return where a loop of all ends by it later"
-    if isinstance(e, KeyboardInterrupt) and _library(cb)!='fastdist' and self.interrupts.holds and not self.interrupted:
+    if isinstance(e, KeyboardInterrupt) and self.interrupts.holds and not self.interrupted and not _is_library(cb):
         self.interrupts.held = True # the others learn of it soon
-    elif isinstance(e, KeyboardInterrupt) or self.nested or _library(cb) in _libraries: raise e
-    elif self.on_all_ranks(cb) and gone_on(f'{_name(cb)}.{event}') is None: self._raise_in_all(e)
-    elif isinstance(e, ending): self.pending = _error(max(_code(e), 0 if self.pending is None else _code(self.pending())))
+    elif isinstance(e, KeyboardInterrupt) or self.nested or _is_library(cb): raise e
+    elif self.on_all_ranks(cb) and gone_on(f'{_name(cb)}.{event}') is None: raise e
+    elif isinstance(e, ending):
+        kind = cancels[-_code(e)]
+        self.pending = min(kind, self.pending or kind, key=cancels.index)
     else: raise RuntimeError(
         f"rank {get_rank()}: {type(cb).__name__}.{event} raised {type(e).__name__}, other ranks did not, and have gone on. Let all "
         "raise it, or set sync_cancel = True in its class: then ranks ask each other after each of its events, and all do what one decides") from e
 
-# %% ../../nbs/fault/06_cancel.ipynb #9a6fcbf9
+@patch
+def _ask(self:CancelSync, cb, event):
+    "Call a callback that asks: what it raises in one rank, it raises in all"
+    code,exc = 0,None
+    try: cb(event)
+    except cancels as e: code,exc = _code(e),e
+    most = self.agree(code)
+    if most: raise exc if most==code else cancels[-most]("agreed with another rank")
+
 @patch
 def _call_each(self:CancelSync, event):
-    if self.loop is not None:
-        if event in _batch_events: return self._in_own_loop(event)
-        if event in ('after_cancel_validate','after_validate'): self._close_loop(event)
-    for cb,has,call,asks in self._callbacks(event):
-        if not (has or event in vars(cb)): continue
-        asks,exc = asks and not self.nested,None # rank 0 alone may call `predict`
-        try: call(event)
-        except cancels as e:
-            if not asks: self._cancelled(cb, event, e)
-            exc = e
-        if asks: self._raise_in_all(exc)
+    for cb in self.learn.cbs.sorted('order'):
+        has = event in vars(cb) or hasattr(type(cb), event)
+        if has and _asks(cb) and self.on_all_ranks(cb) and not self.nested: self._ask(cb, event) # rank 0 alone may call `predict`
+        else:
+            try: self._run(cb, event)
+            except cancels as e: self._cancelled(cb, event, e)
     if self.pending in _ended_by and event==_ended_by[self.pending]: self.pending = None
 
-# %% ../../nbs/fault/06_cancel.ipynb #a0f5e416
 @patch
 def call(self:CancelSync, event # Name of an event
         ):
     "Call the callbacks for `event`"
-    try: self._call_each(event)
+    try:
+        if self.loop is not None and event in _batch_events: return self._in_own_loop(event)
+        if self.loop is not None and event in ('after_cancel_validate','after_validate'): self._close_loop(event)
+        self._call_each(event)
     except cancels as e:
         e.agreed = True # for `check_cancel`
         raise
 
-# %% ../../nbs/fault/06_cancel.ipynb #8745e953
+@patch
+def check_cancel(self:CancelSync, e # One of `cancels`, which ends a part of a fit or of an evaluation
+                ):
+    "A `RuntimeError` where it is no callback's: nobody asks the other ranks there, which are in the middle of a batch"
+    if not self.active or self.alone or self.nested or isinstance(e, KeyboardInterrupt) or getattr(e, 'agreed', False): return
+    raise RuntimeError(
+        f"rank {get_rank()}: {type(e).__name__} was raised, and not by a callback: by the model, the loss function, the loader or "
+        "the optimizer. Raise it in a callback, where the ranks agree on it") from e
+
+# %% ../../nbs/fault/06_cancel.ipynb #e545ef65
+_batch_events = {'before_batch','after_pred','after_loss','after_batch','after_cancel_batch'}
+_later = 2**40 # more than there are batches
+
 @patch
 @contextmanager
-def own_loop(self:CancelSync, index, # Function from the number of a batch of this rank's to its number in the data set
-             catch_up=noop, # Called at the end: sends what is still expected of a rank that had fewer batches
-             forwards_alone=True, # Can a rank leave a forward? Not where others need it to gather theirs
+def own_loop(self:CancelSync, catch_up=noop # Called at its end: sends what is still expected of a rank that had fewer batches
             ):
-    "A loop over batches of which each rank has others; one in another (`FetchPredsCallback`) is the other's business no more"
-    outer,self.loop = self.loop,SimpleNamespace(index=index, catch_up=catch_up, forwards_alone=forwards_alone, code=0, done=0)
-    self.early_stop = None # where a callback has ended it: (rank, batches that it had finished, batches before it in the data set)
+    "A loop over every `world size`-th batch; one in another (`FetchPredsCallback`) is the other's business no more"
+    outer,self.loop = self.loop,SimpleNamespace(catch_up=catch_up, ended=0, done=0)
+    self.early_stop = None
     try: yield
     finally: self.loop = outer
 
-# %% ../../nbs/fault/06_cancel.ipynb #2436be29
-@patch
-def _end_own_loop(self:CancelSync, e):
-    if isinstance(e, CancelBatchException): raise e # a batch that other ranks do not have
-    self.loop.code,end = _code(e),CancelValidException()
-    end.agreed = True # in this rank; the others learn of it at the end of theirs
-    raise end from e
-
 @patch
 def _in_own_loop(self:CancelSync, event):
+    loop = self.loop
     try:
         if event=='before_batch' and self.interrupted: raise KeyboardInterrupt
-        for cb,has,call,_ in self._callbacks(event):
-            if has or event in vars(cb): call(event)
-        if event=='after_batch': self.loop.done += 1
-    except cancels as e: self._end_own_loop(e)
+        for cb in self.learn.cbs.sorted('order'): self._run(cb, event)
+        if event=='after_batch': loop.done += 1
+    except CancelBatchException: raise # a batch that other ranks do not have
+    except cancels as e:
+        batch = -1 if isinstance(e, KeyboardInterrupt) else loop.done*get_world_size()+get_rank()
+        loop.ended = (_later-batch)*(len(cancels)+1)+_code(e) # the first batch is the largest number
+        raise CancelValidException from e # in this rank; the others learn of it at the end of theirs
 
-# %% ../../nbs/fault/06_cancel.ipynb #026d942e
 @patch
 def _close_loop(self:CancelSync, event):
     "Agree on whether, and where, a callback has ended the loop"
     loop,self.loop = self.loop,None
     loop.catch_up()
-    if not self.agree(loop.code): return # who has ended it is asked where somebody has
-    mine = torch.tensor([loop.index(loop.done), loop.code, loop.done], device=self.device)
-    every = mine.new_empty(dist.get_world_size(), 3)
-    dist.all_gather(list(every.unbind()), mine)
-    stops = [(-1 if code==_interrupt else index, -code, rank, done) for rank,(index,code,done) in enumerate(every.tolist()) if code]
-    index,code,rank,done = min(stops)
-    self.learn.iter = max(index, 0)
-    error = _error(-code)
-    if error is not CancelValidException: raise error("agreed with another rank")
-    self.early_stop = rank,done,index
+    most = self.agree(loop.ended)
+    if not most: return
+    later,code = divmod(most, len(cancels)+1)
+    batch,exc = _later-later,cancels[-code]
+    self.learn.iter = max(batch, 0)
+    if exc is not CancelValidException: raise exc("agreed with another rank")
+    done,rank = divmod(batch, get_world_size())
+    self.early_stop = rank,done,batch
     if event=='after_validate': self.learn('after_cancel_validate')
 
-# %% ../../nbs/fault/06_cancel.ipynb #9127a4d6
-@patch
-def check_cancel(self:CancelSync, e # One of `cancels`, of a callback or not
-         ):
-    "Return where all ranks raise `e`, or one may; a `RuntimeError` where some alone raise it, and no callback has"
-    if not self.active or self.alone or self.nested or isinstance(e, KeyboardInterrupt) or getattr(e, 'agreed', False): return
-    if self.loop is not None and self.loop.forwards_alone: self._end_own_loop(e)
-    nm = type(e).__name__
-    if gone_on(f'{nm} outside of callbacks') is not None: raise RuntimeError(
-        f"rank {get_rank()}: {nm} was raised, and not by a callback: by the model, the loss function, the loader or "
-        "the optimizer. Other ranks have gone on: raise it in a callback, and all do what one decides") from e
-    e.agreed = True
-
-# %% ../../nbs/fault/06_cancel.ipynb #7d3e3932
+# %% ../../nbs/fault/06_cancel.ipynb #59262dc0
 @patch
 @contextmanager
 def interruptible(self:CancelSync):
     "Keep Ctrl-C until all ranks can end together; a second one, seconds later, ends this one at once"
     with self.interrupts.hold():
         yield
-        if self.agree(_interrupt if self.interrupted else 0): raise KeyboardInterrupt
+        if self.agree(int(self.interrupted)): raise KeyboardInterrupt

@@ -195,6 +195,6 @@ def _all_evaluate(self:Evaluation):
 def _loop(self:Evaluation):
     dl = self.learn.dl
     if not self.shared: return _files_apart(self.learn)
-    if not self.by_rows: return self.decisions.own_loop(lambda i: i*dl.world_size+dl.rank, self._catch_up, not self._gathers())
+    if not self.by_rows: return self.decisions.own_loop(self._catch_up)
     self.decisions.early_stop = None
     return nullcontext()
