@@ -42,7 +42,7 @@ def in_evaluation(learn # Any `Learner`, in an event of its callbacks
                  ):
     """Is it in an evaluation that a callback makes within a fit, maybe in one worker alone? For that fastai calls
     `before_fit`, `before_epoch`, `after_epoch` and `after_fit` too"""
-    return getattr(trainer_of(learn), 'is_inner', False)
+    return getattr(trainer_of(learn), 'nested', False)
 
 def has_state(learn # Any `Learner`
              ):

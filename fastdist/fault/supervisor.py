@@ -7,7 +7,7 @@ __all__ = ['watchdog_time', 'Monitor', 'running_monitor', 'monitor', 'root_cause
            'fail_together', 'interrupt_deferred', 'rejoin', 'raise_root_cause', 'leave_together']
 
 # %% ../../nbs/fault/04_supervisor.ipynb #7a684ea8
-import json,os,signal,sys,threading,time,traceback
+import json,math,os,signal,sys,threading,time,traceback
 from contextlib import contextmanager,nullcontext
 from dataclasses import asdict
 
@@ -17,7 +17,7 @@ from ..comm.collectives import same_call
 from .connections import Connections, limit_replies, lost_peer, of_group, own_connection
 from .interrupt import Interrupts, handler_kept, is_default, is_ending
 from .stacks import Stacks, crashes, end_stopped, end_with_children, frame_text, stack_of, user_frames
-from .watchdog import Heartbeats, collectives_begun, own_beat, recorded_before
+from .watchdog import Heartbeats, collectives_begun, own_beat
 from ..world.group import abort_gpu_collectives, collective_timeout, init_group, note_killed, shared_store, teardown_distrib
 from ..world.errors import Failure, RemoteError, end_after_first, has_ended, in_short, light_error, write_record
 from ..world.ranks import current_world, get_rank, get_world_size, host_name, World
@@ -46,7 +46,6 @@ class Monitor:
         self.ends = False # does what this rank does end by itself, so that nothing is to be raised?
         self.over = False # has what this rank did ended by the failure?
         self.aborted = False # have kernels that waited for other ranks been ended, so that what they were to write is garbage?
-        recorded_before()
 
 # %% ../../nbs/fault/04_supervisor.ipynb #469ea1ee
 def running_monitor():
@@ -247,22 +246,22 @@ def _leaves(stack):
 @patch(as_prop=True)
 def limit(self:Monitor):
     "Seconds after which the watchdog ends what the ranks do: those of the innermost scope that has a limit"
-    return next((o for o in reversed(self.limits) if o is not None), None)
+    return next((None if o==math.inf else o for o in reversed(self.limits) if o is not None), None)
 
 @patch
 def _publish(self:Monitor):
     "Where this rank is, and what connects it to others"
     self.connections.publish()
-    self.beats.write(self.main)
+    self.beats.write(self.main, self.limit)
 
 @patch
 def _look(self:Monitor, i):
     if not dist.is_initialized(): # somebody else has ended the group
-        self.beats.write(self.main, _leaves(stack_of(self.main)))
+        self.beats.write(self.main, left=_leaves(stack_of(self.main)))
         return self.stop_now.set()
     if i%10==0: self._publish()
     if self.broken is not None: return
-    if self.limits: self._watch(i, time.monotonic())
+    self._watch(i, time.monotonic())
     scope,f = self.key,self.heard()
     if f is None or not (self.limits or f.final): self.due = None
     # what all ranks had ends the scope next: this one may only be slower
@@ -272,15 +271,17 @@ def _look(self:Monitor, i):
 @patch
 def _watch(self:Monitor, i, now):
     "Report what a rank cannot report itself"
-    f = self.beats.gone(now) if i%10==3 else None
-    if f is not None: self.write('broken', f)
-    if i%10==6 and self.limit is not None: self.beats.stalled(now, self.limit, lambda f: self.write('broken', f))
+    beats,stall = self.beats,None
+    if i%10==3 and self.limits and (f := beats.gone(now)) is not None: self.write('broken', f)
+    if i%10==6 and self.limit is not None: stall = beats.silent(now, self.limit)
+    if i%10==9 and beats.watches(): stall = beats.late(now)
+    if stall is not None: stall.end(lambda f: self.write('broken', f))
 
 @patch
 def _run(self:Monitor):
     i,last = 0,time.monotonic()
     while not self.stop_now.wait(self.tick):
-        if time.monotonic()-last > 5: self.beats.watch = None # this process was stopped itself, and has heard of nobody
+        if time.monotonic()-last > 5: self.beats.watch,self.beats.seen = None,{} # this process was stopped itself, and has heard of nobody
         i,last = i+1,time.monotonic()
         try: self._look(i)
         except Exception as e:
@@ -336,7 +337,7 @@ def stop(self:Monitor):
     self.stop_now.set()
     self.thread.join(self.patience) # it may be ending connections, whose numbers a new group would get
     left = "it has stopped because of another rank" if self.broken else _leaves(stack_of(self.main))
-    self.attempt(lambda: self.beats.write(self.main, left))
+    self.attempt(lambda: self.beats.write(self.main, left=left))
     self.stacks.close()
     if not self.in_main: return
     may = threading.current_thread() is threading.main_thread() # else the handlers stay, for which nothing is left to do
@@ -444,4 +445,9 @@ def leave_together(what # The end of what ranks have shared, in words
     """Wait until all ranks are at `what`, as long as it takes: one of them may have business of its own before it. An `OutOfStep` in all
     where some are at another call"""
     rejoin()
-    with collective_timeout(None): same_call(what)
+    if (m := monitor()) is None: return
+    m.limits.append(math.inf)
+    try:
+        with collective_timeout(None): same_call(what)
+    finally:
+        if m.limits: m.limits.remove(math.inf)

@@ -267,12 +267,12 @@ class GatheredPreds:
         return Concatenated([concat_in_turn(batches, most)])
 
     def finish(self,
-               cut=None # Where a callback has ended the evaluation: (rank, batches that it had finished, batches before those in the data set)
+               early_stop=None # Where a callback has ended it: (rank, batches that it had finished, batches before those in the data set)
               ):
         "Give the callback the batches of all workers, before it concatenates them"
-        ends = cut and all_gather_list({nm:self.sent[nm]+len(o) for nm,o in self.lists().items()})[cut[0]]
+        ends = early_stop and all_gather_list({nm:self.sent[nm]+len(o) for nm,o in self.lists().items()})[early_stop[0]]
         if self.dst is not None: self._send()
         for nm,o in self.lists().items():
-            every = None if cut else self._whole(nm, o)
+            every = None if early_stop else self._whole(nm, o)
             if every is None: every = self.got[nm] if self.dst is not None else [b for parts in gather_chunks(o) for b in self.in_order(parts)]
-            setattr(self.cb, nm, every[:cut[2]+ends[nm]-cut[1]] if cut else every)
+            setattr(self.cb, nm, every[:early_stop[2]+ends[nm]-early_stop[1]] if early_stop else every)

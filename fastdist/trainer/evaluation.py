@@ -25,7 +25,7 @@ from ..world.ranks import get_rank
 class Evaluation:
     "One pass over a loader that all workers share, for validation or prediction"
     def __init__(self, learn, # `Learner` that evaluates; its `dl` is this worker's part
-                 decisions, # `Decisions` of its callbacks
+                 decisions, # `CancelSync` of its callbacks
                  dst=None, # The rank that gets predictions; by default all do
                  activation=None, # `SharedActivation` for predictions, where there is one
                 ):
@@ -72,7 +72,7 @@ class Evaluation:
     def finish(self):
         "Put metrics and predictions of all workers together"
         if not self.shared: return
-        for o in self.preds: o.finish(self.decisions.cut)
+        for o in self.preds: o.finish(self.decisions.early_stop)
         self.totals.combine(self.by_rows)
         if self.by_rows: self.losses.give(self.totals.metrics())
 
@@ -127,7 +127,7 @@ def together(self:Evaluation):
     self.preds = [GatheredPreds(cb, self.by_rows, self.dst, activation=self.activation) for cb in cbs]
     begins = self.shared and not self.decisions.active
     if begins: self.decisions.begin(self._what())
-    elif self.shared and self.decisions.inner: self._all_evaluate()
+    elif self.shared and self.decisions.nested: self._all_evaluate()
     try:
         with self._loop(), plain_sums(self.totals.metrics(training=False) if self.shared else ()): yield
     finally:
@@ -144,6 +144,6 @@ def _all_evaluate(self:Evaluation):
 def _loop(self:Evaluation):
     dl = self.learn.dl
     if not self.shared: return _rank0_saves(self.learn)
-    if not self.by_rows: return self.decisions.own_loop(lambda i: i*dl.world_size+dl.rank, self._catch_up, not is_sharded(self.learn.model))
-    self.decisions.cut = None
+    if not self.by_rows: return self.decisions.own_loop(self._catch_up)
+    self.decisions.early_stop = None
     return nullcontext()

@@ -238,7 +238,7 @@ def _with_events(self:Learner, f, event_type, ex, final=noop):
         decisions = _decisions(self)
         try: f()
         except cancels as e:
-            if decisions is not None: decisions.judge(e)
+            if decisions is not None: decisions.check_cancel(e)
             raise
     def run(): _with_events(self, part, event_type, ex, final)
     with _around(self, event_type):

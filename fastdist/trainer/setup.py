@@ -16,7 +16,7 @@ from ..callbacks.precision import precision_callbacks
 from ..checkpoint.weights import is_sharded
 from ..data.loaders import same_data
 from ..data.rng import WorkerRandom
-from ..fault.cancel import Decisions
+from ..fault.cancel import CancelSync
 from ..metrics.metrics import EpochTotals
 from ..model.units import checkpoint_activations, compile_model, select
 from ..model.batchnorm import global_batch_norm
@@ -91,7 +91,7 @@ def _share(self:LearnerSetup):
     self._choose_strategy()
     same_everywhere(whole, learn.opt)
     self.random,self.totals = WorkerRandom(get_rank()),EpochTotals(learn)
-    self.decisions = Decisions(learn, WorkerRandom(get_rank()).entered, is_logger)
+    self.decisions = CancelSync(learn, WorkerRandom(get_rank()).entered, is_logger)
     self.loaders,self.loggers = SharedLoaders(learn, device, self.settings.split_batches),HiddenLoggers(learn)
     undo.callback(self.random.exit)
     undo.callback(self._unshape)

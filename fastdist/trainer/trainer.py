@@ -53,9 +53,9 @@ class DistributedTrainer(LearnerSetup):
         return self._accelerator
 
     @property
-    def is_inner(self):
+    def nested(self):
         "Is this the business of one worker, or of a callback's evaluation, in the fit of all?"
-        return self.in_evaluation or self.decisions is not None and bool(self.decisions.alone or self.decisions.inner)
+        return self.in_evaluation or self.decisions is not None and bool(self.decisions.alone or self.decisions.nested)
 
     def __call__(self, event_name # Of a fit
                 ):
@@ -167,12 +167,12 @@ def _fit_failed(self:DistributedTrainer, cls, error, *_):
 def validate_together(self:DistributedTrainer):
     "Around a validation, which may be inside of another (`FetchPredsCallback`): share it, and agree on what callbacks decide"
     learn,random,outer = self.learn,self.random,self.evaluation
-    if not (self.in_fit or self.is_inner): self.rewrap_if_changed()
+    if not (self.in_fit or self.nested): self.rewrap_if_changed()
     learn.dl = self.loaders.evaluate(learn.dl, self.decisions.alone)
     requested,self.requested = self.requested,{}
     evaluation = self.evaluation = Evaluation(learn, self.decisions, **requested)
     try:
-        alone = self.in_fit or self.is_inner or not evaluation.shared
+        alone = self.in_fit or self.nested or not evaluation.shared
         with nullcontext() if alone else self._fail_together(), evaluation.together():
             # each evaluates all of it; or its rows of each batch; or batches of its own, in which nothing is to train
             with norm_scope_of('local' if not evaluation.shared else 'global' if evaluation.by_rows else 'evaluation'): yield
@@ -197,7 +197,7 @@ def inside(self:DistributedTrainer):
 def before_fit(self:DistributedTrainer):
     "Begin with the optimizer that the learner has now, and with other random numbers after another seed"
     check_precision(self.learn)
-    if self.is_inner: return
+    if self.nested: return
     rejoin()
     self.in_training = False
     self.rewrap_if_changed()
@@ -208,24 +208,24 @@ def before_fit(self:DistributedTrainer):
 @patch
 def after_fit(self:DistributedTrainer):
     "Put together what is to be the same in all workers from here on"
-    if self.is_inner: return
+    if self.nested: return
     self.agree_buffers()
     if self.in_fit:
         self.strategy.average()
         for cb in self.learn._grab_cbs(ActivationStats):
-            if self.decisions.has_all(cb): gather_stats(cb) # else it is one worker's, which has its share
+            if self.decisions.on_all_ranks(cb): gather_stats(cb) # else it is one worker's, which has its share
     self.random.exit()
     self.versions = _versions(self.learn, self.strategy)
 
 @patch
 def before_epoch(self:DistributedTrainer):
-    if not self.is_inner: self.train_dl = None
+    if not self.nested: self.train_dl = None
 
 @patch
 def after_epoch(self:DistributedTrainer):
     "Callbacks decide by the log: all have rank 0's"
     rec = getattr(self.learn, 'recorder', None)
-    if rec is not None and self.in_fit and not self.is_inner: rec.log = L(from_rank0(list(rec.log)))
+    if rec is not None and self.in_fit and not self.nested: rec.log = L(from_rank0(list(rec.log)))
 
 @patch
 def before_train(self:DistributedTrainer):
@@ -235,7 +235,7 @@ def before_train(self:DistributedTrainer):
         self.rewrap_if_changed() # other callbacks may have changed it before the fit
         if self.step is not None: self.step.message = None # what was pressed in an earlier fit is no stop of this one
     self.in_training = True
-    if not self.decisions.inner: rejoin_streams()
+    if not self.decisions.nested: rejoin_streams()
     with self.random.entered(): synchronize_rng(self.settings.rng_types)
     self.learn.dl = self.train_dl = self.loaders.train(self.learn.dl)
     self.hooks.begin_epoch()

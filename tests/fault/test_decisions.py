@@ -309,12 +309,6 @@ def outside(distrib, cases, **kwargs):
     return res
 
 
-def test_no_callback_raises_it(world3):
-    cases = [*(('forward', f'Cancel{o}Exception', range(3)) for o in ('Fit', 'Batch', 'Epoch')), ('loss', 'CancelTrainException', range(3)),
-             *(('valid', f'Cancel{o}Exception', ()) for o in ('Valid', 'Fit', 'Epoch'))]
-    as_one(world3(outside, True, cases), outside(False, cases))
-
-
 @pytest.mark.parametrize('what,exc,strategy,rank', [('forward', 'CancelFitException', 'ddp', 1), ('loss', 'CancelBatchException', 'ddp', 1), ('valid', 'CancelFitException', 'fsdp', 2)])
 def test_no_callback_raises_it_in_one(world3, what, exc, strategy, rank):
     from harness import WorkerError
