@@ -120,6 +120,7 @@ class DistributedDL:
         return self if self.part.place is place else self.over(self.dl, place, place.world_size > 1)
 
     def __reduce__(self): return _assemble,(self._made_of, self.dl, self.part)
+
     @property
     def mode(self):
         "How the epoch is cut: in 'steps' of a global batch, in 'batches' of one process, or in 'slices'"

@@ -10,7 +10,6 @@ import itertools,sys
 from functools import lru_cache
 from fastai.basics import *
 from fastai.data.load import DataLoader as FastaiDataLoader, SkipItemException, _FakeLoader, _loaders
-from fastai.learner import _ConstantFunc
 from .partition import local_rows
 from .rng import begin_batch, begin_process, seed_of, shared_order
 from ..fault.interrupt import loader_begins
@@ -76,22 +75,17 @@ class FastaiShard:
         dl,p = self.dl,self.part
         if not reads_rows(dl) or self.mode!='steps' or self.is_split or self.world_size==1: return dl
         if p.source is None or p.source.bs!=dl.bs*self.world_size:
-            with shared_order(sync=False): # which leaves the stream where it is
-                at = random.getstate()
-                p.source = dl.new(bs=dl.bs*self.world_size)
-                random.setstate(at)
+            with p.random.entered(): p.source = dl.new(bs=dl.bs*self.world_size)
             if p.source.n==0: raise ValueError(f"{self.name}: the text is too short for {p.source.bs} streams side by side (bs={dl.bs} on "
                                                f"each of {self.world_size} workers): use a smaller bs, or split_batches=True")
-        p.source.shuffle,p.source.items,p.source.lens,p.source.chunks = dl.shuffle,dl.items,dl.lens,dl.chunks
+        vars(p.source).update({k:vars(dl)[k] for k in ('shuffle','items','lens','chunks')})
         return p.source
 
 # %% ../../nbs/data/02_fastai_dl.ipynb #d9331ebd
 @patch(as_prop=True)
 def is_fixed(self:FastaiShard):
     "Do all workers have this order without a message?"
-    own = vars(self.dl).get('get_idxs')
-    if self.dl.shuffle or self.is_stream or type(self).get_idxs is not FastaiShard.get_idxs: return False
-    return isinstance(own, _ConstantFunc) if own is not None else type(self.dl).get_idxs is FastaiDataLoader.get_idxs
+    return not (self.dl.shuffle or self.is_stream or _own(self.dl, 'get_idxs') or type(self).get_idxs is not FastaiShard.get_idxs)
 
 @patch
 def before_iter(self:FastaiShard): self.dl.before_iter() # which finds the loader's own transforms, whatever is in front of them
