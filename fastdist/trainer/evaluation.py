@@ -18,7 +18,7 @@ from ..data.loaders import n_batches
 from ..fault.cancel import cancels
 from ..fault.same_call import gone_on
 from ..metrics.losses import RowLosses
-from ..metrics.metrics import EpochTotals, GatheredPreds, plain_sums
+from ..metrics.metrics import EpochTotals, GatheredPreds
 from ..env import clear_left, keep, new_folder
 from ..world.ranks import get_rank
 
@@ -29,9 +29,8 @@ class Evaluation:
                  decisions, # `Decisions` of its callbacks
                  gathers=False, # Does a forward need all workers, as each has a shard of the parameters?
                  dst=None, # The rank that gets predictions; by default all do
-                 activation=None, # `SharedActivation` for predictions, where there is one
                 ):
-        self.learn,self.decisions,self.gathers,self.dst,self.activation = learn,decisions,gathers,dst,activation
+        self.learn,self.decisions,self.gathers,self.dst = learn,decisions,gathers,dst
         self.totals,self.losses,self.preds,self.forwards = EpochTotals(learn),RowLosses(),[],0
         self.last = -1 # the number of the last batch that this worker had
         self.dl = vars(learn).get('dl')
@@ -175,12 +174,12 @@ def _what(self:Evaluation):
 def together(self:Evaluation):
     "Around the evaluation: the workers agree on what callbacks decide, and are ready to gather predictions"
     cbs = self.learn._grab_cbs(GatherPredsCallback) if self.shared else []
-    self.preds = [GatheredPreds(cb, self.by_rows, self.dst, activation=self.activation) for cb in cbs]
+    self.preds = [GatheredPreds(cb, self.by_rows, self.dst) for cb in cbs]
     begins = self.shared and not self.decisions.active
     if begins: self.decisions.begin(self._what())
     elif self.shared and self.decisions.inner: self._all_evaluate()
     try:
-        with self._loop(), plain_sums(self.totals.metrics(training=False) if self.shared else ()): yield
+        with self._loop(): yield
     finally:
         if begins: self.decisions.end()
 

@@ -179,7 +179,6 @@ def note_loss(self:TrainingStep):
         self.message = self.received = self.sums = None # of several passes over a batch the last counts
         self.ratio = 1.
         if not is_global:
-            self.route.try_parts()
             self._choose_ratio()
         self.is_global = is_global
         self.loss = learn.loss_grad
