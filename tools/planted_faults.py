@@ -33,7 +33,7 @@ FAULTS = [Fault(*o) for o in [
      'found[self.rank::self.world_size] or', 'found[self.rank:len(found)-len(found)%self.world_size:self.world_size] or',
      ['tests/data/test_data.py::test_plan']),
     ('padding-counted', 'P1', "samples that only fill up the last slice count, so they count twice",
-     'max(0, min(lo+n, self.n-r*self.slice)-lo)', 'n',
+     'max(0, min(hi, self.n-r*self.slice)-lo)', 'hi-lo',
      ['tests/data/test_data.py::test_plan']),
     ('evaluated-with-what-is-there', 'P1', "a worker without a batch, where parameters are sharded, makes the forward of what it had last",
      'if gathers and not self.forwards: self._stand_in()', 'if gathers and vars(learn).get("xb") is None: self._stand_in()',

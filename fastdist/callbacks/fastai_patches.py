@@ -21,10 +21,9 @@ from fastai.callback.progress import ProgressCallback
 from fastai.callback.rnn import ModelResetter
 from fastai.callback.training import GradientAccumulation
 from fastai.learner import AvgSmoothLoss
-from fastai.torch_core import nested_reorder,to_concat
+from fastai.torch_core import nested_reorder
 from ..comm.collectives import all_gather_list
 from ..fault.same_call import after_rank0
-from ..metrics.metrics import Concatenated
 from ..strategy.sharded import move_state
 
 # %% ../../nbs/callbacks/00_fastai_patches.ipynb #dddbeaa1
@@ -70,16 +69,12 @@ def replace_in_fastai(new # `dict` from a function of fastai's to the one that t
 replace_in_fastai({fastai.torch_core.maybe_gather:noop, fastai.torch_core.distrib_barrier:after_rank0})
 
 # %% ../../nbs/callbacks/00_fastai_patches.ipynb #c36c7827
-def _to_concat(xs, dim=0):
-    "In place of fastai's: what is concatenated already stays as it is"
-    return xs[0] if isinstance(xs, Concatenated) else to_concat(xs, dim)
-
 def _nested_reorder(t, idxs):
     "In place of fastai's: what is in order already stays as it is"
     in_order = isinstance(t, (Tensor,L)) and len(t)==len(idxs) and idxs.equal(torch.arange(len(idxs), device=idxs.device))
     return t if in_order else nested_reorder(t, idxs)
 
-replace_in_fastai({to_concat:_to_concat, nested_reorder:_nested_reorder})
+replace_in_fastai({nested_reorder:_nested_reorder})
 
 # %% ../../nbs/callbacks/00_fastai_patches.ipynb #142d1efd
 for _o in vars(fastai.callback.core).values():

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Place', 'Part', 'DistributedDL']
 
-# %% ../../nbs/data/05_dl.ipynb #12a6d45e
+# %% ../../nbs/data/05_dl.ipynb #29a7e1c9
 import operator,sys
 from contextlib import nullcontext
 from functools import cache
@@ -14,15 +14,16 @@ from types import MethodType
 from fastai.basics import *
 from fastai.data.load import DataLoader as FastaiDataLoader
 from ..comm.collectives import all_gather_list, same_text
+from ..comm.gather import interleave
 from .fastai_dl import FastaiShard, reads_rows
 from .loaders import n_batches
-from .partition import Counts, Plan, join_rows
-from .rng import (OtherLoader, WorkerRandom, drawers, generator_states, generators_in, seed_of, set_generator_states,
+from .partition import Counts, Plan
+from .rng import (OtherLoader, WorkerRandom, generator_states, generators_in, seed_of, set_generator_states,
                                set_stream_states, shared_order, stream_states)
 from .torch_dl import TorchDataLoader, TorchShard
 from ..world.ranks import check_rank, current_world, get_rank, get_world_size
 
-# %% ../../nbs/data/05_dl.ipynb #fdf1b60a
+# %% ../../nbs/data/05_dl.ipynb #5c2cdd9a
 class Place:
     "Which worker of how many: one object for all loaders of a context, which is another place when that ends"
     def __init__(self, rank, world_size): self.rank,self.world_size = rank,world_size
@@ -44,11 +45,11 @@ class Part:
 def _assemble(cls, dl, part):
     res = object.__new__(_class_of(cls, type(dl)))
     object.__setattr__(res, '__dict__', vars(dl))
-    res.part = part
+    res.part = copy(part)
     res._prepare()
     return res
 
-# %% ../../nbs/data/05_dl.ipynb #2340a0cf
+# %% ../../nbs/data/05_dl.ipynb #2246b4c8
 def _override(nm, f):
     return property(lambda self: MethodType(f, self), lambda self,v: operator.setitem(vars(self), nm, v))
 
@@ -61,18 +62,7 @@ def _class_of(cls, kind):
     ns = {nm:_override(nm, f) for nm,f in users.items() if nm in given}
     return type(cls.__name__, (cls,shard,kind), {**ns, '_made_of':cls, '__module__':cls.__module__, '__doc__':cls.__doc__})
 
-# %% ../../nbs/data/05_dl.ipynb #6bd07aa4
-def _place_of(rank, world_size, split_batches, evaluate):
-    "(Is it this process's in its group?, `Place`); raises an error for an argument that is none"
-    if (rank is None) != (world_size is None):
-        raise ValueError(f"rank={rank} and world_size={world_size}: pass both, or none of them to take those of this process")
-    grouped = rank is None
-    if grouped: rank,world_size = get_rank(),get_world_size()
-    check_rank(rank, world_size)
-    for nm,v,ok in (('split_batches',split_batches,(None,False,True)),('evaluate',evaluate,(False,True))):
-        if v not in ok: raise ValueError(f"rank {rank}: {nm}={v!r} must be one of {', '.join(map(str, ok))}")
-    return grouped,Place(rank, world_size)
-
+# %% ../../nbs/data/05_dl.ipynb #d2586f15
 class DistributedDL:
     """A `DataLoader` of which each of `world_size` workers iterates over its part. Three modes, where one process has batches of `bs`:
 
@@ -106,7 +96,12 @@ class DistributedDL:
         split_batches:bool=None, # Split each batch of `dl` (`True`), give each worker batches of `dl.bs` (`False`), or a slice (`None`)?
         evaluate:bool=False, # Share whole batches of `dl` in turn, and none twice? For validation and prediction
     ):
-        grouped,place = _place_of(rank, world_size, split_batches, evaluate)
+        if (rank is None) != (world_size is None):
+            raise ValueError(f"rank={rank} and world_size={world_size}: pass both, or none of them to take those of this process")
+        grouped = rank is None
+        place = Place(get_rank(), get_world_size()) if grouped else Place(rank, world_size)
+        check_rank(place.rank, place.world_size)
+        if split_batches not in (None,False,True): raise ValueError(f"rank {rank}: {split_batches=} must be None, False or True")
         self.part = Part(self.dl, place, grouped, split_batches, evaluate, None, self.part.given)
         self._prepare()
         if device is not None: self.move_to(device)
@@ -116,18 +111,15 @@ class DistributedDL:
     def over(self, dl, place=None, grouped=None):
         "`dl`, split as this loader is; the part of another `place`"
         p = self.part
-        if self._made_of is not DistributedDL: # what a subclass has of its own
-            vars(dl).update({k:vars(self)[k] for k in vars(self).keys()-vars(dl).keys()-p.given})
-        grouped = p.grouped if grouped is None else grouped
-        return _assemble(self._made_of, dl, Part(dl, place or p.place, grouped, p.split_batches, p.evaluate, p.device, p.given))
+        vars(dl).update({k:vars(self)[k] for k in vars(self).keys()-vars(dl).keys()-p.given}) # what a subclass has of its own
+        part = Part(dl, place or p.place, p.grouped if grouped is None else grouped, p.split_batches, p.evaluate, p.device, p.given)
+        return _assemble(self._made_of, dl, part)
 
     def at(self, place):
         "This worker's part in the context that has `place`: this one, where it is that"
         return self if self.part.place is place else self.over(self.dl, place, place.world_size > 1)
 
     def __reduce__(self): return _assemble,(self._made_of, self.dl, self.part)
-    def __reduce_ex__(self, protocol): return self.__reduce__()
-    def __copy__(self): return _assemble(self._made_of, self.dl, copy(self.part))
 
     @property
     def mode(self):
@@ -143,6 +135,18 @@ class DistributedDL:
         "Number of samples that all workers together take in a full step; of batches, where a batch sampler makes them"
         return (self.bs or 1)*(1 if self.is_split else self.world_size)
 
+    @property
+    def device(self):
+        "Where batches go; set, those of the loader itself go there too"
+        return getattr(self.dl, 'device', None) if self.part.device is None else self.part.device
+
+    @device.setter
+    def device(self, device):
+        self.part.device = None if device is None else torch.device(device)
+        if isinstance(self.dl, FastaiDataLoader): self.dl.device = device
+
+    def to(self, device): self.device = device # as fastai's loaders, which PyTorch's are not
+
     def _cut(self, order, start=0):
         "The `Plan` of an epoch of this order"
         return Plan(order, self.bs or 1, self.rank, self.world_size, self.mode, self.global_bs, self.drop_last, start, self.is_made)
@@ -150,7 +154,7 @@ class DistributedDL:
 for _nm in 'dl split_batches evaluate counts grouped'.split(): setattr(DistributedDL, _nm, property(operator.attrgetter(f'part.{_nm}')))
 for _nm in 'rank world_size'.split(): setattr(DistributedDL, _nm, property(operator.attrgetter(f'part.place.{_nm}')))
 
-# %% ../../nbs/data/05_dl.ipynb #f89fd479
+# %% ../../nbs/data/05_dl.ipynb #cf38ad9c
 @patch(as_prop=True)
 def name(self:DistributedDL):
     "How errors name it"
@@ -164,29 +168,12 @@ def move_to(self:DistributedDL, device):
         dl.device = device
     self.part.device = torch.device(device)
 
-def _device(self):
-    "Where batches go; set, those of the loader itself go there too"
-    return getattr(self.dl, 'device', None) if self.part.device is None else self.part.device
-
-def _set_device(self, device):
-    self.part.device = None if device is None else torch.device(device)
-    if isinstance(self.dl, FastaiDataLoader): self.dl.device = device
-
-DistributedDL.device = property(_device, _set_device, doc=_device.__doc__)
-
-@patch
-def to(self:DistributedDL,
-       device, # Where batches go from now on
-      ):
-    "Send batches to `device`, those of the loader itself too"
-    self.device = device
-
 @patch
 def close(self:DistributedDL):
     "End the processes of a loader of PyTorch's that persist; another iteration starts them again"
     if isinstance(self, TorchDataLoader): self.part.reader = None
 
-# %% ../../nbs/data/05_dl.ipynb #f06ec308
+# %% ../../nbs/data/05_dl.ipynb #6480306b
 def _digest(order): return len(order),seed_of(repr(order[::max(1, len(order)//1000)])) # of a thousand of the samples
 
 def _check_order(mine, nm):
@@ -200,20 +187,20 @@ def _check_order(mine, nm):
         "or the sampler: those are agreed on")
 
 @patch(as_prop=True)
-def _gens(self:DistributedDL): return generators_in(*drawers(self.dl))
+def _gens(self:DistributedDL): return generators_in(self.dl)
 
 @patch
 def _draw(self:DistributedDL, new=True):
     "Draw the order, the same in all workers, and read it, if it is that of a `new` epoch. Returns the order"
     p,pending = self.part,self.part.pending if new else None
     synced = p.grouped and self.world_size > 1 and not self.is_fixed
-    p.seeded = pending['seeded'] if pending else self._draws_seed()
-    with shared_order(self._gens, synced, pending and pending['rng'], keep=not self.is_stream) as at:
+    p.seeded = pending['seeded'] if pending else self.draws_seed
+    with shared_order(self._gens, synced, pending and pending['rng']) as at:
         p.drawing = True
         try: order = self._order(new)
         finally: p.drawing = False
         digest = _digest(order)
-        if synced and not self.is_known: _check_order(digest, self.name)
+        if synced: _check_order(digest, self.name)
         if not new: return order
         if pending and pending['offset'] and not self.is_stream and tuple(pending['order'])!=digest: raise self._other(
             f"it had {pending['n']} samples or batches in another order than the {digest[0]} of this one. Make it of the same data, and "
@@ -234,7 +221,7 @@ def draw_idxs(self:DistributedDL):
     "Indices of a whole epoch of a fastai loader, the same in all workers; for a subclass that overrides `get_idxs`, too"
     return self._own_order() if self.part.drawing else self._draw(new=False)
 
-# %% ../../nbs/data/05_dl.ipynb #c08c4c7e
+# %% ../../nbs/data/05_dl.ipynb #c2a65744
 @patch
 def __iter__(self:DistributedDL):
     p = self.part
@@ -271,18 +258,25 @@ def rounds(self:DistributedDL):
     return -(-(n_batches(self.dl) or 0)//self.world_size)
 
 @patch
+def check_sized(self:DistributedDL):
+    "A `TypeError` where the length is not known"
+    if self.unsized: raise TypeError(
+        f"{self.name} reads a data set whose length is not known, which a Learner needs: give the data set a __len__, or a loader of "
+        "fastai's n=")
+
+@patch
 def __len__(self:DistributedDL):
-    "Number of batches of this worker; of an iterable data set as many as its length says. A `TypeError` says where that is not known"
-    if self.unsized: raise TypeError(f"{self.name} {self.unsized}")
+    "Number of batches of this worker; of an iterable data set as many as its length says"
+    self.check_sized()
     return len(self.plan)
 
-# %% ../../nbs/data/05_dl.ipynb #45456b8e
+# %% ../../nbs/data/05_dl.ipynb #408d4d69
 @patch
 def to_detach(self:DistributedDL, b, # What all workers have of the batch that was last: tensors, or a nest of them
               cpu=True, # Move it to the CPU?
               gather=True, # Have what all workers have, without padding? All have to call it then
              ):
-    """`b` without gradients; with `gather` that of the whole batch, in the order of one process.
+    """`b` without gradients; with `gather` that of the whole batch, in the order of one process (but for slices).
     A `RuntimeError` with `evaluate`, where each worker has batches of its own, and some have one more"""
     mine = to_detach(b, cpu, gather=False)
     if not gather or not self.part.grouped or self.world_size==1: return mine
@@ -290,7 +284,7 @@ def to_detach(self:DistributedDL, b, # What all workers have of the batch that w
         f"{self.name}.to_detach: in an evaluation each worker has whole batches of its own, and not all as many, "
         "so they cannot be gathered batch by batch: take learn.get_preds or a metric for what is of all, or to_detach(gather=False)")
     shares = [o for k,o in all_gather_list((self.counts and self.counts.mine,mine)) if k!=0]
-    return to_device(join_rows(shares, self.mode=='steps'), None if cpu else self.device)
+    return to_device(interleave(shares), None if cpu else self.device)
 
 @patch
 def one_batch(self:DistributedDL):
@@ -299,9 +293,9 @@ def one_batch(self:DistributedDL):
     if not self.unsized and len(self)==0:
         if not self.evaluate or self.rank==0: raise ValueError(f"{self.name} has no batches for rank {self.rank} of {self.world_size}")
         peek = self.over(self.dl, Place(0, self.world_size), False)
-    with peek._no_processes(): return first(peek)
+    with peek.fake_l.no_multiproc() if isinstance(peek, FastaiDataLoader) else nullcontext(): return first(peek)
 
-# %% ../../nbs/data/05_dl.ipynb #250f193e
+# %% ../../nbs/data/05_dl.ipynb #eb2e753b
 @patch
 def state_dict(self:DistributedDL):
     "Epoch, offset in it (samples of all workers, or batches of a batch sampler), and the state from which its order was drawn"
@@ -312,7 +306,7 @@ def state_dict(self:DistributedDL):
         at = {**p.began, 'now':generator_states(self._gens)} # a callback may have drawn since
         return dict(epoch=p.number, offset=p.plan.done(p.steps), n=p.plan.n, **at, **state)
     with shared_order(self._gens, sync=False) as now: pass
-    return dict(epoch=p.number+1, offset=0, n=self.expected_n, rng=now, seeded=self._draws_seed(), order=None, **state)
+    return dict(epoch=p.number+1, offset=0, n=self.expected_n, rng=now, seeded=self.draws_seed, order=None, **state)
 
 @patch
 def _other(self:DistributedDL, why): return OtherLoader(f"{self.name} cannot go on where the loader of this state was: {why}")
@@ -323,17 +317,14 @@ def load_state_dict(self:DistributedDL,
                     streams=None, # What `streams` returned in this worker: go on with its random numbers too
                    ):
     "Go on there at the next iteration, with the same global batches if a step is as large; a `ValueError` says what does not fit"
-    missing = {'epoch','offset','rng','seeded','n','order','mode','world_size','global_bs'}-{*state}
-    if missing: raise self._other(f"{', '.join(sorted(missing))} missing")
-    begun,had,have,n = bool(state['offset']),len(state['rng'][3]),len(self._gens),self.expected_n
+    begun,had,have = bool(state['offset']),len(state['rng'][3]),len(self._gens)
     for bad,why in (
         (had!=have, f"it had {had} random number generators of its own, this one has {have}: build the loader and its sampler in the "
             "same way"),
         (state['mode']!=self.mode, f"it was cut in {state['mode']}, this one is in {self.mode} (split_batches, evaluate)"),
         (self.mode=='slices' and state['world_size']!=self.world_size, f"it had slices for {state['world_size']} workers, not "
             f"{self.world_size}; use split_batches=True or False to change their number"),
-        (begun and self.in_processes, "it reads an iterable data set in several processes, each at its own position: use num_workers=0"),
-        (begun and self.is_known and not self.unsized and state['n']!=n, f"it had {state['n']} samples or batches, this one has {n}")):
+        (begun and self.in_processes, "it reads an iterable data set in several processes, each at its own position: use num_workers=0")):
         if bad: raise self._other(why)
     self.part.pending,self.part.streams = dict(state),streams
 

@@ -5,17 +5,16 @@
 # %% auto #0
 __all__ = ['reads_rows', 'plain_method', 'LoaderHook', 'FastaiShard']
 
-# %% ../../nbs/data/02_fastai_dl.ipynb #d7427a13
+# %% ../../nbs/data/02_fastai_dl.ipynb #5339d6b0
 import itertools,sys
 from functools import lru_cache
 from fastai.basics import *
 from fastai.data.load import DataLoader as FastaiDataLoader, SkipItemException, _FakeLoader, _loaders
-from fastai.learner import _ConstantFunc
 from .partition import local_rows
-from .rng import WorkerRandom, begin_batch, seed_of, shared_order
+from .rng import begin_batch, begin_process, seed_of, shared_order
 from ..fault.interrupt import loader_begins
 
-# %% ../../nbs/data/02_fastai_dl.ipynb #e1885ecd
+# %% ../../nbs/data/02_fastai_dl.ipynb #94468387
 @lru_cache(64)
 def _reads_rows(cls): return any(o.__name__=='LMDataLoader' for o in cls.__mro__) # by name: fastai.text is not imported for it
 
@@ -24,7 +23,7 @@ def reads_rows(dl # Any loader
     "Does `dl` read streams of text side by side, one in each row?"
     return _reads_rows(type(dl)) # asked for each item
 
-# %% ../../nbs/data/02_fastai_dl.ipynb #02067f7b
+# %% ../../nbs/data/02_fastai_dl.ipynb #5d319463
 def _own(dl, *names):
     "Has `dl` one of these methods from elsewhere than fastai's `DataLoader`?"
     return any(o in vars(dl) or getattr(type(dl), o) is not getattr(FastaiDataLoader, o) for o in names)
@@ -38,8 +37,7 @@ def _begin_process(worker_id):
     set_num_threads(1)
     loader_begins()
     dl.num_workers,dl.offs = info.num_workers,info.id
-    if dl.world_size > 1: WorkerRandom.begin(dl.rank, info.seed)
-    else: set_seed(info.seed)
+    begin_process(dl.rank, dl.world_size, info.seed)
     dl.wif()
 
 def plain_method(shard, o, nm):
@@ -51,14 +49,16 @@ class LoaderHook:
     def __set_name__(self, owner, nm): self.owner,self.nm = owner,nm
     def __get__(self, o, cls=None): return self if o is None else plain_method(self.owner, o, self.nm)
 
-# %% ../../nbs/data/02_fastai_dl.ipynb #5c310ef1
+# %% ../../nbs/data/02_fastai_dl.ipynb #eeec36bb
 class FastaiShard:
     "In front of the class of a fastai `DataLoader`: this worker's part of its batches"
     wif,after_item,before_batch,after_batch,after_iter,create_batch,retain,do_batch = (LoaderHook() for _ in range(8))
     fake_l = property(lambda self: self.part.reader, doc="Between fastai's loader and torch's iterators")
     is_stream = property(lambda self: not self.dl.indexed, doc="Is the data set iterable?")
     in_processes = property(lambda self: self.is_stream and self.dl.fake_l.num_workers > 0)
-    is_made = False
+    is_made,draws_seed = False,True # are batches made by a batch sampler? Is a seed drawn for the processes of each epoch?
+    unsized = property(lambda self: self.source.n is None and (self.is_stream or not _own(self.dl, 'get_idxs')), doc="Is the length unknown?")
+    expected_n = property(lambda self: getattr(self.dl, 'partial_n', None) or self.source.n, doc="What fastai's `__len__` goes by")
 
     def _prepare(self):
         "Make what torch's iterators read; a `TypeError` says why a loader cannot be split"
@@ -75,38 +75,17 @@ class FastaiShard:
         dl,p = self.dl,self.part
         if not reads_rows(dl) or self.mode!='steps' or self.is_split or self.world_size==1: return dl
         if p.source is None or p.source.bs!=dl.bs*self.world_size:
-            with shared_order(sync=False): # which leaves the stream where it is
-                at = random.getstate()
-                p.source = dl.new(bs=dl.bs*self.world_size)
-                random.setstate(at)
+            with p.random.entered(): p.source = dl.new(bs=dl.bs*self.world_size)
             if p.source.n==0: raise ValueError(f"{self.name}: the text is too short for {p.source.bs} streams side by side (bs={dl.bs} on "
                                                f"each of {self.world_size} workers): use a smaller bs, or split_batches=True")
-        p.source.shuffle,p.source.items,p.source.lens,p.source.chunks = dl.shuffle,dl.items,dl.lens,dl.chunks
+        vars(p.source).update({k:vars(dl)[k] for k in ('shuffle','items','lens','chunks')})
         return p.source
 
-# %% ../../nbs/data/02_fastai_dl.ipynb #e37d3972
-@patch(as_prop=True)
-def unsized(self:FastaiShard):
-    "Why the length is not known, `None` if it is"
-    if self.source.n is not None: return
-    if self.is_stream: return "reads an iterable data set whose length is not known: pass n="
-    if not _own(self.dl, 'get_idxs'): return "reads a data set that has no length: pass n="
-
-@patch(as_prop=True)
-def expected_n(self:FastaiShard): return getattr(self.dl, 'partial_n', None) or self.source.n
-
+# %% ../../nbs/data/02_fastai_dl.ipynb #d9331ebd
 @patch(as_prop=True)
 def is_fixed(self:FastaiShard):
     "Do all workers have this order without a message?"
-    own = vars(self.dl).get('get_idxs')
-    if self.dl.shuffle or self.is_stream or type(self).get_idxs is not FastaiShard.get_idxs: return False
-    return isinstance(own, _ConstantFunc) if own is not None else type(self.dl).get_idxs is FastaiDataLoader.get_idxs
-
-@patch(as_prop=True)
-def is_known(self:FastaiShard):
-    "Does the order follow from nothing but the shared state, as that of fastai's own loaders does?"
-    users = type(self).get_idxs is not FastaiShard.get_idxs or any(_is_users(self.dl, o) for o in ('get_idxs','shuffle_fn'))
-    return self.is_stream or not users
+    return not (self.dl.shuffle or self.is_stream or _own(self.dl, 'get_idxs') or type(self).get_idxs is not FastaiShard.get_idxs)
 
 @patch
 def before_iter(self:FastaiShard): self.dl.before_iter() # which finds the loader's own transforms, whatever is in front of them
@@ -116,7 +95,7 @@ def _own_order(self:FastaiShard):
     "The order, as the loader's own methods draw it"
     dl = self.source
     if self.is_stream: return range(sys.maxsize if dl.n is None else dl.n)
-    if self.unsized: raise TypeError(f"{self.name} {self.unsized}")
+    self.check_sized()
     if not dl.shuffle and not _own(dl, 'get_idxs'): return range(dl.n) # not a list of them
     return plain_method(FastaiShard, self, 'get_idxs')() if dl is self.dl else dl.get_idxs()
 
@@ -135,7 +114,7 @@ def _order(self:FastaiShard, new):
     if source is not dl: dl.chunks = source.chunks # of the texts as they are now
     return order if isinstance(order, (list,range)) else list(order)
 
-# %% ../../nbs/data/02_fastai_dl.ipynb #2132fc74
+# %% ../../nbs/data/02_fastai_dl.ipynb #69e1997b
 @patch
 def create_item(self:FastaiShard, s):
     source = self.source
@@ -155,10 +134,9 @@ def new(self:FastaiShard,
     return self.over(self.dl.new(dataset, **kwargs))
 
 @patch
-def show_batch(self:FastaiShard, b=None, *args, unique=False, **kwargs):
-    "Show samples of a batch, by default of the first one of this worker; with `unique` one sample, transformed again and again"
-    if unique: return self.dl.show_batch(b, *args, unique=True, **kwargs)
-    return super(FastaiShard, self).show_batch(self.one_batch() if b is None else b, *args, **kwargs)
+def show_batch(self:FastaiShard, *args, **kwargs):
+    "Show samples of a batch of the plain loader"
+    with self.part.random.entered(): return self.dl.show_batch(*args, **kwargs)
 
 @patch(as_prop=True)
 def _is_made_whole(self:FastaiShard):
@@ -200,7 +178,7 @@ def _read_samples(self:FastaiShard, steps):
                                          "a batch: remove them from the data set, or use a larger batch size")
         yield items,counts
 
-# %% ../../nbs/data/02_fastai_dl.ipynb #ffd63306
+# %% ../../nbs/data/02_fastai_dl.ipynb #3a4026bb
 @patch
 def sample(self:FastaiShard):
     "The steps of which this loader process makes batches"
@@ -213,12 +191,6 @@ def create_batches(self:FastaiShard, steps):
     if self.dataset is not None:
         with shared_order(sync=False): self.it = iter(self.dataset)
     for items,counts in (self._read_stream if self.is_stream else self._read_samples)(steps): yield self._batch_of(items, counts)
-
-@patch
-def _no_processes(self:FastaiShard): return self.fake_l.no_multiproc()
-
-@patch
-def _draws_seed(self:FastaiShard): return True # for the processes of each epoch
 
 @patch
 def _start(self:FastaiShard):

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['n_batches', 'is_stream', 'data_of', 'same_data']
 
-# %% ../../nbs/data/04_loaders.ipynb #356a919d
+# %% ../../nbs/data/04_loaders.ipynb #cd2ced28
 import zlib
 from contextlib import suppress
 from itertools import zip_longest
@@ -13,14 +13,13 @@ from weakref import WeakKeyDictionary
 
 from fastai.basics import *
 from fastai.data.load import DataLoader as FastaiDataLoader
-from torch.utils.data import ConcatDataset, Subset
-from ..comm.collectives import all_gather_list, same_text
+from ..comm.collectives import all_gather_list, checksum, same_text
 from .fastai_dl import reads_rows
 from .rng import seed_of
 from .torch_dl import IterableDataset, TorchDataLoader
 from ..world.ranks import current_world, get_rank
 
-# %% ../../nbs/data/04_loaders.ipynb #45d7a602
+# %% ../../nbs/data/04_loaders.ipynb #7ea7fda8
 def n_batches(dl # Any loader
              ):
     "`len(dl)`, or `None` where that is not known"
@@ -33,40 +32,29 @@ def is_stream(dl # Any loader
     if isinstance(dl, FastaiDataLoader): return not dl.indexed
     return isinstance(dl, TorchDataLoader) and isinstance(dl.dataset, IterableDataset)
 
-# %% ../../nbs/data/04_loaders.ipynb #2ec4e344
+# %% ../../nbs/data/04_loaders.ipynb #80a1400d
 _arrays = pd.DataFrame,pd.Series,np.ndarray,Tensor
 
-def _held(ds, depth=3):
-    "What tells the samples of data set `ds` from those of another one: indices, rows, lists of items or of names"
-    if isinstance(ds, Subset): return [ds.indices, *_held(ds.dataset, depth)]
-    if isinstance(ds, ConcatDataset): return [o for d in ds.datasets for o in _held(d, depth)]
-    items = getattr(ds, 'items', None)
-    for o in (ds,items):
-        if isinstance(o, (list,tuple,L,*_arrays)): return [o]
-    n,res = n_batches(ds),[]
-    for o in [o for v in getattr(ds, '__dict__', {}).values() for o in (v if isinstance(v, tuple) else (v,))]:
-        rows = n_batches(o) if hasattr(o, '__len__') else None # none of a tensor without dimensions
-        known = None not in (rows,n) # an array may be read in windows
-        if isinstance(o, (list,L)) and (isinstance(first(o), str) or known and rows==n): res.append(o)
-        elif isinstance(o, _arrays) and known and rows>=n: res.append(o)
-        elif isinstance(o, (type,nn.Module,dict,*_arrays)): continue
-        elif depth and rows is not None and hasattr(o, '__getitem__') and hasattr(o, '__dict__'): res += _held(o, depth-1)
-    return res
+def _held(o, depth=4):
+    "What tells the samples of data set `o` from those of another one: indices, rows, lists of items or of names"
+    if isinstance(o, _arrays): return [o]
+    wraps = lambda v: hasattr(v, '__getitem__') and hasattr(v, '__dict__') and not isinstance(v, (type,nn.Module,*_arrays))
+    if isinstance(o, (list,L)) and not wraps(first(o)): return [o] if len(o) else []
+    within = o if isinstance(o, (list,L,tuple)) else vars(o).values() if wraps(o) else ()
+    return [r for v in within for r in _held(v, depth-1)] if depth else []
 
 def _plain(o):
     "What can be compared of an item: of a path its name, as hosts may have the same files in folders of different names"
     if isinstance(o, (str,Path)): return str(o).rsplit('/', 1)[-1]
-    if isinstance(o, Tensor): o = o.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy() if o.layout==torch.strided else None
+    if isinstance(o, Tensor): return (*o.shape,checksum(o.detach())) if o.layout==torch.strided else ()
     if isinstance(o, np.ndarray) and o.dtype!=object: return o.shape,zlib.crc32(np.ascontiguousarray(o))
     if isinstance(o, (tuple,list,L,np.ndarray)): return [_plain(v) for v in o]
     return o if isinstance(o, (int,float,bytes,np.number)) else type(o).__name__ # of other types the text may hold an address
 
 def _some_items(o, n=64):
     "Up to `n` items of a list, or rows of an array or a frame, that lie evenly in it"
-    at = range(0, len(o), max(1, len(o)//n))
-    if not isinstance(o, (pd.DataFrame,pd.Series)): return [_plain(o[i]) for i in at]
-    part = o.iloc[list(at)]
-    return [_plain([k,v]) for k,v in zip(part.index.tolist(), part.values.tolist())]
+    if isinstance(o, (pd.DataFrame,pd.Series)): o = o.reset_index().values
+    return [_plain(o[i]) for i in range(0, len(o), max(1, len(o)//n))]
 
 def _samples(dl):
     "Some names or numbers, and a digest of more of them; looked at once: a data set may keep what it has read, each worker its own"
@@ -77,7 +65,7 @@ def _samples(dl):
     with suppress(TypeError): looked[dl] = res # a list of batches has no weak reference
     return res
 
-# %% ../../nbs/data/04_loaders.ipynb #71b7a25e
+# %% ../../nbs/data/04_loaders.ipynb #bbb060f5
 def data_of(dls # `DataLoaders` of this worker
            ):
     "What can be compared of its loaders: class, size, batching, and some samples"

@@ -5,23 +5,22 @@
 # %% auto #0
 __all__ = ['TorchShard']
 
-# %% ../../nbs/data/03_torch_dl.ipynb #3cc28e90
+# %% ../../nbs/data/03_torch_dl.ipynb #875f731c
 import sys
-from contextlib import nullcontext
 from copy import copy
 from functools import partial
 
 import torch
-from fastai.torch_core import set_seed, to_device
+from fastai.torch_core import to_device
 from torch.utils.data import (DataLoader as TorchDataLoader, DistributedSampler, IterableDataset, IterDataPipe, MapDataPipe,
-                              RandomSampler, SequentialSampler, default_collate)
+                              SequentialSampler, default_collate)
 
 from .fastai_dl import LoaderHook
 from .partition import local_rows
-from .rng import WorkerRandom, shared_order
+from .rng import begin_process, shared_order
 from ..fault.interrupt import loader_begins
 
-# %% ../../nbs/data/03_torch_dl.ipynb #dcd97069
+# %% ../../nbs/data/03_torch_dl.ipynb #e29de7f3
 class _Samples:
     "In place of a sampler: the samples of each batch of this worker"
     def __init__(self, batched, whole): self.batched,self.whole,self.plan = batched,whole,None
@@ -50,11 +49,10 @@ class _Collate:
 
 def _begin_process(rank, world_size, seed, user_fn, worker_id):
     loader_begins()
-    if world_size > 1: WorkerRandom.begin(rank, seed+worker_id)
-    else: set_seed(seed+worker_id)
+    begin_process(rank, world_size, seed+worker_id)
     if user_fn is not None: user_fn(worker_id)
 
-# %% ../../nbs/data/03_torch_dl.ipynb #3c8ac437
+# %% ../../nbs/data/03_torch_dl.ipynb #b8d06b34
 class TorchShard:
     "In front of the class of a PyTorch `DataLoader`: this worker's part of its batches"
     collate_fn = LoaderHook()
@@ -65,7 +63,9 @@ class TorchShard:
     is_batched = property(lambda self: self.dl.batch_sampler is not None)
     is_made = property(lambda self: self.is_batched and self.dl.batch_size is None, doc="Does a given batch sampler make them?")
     is_fixed = property(lambda self: not self.is_stream and not self.is_made and type(self.dl.sampler) is SequentialSampler)
-    is_known = property(lambda self: self.is_stream or not self.is_made and type(self.dl.sampler) in (RandomSampler,SequentialSampler))
+    unsized = property(lambda self: self.is_stream and type(self.dl).__len__ is TorchDataLoader.__len__
+                       and not hasattr(self.dl.dataset, '__len__'), doc="Is the length unknown?")
+    draws_seed = property(lambda self: self.part.reader is None or self.part.reader._iterator is None) # processes that persist keep theirs
 
     def _prepare(self):
         "A `TypeError` says why a loader cannot be split"
@@ -79,12 +79,6 @@ class TorchShard:
                 "an IterableDataset"),
             (not dl.in_order, "has in_order=False, with which workers take other batches in each run: leave it True")):
             if bad: raise TypeError(f"{self.name} {why}")
-
-    @property
-    def unsized(self):
-        "Why the length is not known, `None` if it is"
-        if self.is_stream and type(self.dl).__len__ is TorchDataLoader.__len__ and not hasattr(self.dl.dataset, '__len__'):
-            return "reads an iterable data set whose length is not known, which a Learner needs: give the data set a __len__"
 
     @property
     def expected_n(self):
@@ -101,9 +95,6 @@ class TorchShard:
         if self.is_stream: return range(sys.maxsize if self.unsized else self.expected_n)
         if self.is_fixed: return range(len(dl.sampler))
         return list(fetched if self.is_made or not self.is_batched else dl.sampler)
-
-    def _draws_seed(self): return self.part.reader is None or self.part.reader._iterator is None # processes that persist keep theirs
-    def _no_processes(self): return nullcontext()
 
     def _start(self):
         "The epoch's batches with their `Counts`, as read by a copy of the loader; the same one as long as it has processes that persist"

@@ -5,25 +5,18 @@
 # %% auto #0
 __all__ = ['loss_divisor', 'kept_labels', 'is_summed', 'GlobalBatchLoss', 'gather_batch', 'LossRoute', 'loss_parts', 'RowLosses']
 
-# %% ../../nbs/metrics/01_losses.ipynb #bf679cdb
-from contextlib import contextmanager
-from copy import copy
-from threading import get_ident
-
+# %% ../../nbs/metrics/01_losses.ipynb #52ab9b14
 import torch.distributed as dist, torch.nn.functional as F
-from torch.nn.modules.batchnorm import _BatchNorm
 from fastai.basics import *
 from fastai.learner import AvgLoss
 from fastai.losses import BaseLoss, LabelSmoothingCrossEntropy
 from fastai.metrics import LossMetric
 from ..comm.gather import gather_tensors, interleave
 from ..comm.collectives import bytes_in, least, tensors_in
-from ..data.partition import local_rows
-from ..data.rng import rng_state, set_rng_state
 from ..world.errors import refuse
 from ..world.ranks import get_rank
 
-# %% ../../nbs/metrics/01_losses.ipynb #e5cdc727
+# %% ../../nbs/metrics/01_losses.ipynb #5ba28799
 def _cross_entropy(f, yb):
     "(labels, class weights, `ignore_index`) if `f` is torch's cross entropy with a mean, as a module or a function, else `None`"
     if isinstance(f, BaseLoss): f = f.func
@@ -36,13 +29,13 @@ def _cross_entropy(f, yb):
 
 def _inner(f): return f.func if isinstance(f, (BaseLoss,partial)) else f
 
-# %% ../../nbs/metrics/01_losses.ipynb #8c4213bf
+# %% ../../nbs/metrics/01_losses.ipynb #95c25b83
 def _by_two(f, yb):
     "Is it fastai's label smoothing, with a mean over all classes of all samples, and another over the labels that count?"
     if f.reduction!='mean': return False
     return f.weight is not None or any(o.device.type=='cpu' and not o.is_floating_point() and bool((o==-100).any()) for o in yb)
 
-# %% ../../nbs/metrics/01_losses.ipynb #27e87a27
+# %% ../../nbs/metrics/01_losses.ipynb #3c882ed4
 def loss_divisor(loss_func, # The learner's loss function
                  yb, # Tuple of targets
                 ):
@@ -62,7 +55,7 @@ def loss_divisor(loss_func, # The learner's loss function
     kept = y!=ignore
     return kept.sum() if weight is None else weight.to(y.device)[y.long()*kept].mul(kept).sum()
 
-# %% ../../nbs/metrics/01_losses.ipynb #8932314e
+# %% ../../nbs/metrics/01_losses.ipynb #884cd430
 def kept_labels(loss_func, # The learner's loss function, of which `loss_divisor` is `None`
                 yb, # Tuple of targets
                ):
@@ -70,7 +63,7 @@ def kept_labels(loss_func, # The learner's loss function, of which `loss_divisor
     ce = None if hasattr(loss_func, 'loss_divisor') else _cross_entropy(loss_func, yb)
     if ce is not None: return (ce[0]!=ce[2]).sum()
 
-# %% ../../nbs/metrics/01_losses.ipynb #ea103119
+# %% ../../nbs/metrics/01_losses.ipynb #c0e1ec84
 def is_summed(loss_func # The learner's loss function
              ):
     "Does `loss_func` add up the losses of a batch's samples, where others take the mean?"
@@ -78,7 +71,7 @@ def is_summed(loss_func # The learner's loss function
     kwargs = loss_func.keywords if isinstance(loss_func, partial) else {}
     return kwargs.get('reduction', getattr(loss_func, 'reduction', 'mean'))=='sum'
 
-# %% ../../nbs/metrics/01_losses.ipynb #c1ba2e21
+# %% ../../nbs/metrics/01_losses.ipynb #a638e6b2
 class GlobalBatchLoss(GetAttr):
     """`loss_func` of the global batch, whatever it makes of its samples: in training each worker gathers the predictions and targets of
     all. In evaluation, and in one process, it is `loss_func` itself"""
@@ -93,7 +86,7 @@ class GlobalBatchLoss(GetAttr):
 
     def __call__(self, pred, *yb, **kwargs): return self.loss_func(pred, *yb, **kwargs)
 
-# %% ../../nbs/metrics/01_losses.ipynb #62454aea
+# %% ../../nbs/metrics/01_losses.ipynb #92749193
 def gather_batch(pred, # Predictions for this worker's share: tensors with a row for each of its samples, in lists and dicts
                  yb, # Tuple of targets
                  counts=True, # Does this worker's share count? Else it has no rows in the batch
@@ -111,7 +104,7 @@ def gather_batch(pred, # Predictions for this worker's share: tensors with a row
     pred,*yb = interleave(parts)
     return pred,tuple(yb),share
 
-# %% ../../nbs/metrics/01_losses.ipynb #dc2a6c1a
+# %% ../../nbs/metrics/01_losses.ipynb #a89dc211
 def _is_known(f):
     "Is it torch's, or fastai's?"
     while isinstance(f, (BaseLoss,partial)):
@@ -121,7 +114,7 @@ def _is_known(f):
     if owner is LabelSmoothingCrossEntropy: return f.weight is None # else it divides by two numbers
     return str(owner.__module__).split('.')[0] in ('torch','fastai')
 
-# %% ../../nbs/metrics/01_losses.ipynb #f191f704
+# %% ../../nbs/metrics/01_losses.ipynb #19206d5d
 def _name_of(f): return getattr(f, '__name__', type(f).__name__)
 
 def _say_how(f):
@@ -129,69 +122,22 @@ def _say_how(f):
     return (f"If it is a mean over samples: {nm}.loss_divisor = None; if its mean divides by something else: {nm}.loss_divisor = "
             f"a function of the targets, such as lambda y: (y!=-100).sum(); if it adds up: {nm}.reduction = 'sum'")
 
-def _no_mean(f, whole, losses, expected): return ValueError(
-    f"rank {get_rank()}: the loss function {_name_of(f)} is no mean over samples: of a batch it is {whole:.6g}, of its halves "
-    f"{losses[0]:.6g} and {losses[1]:.6g}, from which follows {expected:.6g}. {_say_how(f)}; else let it see the global batch, at the "
-    f"price of gathering it in each step: learn.loss_func = GlobalBatchLoss({_name_of(f)})")
-
-def _untried(f, why): return ValueError(
-    f"rank {get_rank()}: {why}, so what the loss of a global batch is does not follow from those of its shares. {_say_how(f)}")
+def _untold(f, why): return ValueError(f"rank {get_rank()}: {why}, so what the loss of a global batch is does not follow from those of its shares. "
+    f"{_say_how(f)}; else let it see the global batch, at the price of gathering it in each step: learn.loss_func = GlobalBatchLoss(...)")
 
 def _gathers(f, nbytes): return (
     f"the loss function {_name_of(f)} may be no mean over samples, so each worker computes it for the global batch, whose predictions and "
     f"targets ({nbytes/2**20:.2g} MB) it gathers in each step. {_say_how(f)}")
 
-# %% ../../nbs/metrics/01_losses.ipynb #5c8cc58a
-@contextmanager
-def _no_trace(f, model):
-    "Random numbers, and what `f` notes in its attributes and buffers, are put back; a `RuntimeError` if it calls `model`"
-    inside,rng,this = set(model.modules()),rng_state(),get_ident()
-    owner = getattr(f, '__self__', f)
-    kept = [(vars(o), {k:copy(v) if isinstance(v, (list,dict)) else v for k,v in vars(o).items()})
-            for o in (owner.modules() if isinstance(owner, nn.Module) else [owner]) if hasattr(o, '__dict__')]
-    bufs = [(b,b.clone()) for b in (owner.buffers() if isinstance(owner, nn.Module) else ())]
-    def refuse(m, args):
-        if get_ident()!=this: return # another thread's forward is its own business
-        if m in inside or isinstance(m, _BatchNorm): raise RuntimeError("the loss function calls the model")
-    handle = nn.modules.module.register_module_forward_pre_hook(refuse)
-    try:
-        with torch.no_grad(): yield
-    finally:
-        handle.remove()
-        for now,was in kept: now.clear(); now.update(was)
-        for b,was in bufs:
-            if not b.equal(was): b.copy_(was) # one that is as it was may be needed, untouched, by the backward of the batch
-        set_rng_state(rng)
-
-def _compared(f, pred, yb, loss):
-    "(loss, those of its parts, what they make) of a batch, if its loss is not what is expected of `f`, else `None`"
-    parts = [local_rows('batch', (pred,*yb), r, 2) for r in range(2)]
-    losses = [float(f(*b)) for b,_ in parts]
-    whole,again = float(loss),float(f(pred, *yb))
-    def weight(yb, n): return float(next((d for d in (loss_divisor(f, yb),kept_labels(f, yb)) if d is not None), n))
-    weights = [weight(b[1:], counts.mine) for b,counts in parts]
-    eps = max(torch.finfo(o.dtype).eps for o in (*tensors_in(pred), loss, torch.ones(1)) if o.is_floating_point())
-    def same(a, b): return abs(a-b) <= max(1e-5, 4*eps)*max(map(abs, (whole,*losses))) + 1e-6
-    if whole!=whole or not same(again, whole) or not sum(weights): return
-    expected = sum(losses) if is_summed(f) else sum(l*w for l,w in zip(losses, weights) if w)/sum(weights)
-    if not same(whole, expected): return whole,losses,expected
-
-# %% ../../nbs/metrics/01_losses.ipynb #36f36671
+# %% ../../nbs/metrics/01_losses.ipynb #d3b4f9ab
 _gathered_at_most = 8*2**20 # bytes of predictions and targets in a step: the gradients of a model of two million parameters
-
-def _has_rows(o, n):
-    "Is all of `o` tensors with `n` rows, in lists and dicts?"
-    if isinstance(o, Tensor): return o.dim() > 0 and len(o)==n
-    if isinstance(o, dict): o = o.values()
-    elif not isinstance(o, (list,tuple,L)): return False
-    return all(_has_rows(x, n) for x in o)
 
 class LossRoute:
     """How the loss of the global batch is made of what workers have. `is_global`: each computes it, of the global batch; else each computes
     that of its share, which is a mean over samples, a sum of them, or divides by `loss_divisor`"""
     def __init__(self, learn # `Learner` that trains
                 ):
-        self.learn,self.func,self.is_global,self.trials,self.declared = learn,None,False,0,False
+        self.learn,self.func,self.is_global,self.declared = learn,None,False,False
 
     def choose(self, rows # Of the global batch, about
               ):
@@ -199,44 +145,30 @@ class LossRoute:
         f = self.learn.loss_func
         f = getattr(getattr(f, '__self__', None), 'old_lf', f) # fastai's `MixUp` stands before it
         if f==self.func: return
-        declared = [o.loss_divisor for o in (f,_inner(f)) if hasattr(o, 'loss_divisor')]
-        self.func,self.declared,self.is_global,self.trials = f,len(declared) > 0,isinstance(f, GlobalBatchLoss),0
-        if self.is_global and f is not self.learn.loss_func: raise ValueError(
+        of_samples = f is not self.learn.loss_func
+        self.func,self.is_global = f,isinstance(f, GlobalBatchLoss)
+        self.declared = any(hasattr(o, 'loss_divisor') for o in (f,_inner(f)))
+        if self.is_global and of_samples: raise ValueError(
             f"rank {get_rank()}: MixUp and CutMix take the mean of the losses of the samples (reduction='none'), and GlobalBatchLoss "
             f"has one for all of them: give the learner the loss function itself, learn.loss_func = {_name_of(f.loss_func)}(...)")
-        if None in declared or f is not self.learn.loss_func: return
-        known = _is_known(f)
-        # label smoothing divides by two numbers where labels are -100, at which nobody looks on a GPU
-        self.trials = 0 if known and not isinstance(_inner(f), LabelSmoothingCrossEntropy) else 3
-        if not (known or declared or is_summed(f)): self._gather_if_small(rows)
+        if not (self.declared or of_samples or is_summed(f) or _is_known(f)): self._gather(rows)
 
-    def _gather_if_small(self, rows):
+    def _gather(self, rows):
         batch,n = (self.learn.pred,*self.learn.yb),find_bs(self.learn.yb)
         nbytes = bytes_in(batch)/max(n, 1)*rows
-        small = nbytes <= _gathered_at_most and all(_has_rows(o, n) for o in batch)
+        small = nbytes <= _gathered_at_most and all(o.dim() and len(o)==n for o in tensors_in(batch))
         self.is_global = least(int(small))==[1] # each pads its own share, so sizes may differ: one message a loss function
-        if not self.is_global: return
-        self.trials = 0
+        if not self.is_global: raise _untold(
+            self.func, f"nobody knows the loss function {_name_of(self.func)}, and predictions and targets ({nbytes/2**20:.2g} MB in a step) "
+            "are large, or have no row for each sample")
         if get_rank()==0: warnings.warn(_gathers(self.func, nbytes), stacklevel=2)
-
-    def try_parts(self):
-        "After the loss: a `ValueError` if it is not what workers would make of their shares"
-        learn,f = self.learn,self.func
-        if not self.trials or find_bs(learn.yb) < 2: return
-        self.trials -= 1
-        try:
-            with _no_trace(f, learn.model): found = _compared(f, learn.pred, learn.yb, learn.loss)
-        except Exception as e:
-            if self.declared or is_summed(f): return # it has been said
-            raise _untried(f, f"the loss function {_name_of(f)} takes no part of a batch ({e})") from e
-        if found: raise _no_mean(f, *found)
 
     def check_replaced(self):
         "A callback has put a loss of its own in the place of the loss function's: a `ValueError` if some labels do not count in that"
-        if not self.declared and any(bool((o==-100).any()) for o in tensors_in(self.learn.yb) if not o.is_floating_point()): raise _untried(
+        if not self.declared and any(bool((o==-100).any()) for o in tensors_in(self.learn.yb) if not o.is_floating_point()): raise _untold(
             self.func, "a callback has put another loss in the place of the loss function's, and some labels are -100")
 
-# %% ../../nbs/metrics/01_losses.ipynb #40266773
+# %% ../../nbs/metrics/01_losses.ipynb #fb9be1ca
 def loss_parts(learn # Any `Learner`
               ):
     """What its `LossMetric`s read of the loss function: names, the same in all workers, and tensors of one number; `None` for others,
@@ -248,7 +180,7 @@ def loss_parts(learn # Any `Learner`
         res[m.attr] = v if isinstance(v, Tensor) and v.is_floating_point() and v.numel()==1 else None
     return res
 
-# %% ../../nbs/metrics/01_losses.ipynb #858743ad
+# %% ../../nbs/metrics/01_losses.ipynb #92c668b8
 class RowLosses:
     "The losses of an evaluation in which each worker has rows of each batch, for fastai's averages of them"
     def __init__(self): self.parts = []

@@ -18,7 +18,7 @@ from ..data.loaders import n_batches
 from ..fault.cancel import cancels
 from ..fault.same_call import gone_on
 from ..metrics.losses import RowLosses
-from ..metrics.metrics import EpochTotals, GatheredPreds, plain_sums
+from ..metrics.metrics import EpochTotals, GatheredPreds
 from ..world.ranks import get_rank
 
 # %% ../../nbs/trainer/03_evaluation.ipynb #3c980742
@@ -27,9 +27,8 @@ class Evaluation:
     def __init__(self, learn, # `Learner` that evaluates; its `dl` is this worker's part
                  decisions, # `CancelSync` of its callbacks
                  dst=None, # The rank that gets predictions; by default all do
-                 activation=None, # `SharedActivation` for predictions, where there is one
                 ):
-        self.learn,self.decisions,self.dst,self.activation = learn,decisions,dst,activation
+        self.learn,self.decisions,self.dst = learn,decisions,dst
         self.totals,self.losses,self.preds,self.forwards = EpochTotals(learn),RowLosses(),[],0
         self.dl = vars(learn).get('dl')
 
@@ -124,12 +123,12 @@ def _what(self:Evaluation):
 def together(self:Evaluation):
     "Around the evaluation: the workers agree on what callbacks decide, and are ready to gather predictions"
     cbs = self.learn._grab_cbs(GatherPredsCallback) if self.shared else []
-    self.preds = [GatheredPreds(cb, self.by_rows, self.dst, activation=self.activation) for cb in cbs]
+    self.preds = [GatheredPreds(cb, self.by_rows, self.dst) for cb in cbs]
     begins = self.shared and not self.decisions.active
     if begins: self.decisions.begin(self._what())
     elif self.shared and self.decisions.nested: self._all_evaluate()
     try:
-        with self._loop(), plain_sums(self.totals.metrics(training=False) if self.shared else ()): yield
+        with self._loop(): yield
     finally:
         if begins: self.decisions.end()
 

@@ -20,7 +20,6 @@ from ..fault.cancel import cancels
 from ..fault.same_call import all_at
 from ..fault.supervisor import handler_kept, leave_together, scope
 from ..data.dl import DistributedDL
-from ..metrics.metrics import SharedActivation
 from ..model.batchnorm import norm_scope_of
 from ..strategy.base import check_trainable
 from .args import takes_arguments
@@ -326,9 +325,7 @@ def get_preds(self:Learner, *args,
     if helps: # it gets nothing, and decodes nothing
         n = 2 + sum(bool(given.get(k)) for k in ('with_input','with_loss','with_decoded'))
         given.update(with_decoded=False, act=noop)
-    activation = SharedActivation.of(self.loss_func) if given.get('act') is None and not rank0_only else None
-    if activation is not None: given['act'] = activation
-    trainer.requested = dict(dst=0 if rank0_only else None, activation=activation)
+    trainer.requested = dict(dst=0 if rank0_only else None)
     try: res = _get_preds(*call.args, **call.kwargs)
     finally: trainer.requested = {}
     return (None,)*n if helps else res

@@ -212,7 +212,6 @@ def note_loss(self:TrainingStep):
     if len(learn.yb):
         self.mean,self.message = LossMean(self.share),None # of several passes over a batch the last counts
         if not is_global:
-            self.route.try_parts()
             self.mean.choose(learn, self.share, self.device, self._mixes_batches())
         self.loss = learn.loss_grad
         self._set_loss()
