@@ -155,7 +155,9 @@ def on_learner(self:SharedLoaders):
         if learn.dls is not shared: learn.dls.loaders = plain_dls(learn.dls).loaders
         else:
             learn.dls = user
-            if [*map(id, shared.loaders)]!=[*map(id, parts)]: user.loaders = plain_dls(shared).loaders # a script has put others there
+            # what a script has set there stays
+            vars(user).update({k:v for k,v in vars(shared).items() if k not in ('loaders','_device')})
+            if [*map(id, shared.loaders)]!=[*map(id, parts)]: user.loaders = plain_dls(shared).loaders
         for dl in parts: getattr(dl, 'close', noop)()
         for attrs,before in had: # what fastai notes at the first pass over a loader
             for nm in {'it','_n_inp','_types'}-before: attrs.pop(nm, None)

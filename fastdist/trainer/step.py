@@ -178,9 +178,9 @@ class TrainingStep:
                    ):
         "The share's weight for `root`: one that is not made of the batch's loss divides by what that did before it was multiplied"
         ratio,weight = self.mean.ratio,self.share.weight
-        known = not isinstance(ratio, Tensor) and ratio==1
+        if not isinstance(ratio, Tensor) and ratio==1: return weight
         made = root is not None and (root is self.learn.loss_grad or is_made_of(root, self.loss))
-        return weight if known or made else weight*ratio
+        return weight if made else weight*ratio
 
     def batch_weight(self):
         "What the mean in the loss of the global batch divides by"
