@@ -19,7 +19,7 @@ from fastcore.basics import groupby, partition
 from fastcore.foundation import L
 from torch import Tensor,nn
 from ..world.group import job_secret, keep_timeout
-from ..world.errors import is_library, text_of
+from ..world.errors import is_library
 from ..world.ranks import accelerate_state, check_member, current_world, get_node_rank, get_rank, get_world_size, is_master
 from ..world.secret import SignatureError, sign, signed_data
 
@@ -332,7 +332,7 @@ class Call:
         try:
             info,self.payload = prepare(self)
             frame = _frame(name, group, info, self.payload)
-        except Exception as e: frame,error = _frame(name, group, error=(_trim(type(e).__name__, 100), text_of(e))),e
+        except Exception as e: frame,error = _frame(name, group, error=(_trim(type(e).__name__, 100), str(e))),e
         names,callers,errors,self.infos,self.sizes,self.small = zip(*_exchange(frame, len(self.ranks), group))
         if error: raise error
         check_calls(self.ranks, names, callers, errors)

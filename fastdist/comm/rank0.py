@@ -41,7 +41,7 @@ def _value(store, key):
 # %% ../../nbs/comm/02_rank0.ipynb #b4cb52ac
 def _ends(e):
     "`e` is raised now, and may end this process; without a process group, nobody else would let the first failure be printed first"
-    if not dist.is_initialized(): hook_uncaught(shared_store('fault'), e)
+    if not dist.is_initialized(): hook_uncaught(shared_store('fault'))
 
 # %% ../../nbs/comm/02_rank0.ipynb #130a3e52
 def _lead(func, args, kwargs, store, key, send):

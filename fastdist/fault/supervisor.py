@@ -19,7 +19,7 @@ from .interrupt import Interrupts, handler_kept, is_default, is_ending
 from .stacks import Stacks, crashes, end_stopped, end_with_children, frame_text, stack_of, user_frames
 from .watchdog import Heartbeats, collectives_begun, own_beat
 from ..world.group import abort_gpu_collectives, collective_timeout, init_group, note_killed, shared_store, teardown_distrib
-from ..world.errors import Failure, RemoteError, end_after_first, has_ended, in_short, light_error, write_record
+from ..world.errors import Failure, RemoteError, end_after_first, has_ended, in_short, write_record
 from ..world.ranks import current_world, get_rank, get_world_size, host_name, World
 from ..world.store import base_store, seconds, wait_until
 
@@ -310,7 +310,7 @@ def _uncaught(self:Monitor, typ, e, tb):
     if isinstance(e, KeyboardInterrupt) or isinstance(other, KeyboardInterrupt) or self.interrupts.held:
         if self.rank==0: print("fastdist: stopped by Ctrl-C", file=sys.stderr, flush=True)
     elif other is None:
-        self.old_hook(typ, light_error(e), tb)
+        self.old_hook(typ, e, tb)
         if at := crashes(): print(f"Its loader process:\n{at}", file=sys.stderr, flush=True)
     else: print(f"fastdist: {in_short(other, self.rank)}", file=sys.stderr, flush=True)
     if self.stop_now.is_set(): write_record(other or e)

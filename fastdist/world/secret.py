@@ -5,11 +5,11 @@
 # %% auto #0
 __all__ = ['given_secret', 'secret_env', 'user_secret', 'SignatureError', 'sign', 'signed_data']
 
-# %% ../../nbs/world/01_secret.ipynb #d48fe260
-import hmac,os,secrets,tempfile
+# %% ../../nbs/world/01_secret.ipynb #ba57bca0
+import hmac,os,secrets
 from pathlib import Path
 
-# %% ../../nbs/world/01_secret.ipynb #d2f20621
+# %% ../../nbs/world/01_secret.ipynb #eca43a99
 def given_secret():
     "What `FASTDIST_SECRET` has, as bytes; `None` where it is not set. A `ValueError` where it can be guessed"
     text = os.environ.get('FASTDIST_SECRET')
@@ -22,7 +22,7 @@ def secret_env():
     "What a launcher adds to the environment of all workers of a job: a new secret, unless this process has one"
     return {} if given_secret() else dict(FASTDIST_SECRET=secrets.token_hex(32))
 
-# %% ../../nbs/world/01_secret.ipynb #ac5e0de4
+# %% ../../nbs/world/01_secret.ipynb #fa5be910
 def _of_file(path):
     "The secret in the file `path`, which the first that needs it makes; an `OSError` where it is not this user's alone"
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -40,14 +40,12 @@ def _of_file(path):
 
 def user_secret():
     "The secret that all jobs of this user have on this machine where `FASTDIST_SECRET` is not set; a `RuntimeError` where there can be none"
-    errors = []
-    for folder in (lambda: Path.home()/'.cache'/'fastdist', lambda: Path(tempfile.gettempdir(), f'fastdist-{os.geteuid()}')):
-        try: return _of_file(folder()/'secret')
-        except (OSError,RuntimeError) as e: errors.append(str(e)) # there is no home, or it cannot be written
-    raise RuntimeError(f"no file for the secret by which workers know each other can be made ({'; '.join(errors)}): set FASTDIST_SECRET to the "
-                       "same text of 16 characters or more for all workers")
+    try: return _of_file(Path.home()/'.cache'/'fastdist'/'secret')
+    except (OSError,RuntimeError) as e: raise RuntimeError( # there is no home, or it cannot be written
+        f"no file for the secret by which workers know each other can be made ({e}): set FASTDIST_SECRET to the "
+        "same text of 16 characters or more for all workers") from None
 
-# %% ../../nbs/world/01_secret.ipynb #96e3d2ff
+# %% ../../nbs/world/01_secret.ipynb #02314ec7
 class SignatureError(RuntimeError):
     "What came from another process was not signed by a worker of this job, so it was not opened: its `key`, and the `rank` that did not"
     def __init__(self, msg, key, rank):

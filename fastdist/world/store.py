@@ -5,17 +5,14 @@
 # %% auto #0
 __all__ = ['seconds', 'wait_until', 'base_store', 'unset', 'KeyValueStore', 'Records']
 
-# %% ../../nbs/world/02_store.ipynb #684a860a
+# %% ../../nbs/world/02_store.ipynb #22dfbdda
 import json,time
-from dataclasses import fields
 from datetime import timedelta
 from numbers import Integral,Real
 
-from fastcore.basics import patch
 from .ranks import get_rank
-from ..env import notice
 
-# %% ../../nbs/world/02_store.ipynb #66ea7b14
+# %% ../../nbs/world/02_store.ipynb #89410245
 def seconds(t # A number of seconds, a `timedelta`, or `None`, which stays `None`
            ):
     "`t` as a number of seconds; a `ValueError` names one that is no time, or one of which torch, which counts nanoseconds, makes none"
@@ -25,7 +22,7 @@ def seconds(t # A number of seconds, a `timedelta`, or `None`, which stays `None
         f"rank {get_rank()}: timeout={t!r} is not accepted: it is a number of seconds, from 0 to 1e9, or a timedelta")
     return int(t) if isinstance(t, Integral) else float(t) # NumPy's too
 
-# %% ../../nbs/world/02_store.ipynb #48c96c3f
+# %% ../../nbs/world/02_store.ipynb #5cedb778
 def wait_until(done, # Function without arguments; waiting ends when it returns something true, which is the result
                timeout=None, # Seconds; `None` waits as long as it takes
                notice=None, # Function without arguments that is called once, when waiting has taken a while
@@ -44,14 +41,14 @@ def wait_until(done, # Function without arguments; waiting ends when it returns 
         pause = min(pause*1.5, max(0.25, n/4000))
     return res
 
-# %% ../../nbs/world/02_store.ipynb #a76daefd
+# %% ../../nbs/world/02_store.ipynb #44f3e780
 def base_store(store # One of torch's
               ):
     "The store below those that only add a prefix"
     while hasattr(store, 'underlying_store'): store = store.underlying_store
     return store
 
-# %% ../../nbs/world/02_store.ipynb #7b80e551
+# %% ../../nbs/world/02_store.ipynb #bb5e9ce1
 def unset(store, # torch's store
           keys:list, # Names
          ):
@@ -60,11 +57,11 @@ def unset(store, # torch's store
     half = len(keys)//2
     return unset(store, keys[:half])+unset(store, keys[half:]) if half else keys
 
-# %% ../../nbs/world/02_store.ipynb #14835897
+# %% ../../nbs/world/02_store.ipynb #d233081f
 _most = 2**23 # bytes that torch's store takes at once
 
 class KeyValueStore:
-    "What all workers can read and write at any time: what JSON can hold; who has set a key is known"
+    "What all workers can read and write at any time: what JSON can hold"
     def __init__(self, store, # One of torch's stores: `TCPStore`, `FileStore`, `HashStore`, `PrefixStore`
                  rank, # Of this process
                 ):
@@ -80,65 +77,39 @@ class KeyValueStore:
         if len(v) > _most: raise ValueError( # torch's would end the connection
             f"rank {self.rank}: the value of {key!r} has {len(v)} bytes, and the store takes no more than 8 MiB at once: send it by "
             "broadcast_object or all_gather_list, or write a file, and set its name")
-        for k in (f'by/{self.rank}/{key}', f'value/{key}'): self.store.set(k, v)
+        self.store.set(key, v)
 
-# %% ../../nbs/world/02_store.ipynb #2d693840
-@patch
-def add(self:KeyValueStore, key, # Name of a number, which begins at 0
-        n=1, # To be added, an integer; 0 only looks
-       ):
-    "Add `n` to a number that all workers share; returns the sum"
-    return self.store.add(f'number/{key}', n)
+    def add(self, key, # Name of a number, which begins at 0
+            n=1, # To be added, an integer; 0 only looks
+           ):
+        "Add `n` to a number that all workers share; returns the sum"
+        return self.store.add(key, n)
 
-# %% ../../nbs/world/02_store.ipynb #f9319f01
-@patch
-def _found(self:KeyValueStore, key, rank):
-    keys = [f'value/{key}',f'number/{key}'] if rank is None else [f'by/{rank}/{key}']
-    return next((o for o in keys if self.store.check([o])), None)
+    def get(self, key, # Name
+            default=..., # What to return if it is not set; otherwise that is a `KeyError`
+           ):
+        "The value of `key`, at once"
+        if not self.store.check([key]):
+            if default is ...: raise KeyError(f"rank {self.rank}: no rank has set {key!r}: `wait` for it, or give a default")
+            return default
+        try: return json.loads(self.store.get(key))
+        except (ValueError,RecursionError): raise ValueError(f"rank {self.rank}: {key} is no JSON: no worker has written it") from None
 
-@patch
-def get(self:KeyValueStore, key, # Name
-        default=..., # What to return if it is not set; otherwise that is a `KeyError`
-        rank=None, # What this rank has set, rather than the last one
-       ):
-    "The value of `key`, or the number that was added up there, at once"
-    k = self._found(key, rank)
-    if k is not None:
-        try: return json.loads(self.store.get(k))
-        except (ValueError,RecursionError): raise ValueError(f"rank {self.rank}: {k} is no JSON: no worker has written it") from None
-    who = 'no rank' if rank is None else f'rank {rank}'
-    if default is ...: raise KeyError(f"rank {self.rank}: {who} has set {key!r}: `wait` for it, or give a default")
-    return default
+    def wait(self, keys, # Name, or list of names, that have to be set
+             timeout=None, # Seconds, or a `timedelta`; `None` waits as long as it takes
+            ):
+        "Wait until all `keys` are set, by anybody; the value, or list of values. A `TimeoutError` names those that are missing"
+        limit,names = seconds(timeout),[keys] if isinstance(keys, str) else list(keys)
+        if not wait_until(lambda: self.store.check(names), limit): raise TimeoutError(
+            f"rank {self.rank} waited {limit} s for {', '.join(map(repr, unset(self.store, names)))}, which no rank has set")
+        return self.get(keys) if isinstance(keys, str) else list(map(self.get, names))
 
-# %% ../../nbs/world/02_store.ipynb #66c77456
-@patch
-def wait(self:KeyValueStore, keys, # Name, or list of names, that have to be set
-         timeout=None, # Seconds, or a `timedelta`; `None` waits as long as it takes
-         ranks=None, # Ranks of which each has to set them; `None` for any
-        ):
-    """Wait until all `keys` are set; the value, or list of values, or with `ranks` a dict of them by rank.
-    A `TimeoutError` names the keys, and ranks, that are missing"""
-    limit,many = seconds(timeout),not isinstance(keys, str)
-    who = [None] if ranks is None else list(ranks)
-    todo = [(k,r) for k in (keys if many else [keys]) for r in who]
-    def all_set():
-        todo[:] = [o for o in todo if self._found(*o) is None]
-        return not todo
-    if not wait_until(all_set, limit): raise TimeoutError(f"rank {self.rank} waited {limit} s for {_missing(todo)}")
-    values = lambda r: [self.get(k, rank=r) for k in keys] if many else self.get(keys, rank=r)
-    return values(None) if ranks is None else {r:values(r) for r in who}
-
-def _missing(todo):
-    "The (key, rank) of `todo` that nobody has set, in words"
-    keys,ranks = list(dict.fromkeys(k for k,_ in todo)),sorted({r for _,r in todo if r is not None})
-    return f"{', '.join(map(repr, keys))}, which {f'ranks {ranks} have not' if ranks else 'no rank has'} set"
-
-# %% ../../nbs/world/02_store.ipynb #5ec0aa02
+# %% ../../nbs/world/02_store.ipynb #70c94377
 class Records:
     "JSON of the ranks of this job, in a part of torch's store"
     def __init__(self, store # The part
                 ):
-        self.store,self.rank,self.refused = store,get_rank(),False
+        self.store = store
 
     def set(self, key, # Name
             o, # What JSON can hold
@@ -154,8 +125,8 @@ class Records:
     def get(self, key, # Name
             cls=None, # A dataclass
            ):
-        "What a rank has written, as a `cls` if that is given; `None` if there is nothing, or nothing that a rank has written"
-        return self._read(self.store.get(key), key, cls) if self.store.check([key]) else None
+        "What a rank has written, as a `cls` if that is given; `None` if there is nothing"
+        return self.get_all([key], cls)[0]
 
     def get_all(self, keys:list, # Names
                 cls=None, # A dataclass
@@ -164,14 +135,10 @@ class Records:
         missing = set(unset(self.store, keys))
         there = [k for k in keys if k not in missing]
         found = dict(zip(there, self.store.multi_get(there))) if there else {}
-        return [self._read(found[k], k, cls) if k in found else None for k in keys]
+        return [_read(found[k], cls) if k in found else None for k in keys]
 
-    def _read(self, data, key, cls):
-        try:
-            o = json.loads(data)
-            if cls is None: return o
-            types = {f.name:f.type for f in fields(cls)}
-            if all(v is None or isinstance(v, types[k]) for k,v in o.items()): return cls(**o)
-        except (ValueError,RecursionError,TypeError,KeyError,AttributeError): pass
-        if not self.refused: notice(f"rank {self.rank}: {key} is no {'JSON' if cls is None else cls.__name__}. It is ignored, and so is what else is like that")
-        self.refused = True
+def _read(data, cls):
+    try:
+        o = json.loads(data)
+        return o if cls is None else cls(**o)
+    except (ValueError,RecursionError,TypeError): return
