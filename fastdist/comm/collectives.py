@@ -7,10 +7,10 @@ __all__ = ['bucket_bytes', 'tensors_in', 'bytes_in', 'buckets', 'as_bytes', 'byt
            'local', 'named', 'gather_single', 'group_ranks', 'route', 'gather_bytes', 'Reduced', 'same_and_most',
            'same_text', 'least', 'who_has', 'first_other', 'pack', 'unpack', 'OutOfStep', 'check_calls', 'Call',
            'same_call', 'all_gather_list', 'gather_tensors', 'broadcast_object', 'from_rank0', 'agree', 'rank0_only',
-           'print_in_order', 'node_group', 'all_reduce', 'all_reduce_dict', 'all_gather_tensors']
+           'print_in_order', 'all_reduce', 'all_reduce_dict', 'all_gather_tensors']
 
-# %% ../../nbs/comm/00_collectives.ipynb #4e81e496
-import hashlib,io,json,pickle,sys,traceback,weakref,zlib
+# %% ../../nbs/comm/00_collectives.ipynb #da82582f
+import hashlib,io,json,pickle,sys,traceback,zlib
 from functools import wraps
 from numbers import Number
 
@@ -18,12 +18,12 @@ import numpy as np, torch, torch.distributed as dist, torch.nn.functional as F
 from fastcore.basics import groupby, partition
 from fastcore.foundation import L
 from torch import Tensor,nn
-from ..world.group import job_secret, keep_timeout
+from ..world.group import job_secret
 from ..world.errors import is_library
-from ..world.ranks import accelerate_state, check_member, current_world, get_node_rank, get_rank, get_world_size, is_master
+from ..world.ranks import accelerate_state, check_member, get_rank, get_world_size, is_master
 from ..world.secret import SignatureError, sign, signed_data
 
-# %% ../../nbs/comm/00_collectives.ipynb #91944f4a
+# %% ../../nbs/comm/00_collectives.ipynb #a5d5a7b2
 def tensors_in(o # Lists, tuples and dicts, nested in any depth
               ):
     "All tensors in a nest of lists and dicts, in a fixed order"
@@ -36,7 +36,7 @@ def bytes_in(o # Lists, tuples and dicts, nested in any depth
     "Bytes of all tensors in a nest of lists and dicts"
     return sum(t.numel()*t.element_size() for t in tensors_in(o))
 
-# %% ../../nbs/comm/00_collectives.ipynb #81559421
+# %% ../../nbs/comm/00_collectives.ipynb #19a33cb6
 bucket_bytes = 25*2**20
 
 def buckets(ts, # Tensors
@@ -52,7 +52,7 @@ def buckets(ts, # Tensors
         n += t.nbytes
     return res
 
-# %% ../../nbs/comm/00_collectives.ipynb #9de71397
+# %% ../../nbs/comm/00_collectives.ipynb #7f371c71
 def as_bytes(t:Tensor, # Strided tensor
             ):
     "The bytes of `t` on its device, as a flat `uint8` tensor: a view, where `t` is contiguous"
@@ -65,7 +65,7 @@ def byte_array(t:Tensor, # Strided tensor
     "The same as an array on the CPU; after `Tensor.numpy()` nothing could resize `t` any more"
     return np.from_dlpack(as_bytes(t.detach().as_subclass(Tensor).cpu()))
 
-# %% ../../nbs/comm/00_collectives.ipynb #1f5bc777
+# %% ../../nbs/comm/00_collectives.ipynb #82fec489
 _n_sums = 2039 # a prime: the numbers of a sum lie in other columns of each row, and those of swapped rows in other sums
 
 def checksum(t:Tensor # Strided tensor
@@ -83,7 +83,7 @@ def checksums(ts # Strided tensors, whose shapes and dtypes are compared beside
     small = [as_bytes(t.detach().as_subclass(Tensor)) for t in small]
     return [*map(checksum, large), *([checksum(torch.cat(small))] if small else [])]
 
-# %% ../../nbs/comm/00_collectives.ipynb #e287bf92
+# %% ../../nbs/comm/00_collectives.ipynb #a865230e
 def is_dtensor(t # Anything
               )->bool:
     "Is `t` a `DTensor`, of `torch.distributed.tensor`?"
@@ -95,7 +95,7 @@ def local(t # Tensor
     "What this worker has of `t`: of a `DTensor` its shard, of any other all of it"
     return t.to_local() if is_dtensor(t) else t
 
-# %% ../../nbs/comm/00_collectives.ipynb #3ca9d7e9
+# %% ../../nbs/comm/00_collectives.ipynb #a6a5e8b0
 def named(module, # One of torch's
           new, # Name of a function in it, from torch 2.13 on
           old, # Before
@@ -107,7 +107,7 @@ def gather_single(*args, **kwargs):
     "`torch.distributed.all_gather_single`"
     return named(dist, 'all_gather_single', 'all_gather_into_tensor')(*args, **kwargs)
 
-# %% ../../nbs/comm/00_collectives.ipynb #e9c71d71
+# %% ../../nbs/comm/00_collectives.ipynb #b22c0953
 def group_ranks(group # A process group; `None` for that of all workers
                ):
     "The global ranks of a group that this process is in; of itself alone, where there is one process"
@@ -130,7 +130,7 @@ def route(device:torch.device, # Of a tensor
     if own and state is not None and state.device.type==device.type: return state.device
     return torch.device(device.type if own else 'cuda', torch.cuda.current_device())
 
-# %% ../../nbs/comm/00_collectives.ipynb #c8f7f9b9
+# %% ../../nbs/comm/00_collectives.ipynb #afd5666e
 _part = 2**24 # bytes of a worker that one message holds
 
 def gather_bytes(mine:Tensor, # Bytes of this worker, where the backend of `group` takes tensors from
@@ -154,7 +154,7 @@ def gather_bytes(mine:Tensor, # Bytes of this worker, where the backend of `grou
             to.copy_(row[:len(to)])
     return bufs
 
-# %% ../../nbs/comm/00_collectives.ipynb #b46b1f59
+# %% ../../nbs/comm/00_collectives.ipynb #86708f8b
 _few = 8 # workers, up to which rows of all of them are sent
 _over_rows = dict(sum='sum', max='amax', min='amin') # the methods of tensors
 
@@ -175,7 +175,7 @@ class Reduced:
         if self.rows is None: return self.t
         return getattr(self.rows.view(-1, len(self.t)), _over_rows[self.op])(0)
 
-# %% ../../nbs/comm/00_collectives.ipynb #39dd340c
+# %% ../../nbs/comm/00_collectives.ipynb #b6befa31
 def same_and_most(text, # What this worker has
                   *ns, # Integers of this worker
                   group=None, # A process group; by default that of all workers
@@ -197,11 +197,9 @@ def same_text(text, # What this worker has
 def least(*ns # Integers of this worker
          ):
     "Of each of `ns` the least of all workers, which are at the same line: one message"
-    if not dist.is_initialized(): return list(ns)
-    t = torch.tensor(ns, dtype=torch.int64).to(route(torch.device('cpu'), None))
-    return Reduced(t, 'min').wait().tolist()
+    return [-o for o in same_and_most('', *[-o for o in ns])[1]]
 
-# %% ../../nbs/comm/00_collectives.ipynb #9b7dca77
+# %% ../../nbs/comm/00_collectives.ipynb #b2eeb490
 def _by_rank(ranks, texts):
     "Pairs of ranks that have the same text, in words, and that text"
     found = {}
@@ -222,7 +220,7 @@ def first_other(every:list, # A `dict` of each rank, of which some differ
         texts = [repr(o[k]) if k in o else without for o in every]
         if len(set(texts)) > 1: return k,who_has(range(len(every)), texts)
 
-# %% ../../nbs/comm/00_collectives.ipynb #b9e06079
+# %% ../../nbs/comm/00_collectives.ipynb #65ce4a87
 class _Pickler(pickle.Pickler):
     "A pickle that has the bytes of tensors, wherever they are, and no more than theirs"
     def reducer_override(self, o):
@@ -258,8 +256,8 @@ def unpack(flat:Tensor, # Of `pack`
     "What was packed. What no worker of this job has packed is a `SignatureError`"
     return pickle.loads(signed_data(flat.cpu().numpy().data, job_secret(), key, get_rank()))
 
-# %% ../../nbs/comm/00_collectives.ipynb #ce4ce61b
-_frame_size = 1024 # bytes
+# %% ../../nbs/comm/00_collectives.ipynb #7290707a
+_frame_size = 2048 # bytes
 
 def _trim(s, n, end=False):
     "`s`, as much of it as fits into `n` bytes: the first, or the last"
@@ -271,16 +269,12 @@ def _caller():
     frames = [f for f,_ in traceback.walk_stack(sys._getframe(1))]
     outside = [o for o in frames if o.f_globals.get('__name__', '').partition('.')[0]!='fastdist'] or frames
     f = next((o for o in outside if not is_library(o.f_code.co_filename)), outside[0])
-    text = _trim(f"{f.f_code.co_filename}:{f.f_lineno} in {f.f_code.co_name}", 200, end=True)
-    return text if text.isprintable() else ascii(text)[-200:]
+    return _trim(f"{f.f_code.co_filename}:{f.f_lineno} in {f.f_code.co_name}", 200, end=True)
 
-def _frame(name, group, info=None, payload=None, error=None):
-    "What a worker says of its call: a line of JSON, its error cut until it fits; and the payload, where that is small"
+def _frame(name, info=None, payload=None, error=None):
+    "What a worker says of its call: a line of JSON, and the payload, where that is small"
     size = None if payload is None else len(payload)
-    for most in (400,100,0):
-        cut = error and [error[0], _trim(error[1], most)]
-        text = json.dumps([_trim(name, 100), _caller(), cut, info, size], ensure_ascii=False).encode()+b'\n'
-        if len(text) <= _frame_size: break
+    text = json.dumps([_trim(name, 100), _caller(), error, info, size], ensure_ascii=False).encode()+b'\n'
     return text+payload.numpy().tobytes() if size and len(text)+size <= _frame_size else text
 
 def _exchange(frame, n, group):
@@ -295,7 +289,7 @@ def _exchange(frame, n, group):
     rows = [(json.loads(text), rest) for text,rest in pairs]
     return [(*o, rest[:o[-1]] if o[-1] is not None and len(rest) >= o[-1] else None) for o,rest in rows]
 
-# %% ../../nbs/comm/00_collectives.ipynb #390b11d2
+# %% ../../nbs/comm/00_collectives.ipynb #d9aaaa3c
 class OutOfStep(RuntimeError):
     "The workers of a group are at different calls"
 
@@ -320,7 +314,7 @@ def check_calls(ranks, # Those that called
     differ = ', '.join([first]+[f'{w} at {t}' for w,t in others])
     raise OutOfStep(f'{differ}: all workers of a group must make the same calls in the same order')
 
-# %% ../../nbs/comm/00_collectives.ipynb #9f2ca35e
+# %% ../../nbs/comm/00_collectives.ipynb #8f313fa9
 class Call:
     "One call that all workers of `group` make; `infos` and `sizes` are what their frames say, in the order of the group"
     def __init__(self, name:str, # Of the call, with the arguments that have to be the same in all workers
@@ -331,8 +325,8 @@ class Call:
         self.me,error = self.ranks.index(get_rank()),None
         try:
             info,self.payload = prepare(self)
-            frame = _frame(name, group, info, self.payload)
-        except Exception as e: frame,error = _frame(name, group, error=(_trim(type(e).__name__, 100), str(e))),e
+            frame = _frame(name, info, self.payload)
+        except Exception as e: frame,error = _frame(name, error=(type(e).__name__, _trim(str(e), 400))),e
         names,callers,errors,self.infos,self.sizes,self.small = zip(*_exchange(frame, len(self.ranks), group))
         if error: raise error
         check_calls(self.ranks, names, callers, errors)
@@ -360,7 +354,7 @@ class Call:
         "What each worker has packed"
         return [self.load(p, i) for i,p in enumerate(self.parts())]
 
-# %% ../../nbs/comm/00_collectives.ipynb #f69f2f89
+# %% ../../nbs/comm/00_collectives.ipynb #be62515f
 def same_call(name, # Of the call that all workers make
               also='', # What else may be the same in all
              ):
@@ -369,7 +363,7 @@ def same_call(name, # Of the call that all workers make
     Call(name, None, lambda c: (None,None))
     return False
 
-# %% ../../nbs/comm/00_collectives.ipynb #89ce134d
+# %% ../../nbs/comm/00_collectives.ipynb #386a3612
 def all_gather_list(data, # Anything that can be pickled; tensors in it arrive on the CPU
                     group=None, # A process group; by default that of all workers
                     max_size:int=None, # Bytes that a worker's pickle may have; by default any number
@@ -391,7 +385,7 @@ def gather_tensors(o, # Anything that can be pickled, with tensors in it; of `No
     if parts is None or dst not in (None,get_rank()): return
     return [o if i==c.me else c.load(p, i) if len(p) else None for i,p in enumerate(parts)]
 
-# %% ../../nbs/comm/00_collectives.ipynb #f8c7aa4f
+# %% ../../nbs/comm/00_collectives.ipynb #c19c2dfd
 def broadcast_object(o=None, # What rank `src` sends; in other workers it does not matter
                      src:int=None, # Global rank of the worker that sends; by default the first of the group
                      group=None, # A process group; by default that of all workers
@@ -411,24 +405,13 @@ def broadcast_object(o=None, # What rank `src` sends; in other workers it does n
     else: flat = torch.frombuffer(bytearray(c.small[i]), dtype=torch.uint8)
     return o if i==c.me else c.load(flat, i)
 
-# %% ../../nbs/comm/00_collectives.ipynb #8b1bb8ec
-_small = 1016 # bytes that travel with their number
-
+# %% ../../nbs/comm/00_collectives.ipynb #39460622
 def from_rank0(o # What rank 0 sends; in other workers it does not matter
               ):
-    "Rank 0's object, in all workers, which are at the same line: one message where it is small, and else two"
-    if get_world_size()==1: return o
-    to,first = route(torch.device('cpu'), None),is_master()
-    flat = pack(o) if first else torch.empty(0, dtype=torch.uint8, device='cpu')
-    size = torch.tensor([len(flat)], device='cpu').view(torch.uint8) # 8 bytes
-    head = F.pad(torch.cat([size,flat[:_small]]), (0,_small-min(_small, len(flat)))).to(to)
-    dist.broadcast(head, 0)
-    n = head[:8].cpu().view(torch.int64).item()
-    rest = (flat[_small:] if first else torch.empty(max(0, n-_small), dtype=torch.uint8)).to(to)
-    if len(rest): dist.broadcast(rest, 0)
-    return o if first else unpack(torch.cat([head[8:],rest])[:n])
+    "Rank 0's object, in all workers, as it is in one process"
+    return o if get_world_size()==1 else broadcast_object(o, 0)
 
-# %% ../../nbs/comm/00_collectives.ipynb #4c41cea2
+# %% ../../nbs/comm/00_collectives.ipynb #1855c9d9
 _decide = dict(any=any, all=all, rank0=lambda votes: votes[0])
 
 def agree(value, # This worker's, true or false
@@ -442,7 +425,7 @@ def agree(value, # This worker's, true or false
     votes = Call(f'agree({how=})', group, prepare).infos
     return _decide[how](votes)
 
-# %% ../../nbs/comm/00_collectives.ipynb #a1e4fe90
+# %% ../../nbs/comm/00_collectives.ipynb #92f75624
 def rank0_only(func, # Called in rank 0 alone
               ):
     "Decorator: `func` runs in rank 0; others do not wait for it, and get `None`"
@@ -458,32 +441,11 @@ def print_in_order(*args, # As of `print`
     for r,text in zip(c.ranks, c.objects()):
         if not c.me: print('\n'.join(f'[rank {r}] {o}' for o in text.split('\n')), **kwargs)
 
-# %% ../../nbs/comm/00_collectives.ipynb #83518dcd
-def _new_node_group():
-    nodes = Call('node_group', None, lambda c: (get_node_rank(), None)).infos
-    group,_ = dist.new_subgroups_by_enumeration([[r for r,o in enumerate(nodes) if o==n] for n in sorted(set(nodes))])
-    # one that is through, and ends the group at once, would fail those that still connect
-    dist.all_reduce(torch.zeros(1, device=route(torch.device('cpu'), group)), group=group)
-    keep_timeout()
-    return weakref.ref(group) # one that is held outlives its end
-
-def node_group():
-    "The process group of the workers of this node, which all workers make together once; `None` in one process"
-    if len(group_ranks(None))==1: return
-    world = current_world()
-    if world.cached('node_group', _new_node_group)() is None: world.cache['node_group'] = _new_node_group() # somebody has destroyed it
-    return world.cache['node_group']()
-
-# %% ../../nbs/comm/00_collectives.ipynb #6b0b5fd3
+# %% ../../nbs/comm/00_collectives.ipynb #e2bfb390
 _reduce_ops = dict(sum=dist.ReduceOp.SUM, mean=dist.ReduceOp.SUM, max=dist.ReduceOp.MAX, min=dist.ReduceOp.MIN)
 _floats = torch.float16,torch.bfloat16,torch.float32,torch.float64
 _integers = torch.int8,torch.uint8,torch.int32,torch.int64
 _fold = dict(sum=sum, mean=lambda vs: sum(vs)/len(vs), max=max, min=min)
-
-def _op_word(op):
-    "Our word for `op`, which may be in capitals, or one of torch's constants"
-    if isinstance(op, str): return op.lower()
-    return next((k for k,v in {**_reduce_ops, 'mean':dist.ReduceOp.AVG}.items() if v==op), op)
 
 def _check_dense(t, what):
     "Has `t`, which is `what` in the message, memory of its own? Wrappers, as DTensor is one, have none"
@@ -492,16 +454,15 @@ def _check_dense(t, what):
     raise TypeError(f"rank {get_rank()}: {what} is {type(t).__name__}{where}: it must be a dense tensor, of a DTensor its .to_local(), "
                     "or, to be reduced, a number; send other things with all_gather_list")
 
-def _outline(o, what, op, group):
+def _outline(o, what, op):
     "What workers must have in common of `o`, which is `what` in the message; a `TypeError` where `op` cannot reduce it"
     if isinstance(o, (Number,np.bool_)): return 'a number'
     _check_dense(o, what)
     if o.dtype not in (_floats if op=='mean' else _floats+_integers): raise TypeError(
         f"rank {get_rank()}: {what} is of {o.dtype}, which {op=} does not take: convert it, with .float() or .int()")
-    by_cpu = not dist.is_initialized() or route(o.device, group).type=='cpu'
-    return f"{o.dtype} of shape {tuple(o.shape)}{'' if by_cpu else ' on the GPU'}"
+    return f"{o.dtype} of shape {tuple(o.shape)}{'' if o.device.type=='cpu' else ' on the GPU'}"
 
-# %% ../../nbs/comm/00_collectives.ipynb #e1648f5f
+# %% ../../nbs/comm/00_collectives.ipynb #51d85f34
 def _reduce(ts, op, group):
     "Tensors of one dtype, reduced by one collective"
     flat = torch.cat([t.detach().as_subclass(Tensor).flatten() for t in ts])
@@ -513,11 +474,10 @@ def _reduce(ts, op, group):
 
 def _reduced(name, values, group, op):
     "All of `values`, a `dict` of numbers and tensors, reduced; keys may be in another order in each worker"
-    op = _op_word(op)
     def prepare(c):
         if op not in _reduce_ops: raise ValueError(
             f"rank {get_rank()}: {op=} is not known: take one of {', '.join(map(repr, _reduce_ops))}")
-        outlines = {k:_outline(v, k, op, group) for k,v in values.items()}
+        outlines = {k:_outline(v, k, op) for k,v in values.items()}
         return None,pack((outlines, {k:v for k,v in values.items() if not isinstance(v, Tensor)}))
     c = Call(f'{name}({op=})', group, prepare)
     every,numbers = zip(*c.objects())
@@ -532,10 +492,10 @@ def _reduced(name, values, group, op):
         res.update(zip(ks, _reduce([values[k] for k in ks], op, group)))
     return res
 
-# %% ../../nbs/comm/00_collectives.ipynb #d6e7b4d3
+# %% ../../nbs/comm/00_collectives.ipynb #db61b12d
 def all_reduce(tensor, # Dense tensor of floats or integers, of the same shape and dtype in all workers; it is changed in place. Or a number
                group=None, # A process group; by default that of all workers
-               op='sum', # `sum`, `mean`, `max` or `min`, or torch's `ReduceOp.SUM`, ...
+               op='sum', # `sum`, `mean`, `max` or `min`
               ):
     "`tensor`, reduced over all workers; a `ValueError` in all of them says whose shapes or dtypes differ"
     res = _reduced('all_reduce', {'tensor':tensor}, group, op)['tensor']
@@ -545,7 +505,7 @@ def all_reduce(tensor, # Dense tensor of floats or integers, of the same shape a
 def all_reduce_dict(data:dict, # Numbers and tensors by name
                     device=None, # Where all are tensors in the result, numbers too, as in fairseq; by default they stay as they are
                     group=None, # A process group; by default that of all workers
-                    op='sum', # `sum`, `mean`, `max` or `min`, or torch's `ReduceOp.SUM`, ...
+                    op='sum', # `sum`, `mean`, `max` or `min`
                    ):
     """A copy of `data` in which everything is reduced over all workers; keys may be in another order in each.
     A `ValueError` in all of them names what differs"""

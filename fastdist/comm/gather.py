@@ -5,16 +5,16 @@
 # %% auto #0
 __all__ = ['gather_chunks', 'in_turn', 'same_rows', 'concat_in_turn', 'interleave']
 
-# %% ../../nbs/comm/01_gather.ipynb #96933360
+# %% ../../nbs/comm/01_gather.ipynb #e7f64004
 import math
 
 import torch
 from fastcore.foundation import L
 from torch import Tensor
-from .collectives import all_gather_list, as_bytes, bytes_in, gather_bytes, gather_single, gather_tensors, route, same_and_most, tensors_in
-from ..world.ranks import get_rank, get_world_size
+from .collectives import all_gather_list, bytes_in, gather_tensors, same_and_most, tensors_in
+from ..world.ranks import get_rank
 
-# %% ../../nbs/comm/01_gather.ipynb #d36d390c
+# %% ../../nbs/comm/01_gather.ipynb #21aa7f54
 def gather_chunks(items:list, # This worker's; workers may have different numbers of them
                   nbytes=2**26, # Bytes that are sent at once, of all workers together
                  ):
@@ -29,7 +29,7 @@ def in_turn(parts:list, # For each worker a list, with something for each of its
     "One list: batch `j` of all is batch `j//n` of worker `j%n`"
     return [p[i] for i in range(max(map(len, parts))) for p in parts if i < len(p)]
 
-# %% ../../nbs/comm/01_gather.ipynb #d18e7e09
+# %% ../../nbs/comm/01_gather.ipynb #10086e7f
 def _kind(o):
     "Types, dtypes, and shapes but for the rows, in a batch; `None` where batches cannot be concatenated, or not here"
     if isinstance(o, Tensor):
@@ -47,40 +47,21 @@ def same_rows(batches # This worker's
     same,(most,) = same_and_most(kinds.pop() if one else f'rank {get_rank()} has others', len(batches))
     return most if same and one else 0
 
-# %% ../../nbs/comm/01_gather.ipynb #af188d51
-def _rows(ts, most):
-    "For each worker, the number of rows of each of its batches, of whom this one has `ts`, and some have `most`"
-    if (n := get_world_size())==1: return [[len(t) for t in ts]]
-    mine = torch.tensor([len(t) for t in ts]+[0]*(most-len(ts)), dtype=torch.int64, device=route(torch.device('cpu'), None))
-    every = mine.new_empty(n*most)
-    gather_single(every, mine)
-    return every.view(n, most).tolist()
-
-def _concat(ts, rows):
-    "One tensor with the rows of the tensors of all workers, in turn"
-    whole = torch.cat([t.detach().as_subclass(Tensor) for t in ts])
-    shape,width = whole.shape[1:],whole.itemsize*math.prod(whole.shape[1:])
-    mine = as_bytes(whole)
-    if len(rows) > 1: mine = mine.to(route(torch.device('cpu'), None))
-    parts = [o.cpu().view(whole.dtype).view(-1, *shape) if width else whole.new_empty(sum(r), *shape)
-             for o,r in zip(gather_bytes(mine, [sum(r)*width for r in rows]), rows)]
-    return torch.cat(in_turn([p.split(r) for p,r in zip(parts, rows)]))
+# %% ../../nbs/comm/01_gather.ipynb #df8b2608
+def _concat(batches):
+    first = batches[0]
+    if not isinstance(first, Tensor): return type(first)(map(_concat, zip(*batches)))
+    res = torch.cat([o.detach().as_subclass(Tensor) for o in batches]).as_subclass(type(first))
+    vars(res).update(vars(first))
+    return res
 
 def concat_in_turn(batches:list, # This worker's, on the CPU: tensors, or lists and tuples of some
                    most:int, # Of `same_rows`, which says that they can be concatenated
                   ):
     "One batch with the rows of all workers' batches: batch `j` of all is batch `j//n` of worker `j%n`"
-    columns = list(zip(*map(tensors_in, batches)))
-    rows = _rows(columns[0], most)
-    wholes = iter([_concat(ts, rows) for ts in columns])
-    def like(o):
-        if not isinstance(o, Tensor): return type(o)(map(like, o))
-        res = next(wholes).as_subclass(type(o))
-        vars(res).update(vars(o))
-        return res
-    return like(batches[0])
+    return _concat(in_turn([sum(o, []) for o in zip(*gather_chunks(batches))]))
 
-# %% ../../nbs/comm/01_gather.ipynb #1479fd0b
+# %% ../../nbs/comm/01_gather.ipynb #c32ac78a
 def interleave(parts # For each worker its rows of one batch, as tensors in any nesting of lists, tuples and dicts
               ):
     "The rows of one batch, of which worker `j % len(parts)` had row `j`; parts that were batches of their own come one after the other"

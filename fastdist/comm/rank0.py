@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['check_outside', 'rank0_first', 'rank0_read']
 
-# %% ../../nbs/comm/02_rank0.ipynb #633a2613
+# %% ../../nbs/comm/02_rank0.ipynb #4618a32c
 import json
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -14,51 +14,44 @@ from dataclasses import asdict
 import torch, torch.distributed as dist
 from .collectives import pack, unpack
 from ..world.ranks import get_local_rank, get_node_rank, get_rank, get_world_size, is_master
-from ..world.store import Records, wait_until
+from ..world.store import wait_until
 from ..world.errors import Failure, RemoteError, hook_uncaught
 from ..env import notice
 from ..world.group import ended, shared_store
 
-# %% ../../nbs/comm/02_rank0.ipynb #1d0def23
+# %% ../../nbs/comm/02_rank0.ipynb #6572bc8d
 _part = 2**22 # bytes: torch's store closes a connection that sends more than 8 MiB at once
 
 def _name(func): return getattr(func, '__name__', repr(func))
 
-def _packed(o, key, name):
-    "What function `name` has returned, with a signature; a `TypeError` where it cannot be pickled"
-    try: return pack(o, key).numpy().tobytes()
-    except Exception as e: raise TypeError(
-        f"rank {get_rank()}: what {name} returned cannot be sent to the other workers: {e.__cause__ or e}") from e
-
 def _value(store, key):
     "What rank 0 has returned, `None` where it sends nothing; what it has raised is raised"
-    o = Records(store).get(key)
-    if not isinstance(o, dict): raise RuntimeError(f"rank {get_rank()}: {key} in the store is not what rank 0 has written")
+    o = json.loads(store.get(key))
     if 'failure' in o: raise Failure(**o['failure']).as_error()
     data = bytearray().join(store.get(f'{key}/{i}') for i in range(o['parts']))
     if data: return unpack(torch.frombuffer(data, dtype=torch.uint8), key)
 
-# %% ../../nbs/comm/02_rank0.ipynb #b4cb52ac
-def _ends(e):
-    "`e` is raised now, and may end this process; without a process group, nobody else would let the first failure be printed first"
+# %% ../../nbs/comm/02_rank0.ipynb #89fc60e3
+def _ends():
+    "What is raised now may end this process; without a process group, nobody else would let the first failure be printed first"
     if not dist.is_initialized(): hook_uncaught(shared_store('fault'))
 
-# %% ../../nbs/comm/02_rank0.ipynb #130a3e52
+# %% ../../nbs/comm/02_rank0.ipynb #f808a674
 def _lead(func, args, kwargs, store, key, send):
     "In the worker that is first: call `func`, and write what it has returned, or raised"
     try:
         res = func(*args, **kwargs)
-        data = _packed(res, key, _name(func)) if send else b''
+        data = pack(res, key).numpy().tobytes() if send else b''
     except BaseException as e:
         store.set(key, json.dumps(dict(failure=asdict(Failure.of(e)))))
-        _ends(e)
+        _ends()
         raise
     parts = [data[i:i+_part] for i in range(0, len(data), _part)]
     for i,o in enumerate(parts): store.set(f'{key}/{i}', o)
     store.set(key, json.dumps(dict(parts=len(parts))))
     return res
 
-# %% ../../nbs/comm/02_rank0.ipynb #9c8b8753
+# %% ../../nbs/comm/02_rank0.ipynb #daa0e9a2
 def _follow(store, key, first=0, name='its call'):
     "In the others: wait for as long as it takes, and raise what the first has raised, or that its process has ended. `first`: see `ended`"
     def say(): notice(f"rank {get_rank()} waits for rank 0{'' if first==0 else f' of {first}'}, which is in {name}")
@@ -67,12 +60,12 @@ def _follow(store, key, first=0, name='its call'):
         if not store.check([key]): raise f.as_error() # otherwise it has written that just before its end
         return _value(store, key)
     except RemoteError as e:
-        _ends(e)
+        _ends()
         raise
     except dist.DistError as e: raise RemoteError(
         f"rank {get_rank()} waited for the worker that is first, and it, or the launcher, has ended") from e
 
-# %% ../../nbs/comm/02_rank0.ipynb #e4e6b5b7
+# %% ../../nbs/comm/02_rank0.ipynb #447bb6cf
 _outer = ContextVar('_outer', default='') # key of the call in whose function this is, with a slash
 
 @contextmanager
@@ -88,7 +81,7 @@ def _check_func(func, name):
     if not callable(func): raise TypeError(f"rank {get_rank()}: {name} was given a {type(func).__name__}, and no function: "
                                            f"it calls the function itself, as {name}(func, *args), and not {name}(func(*args))")
 
-# %% ../../nbs/comm/02_rank0.ipynb #3424bd07
+# %% ../../nbs/comm/02_rank0.ipynb #c459488a
 def check_outside(what, # All workers do together, in words
                  ):
     "A `RuntimeError` in the function of `rank0_first` or `rank0_read`: rank 0 would wait there for those that wait for it"
@@ -96,7 +89,7 @@ def check_outside(what, # All workers do together, in words
         f"rank {get_rank()}: {what} is for all workers together, and this is in the function of rank0_first, or rank0_read, for whose end "
         "in rank 0 the others wait: call it outside of that function")
 
-# %% ../../nbs/comm/02_rank0.ipynb #dc5f88b7
+# %% ../../nbs/comm/02_rank0.ipynb #c68d710e
 def rank0_first(func, # Called in rank 0 first, and when it is done in all other ranks at once
                 *args, # Passed to `func`
                 per_node:bool=False, # Once on each node first, by its local rank 0: for caches on local disks
@@ -114,7 +107,7 @@ def rank0_first(func, # Called in rank 0 first, and when it is done in all other
         _follow(store, key, first, f'rank0_first({_name(func)})')
         return func(*args, **kwargs)
 
-# %% ../../nbs/comm/02_rank0.ipynb #9e334926
+# %% ../../nbs/comm/02_rank0.ipynb #d42d5974
 def rank0_read(func, # Called in rank 0 alone
                *args, # Passed to `func`
                **kwargs, # Passed to `func`

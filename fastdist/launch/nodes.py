@@ -42,12 +42,12 @@ def slurm_srun():
     "The command that starts a launcher on each node of Slurm's job, as a list; `None` where there is no need of it"
     env = os.environ
     if 'SLURM_JOB_ID' not in env or not {'SLURM_JOB_NUM_NODES','SLURM_NNODES'} & set(env): return
-    from fastdist.world.ranks import env_int, in_slurm_step, tasks_per_node
+    from fastdist.world.ranks import env_int, in_slurm_step
     nodes = env_int('SLURM_JOB_NUM_NODES', 1) or env_int('SLURM_NNODES', 1)
     if in_slurm_step() or nodes==1 and 'SLURMD_NODENAME' in env: return # it is the node
     # By itself Slurm gives a task one CPU, takes the number of tasks from the job, and the environment from sbatch --export
     cores = env.get('SLURM_JOB_CPUS_PER_NODE')
-    cpus = [f"--cpus-per-task={min(tasks_per_node(cores, 'SLURM_JOB_CPUS_PER_NODE'))}"] if cores else []
+    cpus = [f"--cpus-per-task={min(int(o.partition('(')[0]) for o in cores.split(','))}"] if cores else []
     return ['srun', f'--nodes={nodes}', f'--ntasks={nodes}', *cpus, '--kill-on-bad-exit=1', '--export=ALL']
 
 def _slurm_step():

@@ -27,7 +27,6 @@ from ..comm.collectives import OutOfStep as OutOfStep
 from ..comm.collectives import agree as agree
 from ..comm.collectives import all_gather_list as all_gather_list
 from ..comm.collectives import broadcast_object as broadcast_object
-from ..comm.collectives import node_group as node_group
 from ..comm.collectives import print_in_order as print_in_order
 from ..comm.collectives import rank0_only as rank0_only
 from ..comm.collectives import all_gather_tensors as all_gather_tensors

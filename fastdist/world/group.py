@@ -7,28 +7,26 @@ __all__ = ['ended', 'some_ended', 'note_killed', 'shared_store', 'world_store', 
            'setup_distrib', 'backends', 'keep_timeout', 'collective_timeout', 'abort_gpu_collectives', 'end_groups',
            'teardown_distrib', 'call_main']
 
-# %% ../../nbs/world/05_group.ipynb #48927491
-import atexit,ctypes,gc,hmac,inspect,multiprocessing,os,pickle,secrets,shutil,sys,time,warnings
+# %% ../../nbs/world/05_group.ipynb #7f2c4e8c
+import atexit,ctypes,gc,hmac,inspect,multiprocessing,os,pickle,secrets,sys,time,warnings
 from contextlib import ExitStack,contextmanager,nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from importlib import import_module
-from operator import attrgetter
 from pathlib import Path
 from threading import Thread
 from types import SimpleNamespace
 
 import torch, torch.distributed as dist
-from ..env import check_gpus, clear_left, cpu_switch, hash_env, imports_script, new_folder, notice, own_sockets, signals_to_handle
+from ..env import check_gpus, clear_left, hash_env, imports_script, own_sockets
 from .ranks import (accelerate_state, current_world, enter_world, get_device, get_local_world_size, get_rank,
-                                  get_world_size, other_accelerator, ranks_on_hosts, use_cpu, whole_number, World)
+                                  get_world_size, ranks_on_hosts, use_cpu, whole_number, World)
 from .secret import given_secret, secret_env, user_secret
 from .store import KeyValueStore, seconds, wait_until
-from .rendezvous import (arrive, end_alone, infer_init_method, leave, loopback_env, loopback_rendezvous, note_end,
-                                       reachable, read_end, rendezvous)
+from .rendezvous import (arrive, infer_init_method, leave, loopback_env, loopback_store, note_end, reachable, read_end,
+                                       rendezvous)
 
-# %% ../../nbs/world/05_group.ipynb #cba629ae
+# %% ../../nbs/world/05_group.ipynb #195bae9f
 _start_timeout = 600 # seconds to wait for workers that have not come, unless a time is given
 _late_timeout = 1800 # the same for workers that had come, and are late at a process group: torch's
 
@@ -60,14 +58,15 @@ def _leave():
     o,e = world.rendezvous,getattr(sys, 'last_value', None) # what the interpreter has printed
     text = f"does not take part any more: {'its script has ended' if e is None else f'it has failed: {type(e).__name__}'}"
     try:
-        if o is None: return end_alone(text)
+        if o is None: return
         leave(o.store, o.start, text)
         if o.serves: wait_until(lambda: o.store.check([f'gone/{r}' for r in range(o.start.world_size)]), 5)
+        if o.file and o.serves: Path(o.file).unlink(missing_ok=True)
     except Exception: return # whoever held the store has gone before
 
 atexit.register(_leave)
 
-# %% ../../nbs/world/05_group.ipynb #759aec15
+# %% ../../nbs/world/05_group.ipynb #db6fcc87
 def ended(who # A rank, or 'node 2' for the first rank of that node
          ):
     "The `Failure` that the end of another rank's process is for those that wait for it; `None` while it runs"
@@ -102,8 +101,8 @@ def world_store(timeout=None, # Seconds that the first call waits for all worker
 def job_secret():
     "The secret by which the workers of this job know each other, as bytes: another for each start, so what an earlier one has sent counts no more"
     def derive():
-        if not dist.is_initialized() and get_world_size()==1: return secrets.token_bytes(32)
-        if not dist.is_initialized(): shared_store('secret') # which finds the others
+        if get_world_size()==1: return secrets.token_bytes(32)
+        shared_store('secret') # which finds the others
         o = current_world().rendezvous
         return hmac.digest(given_secret() or user_secret(), (o.name if o else '').encode(), 'sha256')
     return current_world().cached('secret', derive)
@@ -120,12 +119,12 @@ def _after_fork():
 
 if hasattr(os, 'register_at_fork'): os.register_at_fork(before=_before_fork, after_in_child=_after_fork)
 
-# %% ../../nbs/world/05_group.ipynb #cb8105ea
+# %% ../../nbs/world/05_group.ipynb #fa547338
 def _environment(s, on_node, address):
     "What a launcher would put into the environment, with `on_node`: (local rank, local world size, node rank)"
     env = dict(RANK=s.rank, WORLD_SIZE=s.world_size, FASTDIST_LAUNCHER=s.launcher)
     env.update(zip(('LOCAL_RANK','LOCAL_WORLD_SIZE','GROUP_RANK'), on_node))
-    if s.init_method!='env://': env.update(zip(('MASTER_ADDR','MASTER_PORT'), address))
+    if s.init_method!='env://': env.update(MASTER_ADDR=address[0], MASTER_PORT=address[1])
     return {**env, **(loopback_env() if on_node[1]==s.world_size else {})}
 
 def _by_accelerate(cpu, args):
@@ -150,23 +149,15 @@ def _by_accelerate(cpu, args):
     state.device = torch.device(state.device.type, args['device_id'].index) # it takes the one that is numbered like the local rank
     torch.cuda.set_device(state.device)
 
-# %% ../../nbs/world/05_group.ipynb #cb920e6d
-def _own_gpu(store, # torch's store, a part of this process group's own
-             local_rank, local_size, node # Of this worker
+# %% ../../nbs/world/05_group.ipynb #a1b33ffd
+def _own_gpu(local_rank, local_size # Of this worker
             ):
-    "The number of the GPU of this worker; a `ValueError` where it would share one with another worker of its node"
-    n,seen = torch.cuda.device_count(),os.environ.get('CUDA_VISIBLE_DEVICES')
-    if n >= local_size: return local_rank
-    if seen is None: check_gpus(local_size, n, 'set ACCELERATE_USE_CPU=true')
-    # Slurm, Ray and wrappers of launchers let each worker see GPUs of its own, which have the numbers from 0 there
-    i = store.add(f'gpu/{node}/{seen}', 1)-1
-    if i >= n: raise ValueError(
-        f"rank {get_rank()}: CUDA_VISIBLE_DEVICES={seen} shows {n} GPU{'' if n==1 else 's'}, which other workers of this machine have "
-        f"taken already: let each worker see a GPU of its own, or all {local_size} of them {local_size} GPUs, "
-        "or set ACCELERATE_USE_CPU=true to train on the CPU")
-    return i
+    "The number of the GPU of this worker; a `ValueError` where there are too few"
+    n = torch.cuda.device_count()
+    if n < local_size and 'CUDA_VISIBLE_DEVICES' not in os.environ: check_gpus(local_size, n, 'set ACCELERATE_USE_CPU=true')
+    return local_rank%n # Slurm, Ray and wrappers of launchers let each worker see GPUs of its own, which have the numbers from 0 there
 
-# %% ../../nbs/world/05_group.ipynb #1a139264
+# %% ../../nbs/world/05_group.ipynb #998da227
 def _make_group(s, cpu, kwargs, gpu=None):
     "Make the process group that `Start` `s` describes, and its `World`"
     # DistributedDataParallel imports the latter. Once there is a group, that would keep hold of it, and of threads that can abort the
@@ -181,7 +172,7 @@ def _make_group(s, cpu, kwargs, gpu=None):
     part = dist.PrefixStore(f'group/{world.number}', store)
     on_node = s.local_rank,s.local_world_size,s.node_rank
     def all_here(part): # for one that has ended meanwhile, or has found no GPU, gloo would wait in C++
-        arrive(part, s, [store], _late_timeout if limit is None else limit)
+        arrive(part, s, _late_timeout if limit is None else limit, store)
     if None in on_node:
         all_here(dist.PrefixStore('hosts', part))
         on_node = ranks_on_hosts(part, s.rank, s.world_size)
@@ -191,7 +182,7 @@ def _make_group(s, cpu, kwargs, gpu=None):
     with ExitStack() as stack:
         stack.enter_context(patch_environment(**_environment(s, on_node, world.rendezvous.address)))
         if not cpu:
-            if gpu is None: gpu = _own_gpu(part, *on_node)
+            if gpu is None: gpu = _own_gpu(*on_node[:2])
             torch.cuda.set_device(gpu)
             args = dict(backend='cpu:gloo,cuda:nccl', device_id=torch.device('cuda', gpu))|args
         all_here(part)
@@ -215,7 +206,7 @@ def _next_start(init_method=None):
     s,world = infer_init_method(init_method=init_method),current_world()
     rank,n = world.place
     if s.world_size > 1 or n==1 or 'WORLD_SIZE' in os.environ: return s
-    if world.rendezvous is not None and world.rendezvous.start.init_method!='env://': return world.rendezvous.start
+    if world.rendezvous is not None: return world.rendezvous.start
     raise RuntimeError(
         f"rank {rank}: the process group of {n} workers has gone (destroy_process_group), and the environment does not say how to make it "
         "again: make it by init_process_group before this, or let it be until all is done. To train alone from here on, set WORLD_SIZE=1")
@@ -235,10 +226,6 @@ def init_group(cpu=False, # Train on the CPU although there are GPUs
     own_sockets()
     if made: return _check_same(s, kwargs, gpu) # whoever has made it, the environment may be another's
     _make_group(s, use_cpu(cpu), kwargs, gpu)
-    other = get_rank()==0 and not (cpu or cpu_switch()) and other_accelerator()
-    if other: notice(f"rank 0: torch sees an accelerator of type {other!r}, and several workers train on GPUs of CUDA or ROCm, "
-                     "or on the CPU: these train on the CPU. ACCELERATE_USE_CPU=true says that this is wanted; "
-                     "one process, without a launcher, trains where fastai does")
     atexit.register(_teardown_own)
     try:
         for f in World.begin_hooks: f()
@@ -246,7 +233,7 @@ def init_group(cpu=False, # Train on the CPU although there are GPUs
         teardown_distrib()
         raise
 
-# %% ../../nbs/world/05_group.ipynb #c48c7d48
+# %% ../../nbs/world/05_group.ipynb #1e1d2842
 def distributed_init(args=None, # An `init_method`, or fairseq's arguments, as `infer_init_method` takes them
                      init_method=None, # `tcp://host:port`, `file:///shared/path` or `env://`; by default from the environment
                      rank=None, # Of this process; by default from the environment
@@ -306,7 +293,7 @@ def collective_timeout(watchdog # Seconds after which the watchdog ends the work
         world.cache['timeout'] = outer
         if world.is_live: keep_timeout()
 
-# %% ../../nbs/world/05_group.ipynb #7c22ae1f
+# %% ../../nbs/world/05_group.ipynb #269cf7ca
 def abort_gpu_collectives():
     """End the collectives of GPUs that this process waits in, of all groups; what they were to write is garbage. The groups stay,
     broken, until `end_groups`. Returns whether there are groups on GPUs"""
@@ -317,18 +304,6 @@ def abort_gpu_collectives():
     with torchs._coalescing_manager(dist.group.WORLD, device): # which also forgets that there are groups, so that nobody ends them
         for _,_,backend in found: backend.abort()
     return True
-
-_MESH_CACHES = ('debug._clear_sharding_prop_cache', '_collective_utils.MeshTopoInfo.build_from_mesh.cache_clear',
-                '_redistribute.clear_redistribute_planner_cache', '_redistribute._gen_transform_infos.cache_clear',
-                '_sharding_prop.ShardingPropagator._propagate_tensor_meta_cached.cache_clear')
-
-def _forget_meshes():
-    "Empty torch's caches of sharded tensors: they hold groups that have ended, each with a thread of gloo's that wakes 100 times a second"
-    if 'torch.distributed.tensor' not in sys.modules: return
-    for name in _MESH_CACHES:
-        module,_,clear = name.partition('.')
-        try: attrgetter(clear)(import_module(f'torch.distributed.tensor.{module}'))()
-        except (ImportError, AttributeError): pass # another torch's: the thread stays, nothing else
 
 def _shut_down(groups, limit=5):
     "End `groups` within `limit` seconds, or let them be: nobody waits for their threads then, not even the end of the process"
@@ -347,7 +322,6 @@ def end_groups(aborted=False, # After `abort_gpu_collectives`: do not wait for n
         _shut_down(sorted(names, key=names.get, reverse=True))
         names.clear() # torch would shut them down
     dist.destroy_process_group()
-    _forget_meshes()
     gc.collect()
 
 def _teardown_own():
@@ -366,7 +340,7 @@ def teardown_distrib():
     from accelerate.state import AcceleratorState # it goes on to believe in the group that has gone
     AcceleratorState._reset_state(reset_partial_state=True)
 
-# %% ../../nbs/world/05_group.ipynb #872ada6f
+# %% ../../nbs/world/05_group.ipynb #92c24309
 def call_main(main, # Called in each worker; it can be imported by name (a function of the script, not of a notebook's cell)
               *args, # Passed to `main`
               n:int=None, # Workers that this machine is to start, where no launcher has; by default one for each GPU
@@ -396,15 +370,16 @@ def _check_main(main):
     "An error where workers, which import `main` by its name, would not find it, or would start workers in turn"
     if imports_script(): raise SystemExit(
         "fastdist: call_main has to stand under `if __name__=='__main__':`, for each worker that it starts imports the script")
-    script = sys.modules['__main__']
-    is_file = getattr(script, '__spec__', None) or os.path.isfile(getattr(script, '__file__', ''))
-    try: found = bool(pickle.dumps(main)) and (getattr(main, '__module__', '')!='__main__' or is_file)
+    of_file = getattr(main, '__module__', '')!='__main__' or hasattr(sys.modules['__main__'], '__file__')
+    try: found = of_file and pickle.dumps(main)
     except Exception: found = False # of a function or a class, a lambda
     if not found: raise ValueError(
         f"main={main!r} is not accepted: the workers that call_main starts import it by its name: define it in a file, outside of "
         "functions; in a notebook, call launch_in_notebook")
 
-def _run_main(main, args, kwargs, method):
+def _run_main(i, first, main, args, kwargs, method):
+    "In the `i`-th worker of this machine, whose rank is `first+i`"
+    os.environ.update(RANK=str(first+i), LOCAL_RANK=str(i))
     # torch has spawned this process; what it starts, such as loader processes, would be spawned as well, each of which imports all again
     multiprocessing.set_start_method(method, force=True)
     call_main(main, *args, **kwargs)
@@ -413,17 +388,13 @@ def _spawn(s, main, args, kwargs):
     "Start the workers of this node: under Slurm of one of many, else all of them"
     _check_main(main)
     from accelerate.utils import patch_environment
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-    from torch.distributed.launcher.api import LaunchConfig,elastic_launch
     if not use_cpu(): check_gpus(s.spawn, torch.cuda.device_count(), 'set ACCELERATE_USE_CPU=true')
-    many,folder,method = s.world_size > 1,new_folder(),multiprocessing.get_start_method(allow_none=True)
-    if many: where = dict(rdzv_backend='static', rdzv_endpoint=s.init_method.partition('//')[2], rdzv_configs=dict(rank=s.node_rank))
-    else: where = dict(rdzv_backend=loopback_rendezvous(), rdzv_endpoint='127.0.0.1:0')
-    nodes,signals = s.world_size//s.spawn if many else 1,signals_to_handle('SIGTERM','SIGINT','SIGHUP','SIGQUIT')
-    config = LaunchConfig(min_nodes=nodes, max_nodes=nodes, nproc_per_node=s.spawn, max_restarts=0, # torch's default is 3
-                          run_id='fastdist', start_method='spawn', monitor_interval=0.1, logs_specs=DefaultLogsSpecs(str(folder)),
-                          signals_to_handle=','.join(signals), **where)
-    env = {**hash_env(), **({} if many else secret_env())} # the launchers of many nodes know nothing of each other
-    try:
-        with patch_environment(**env): elastic_launch(config, _run_main)(main, args, kwargs, method)
-    finally: shutil.rmtree(folder, ignore_errors=True)
+    env = dict(WORLD_SIZE=max(s.world_size, s.spawn), LOCAL_WORLD_SIZE=s.spawn, GROUP_RANK=s.node_rank, FASTDIST_LAUNCHER='call_main', **hash_env())
+    if s.world_size > 1: host,_,port = s.init_method.partition('//')[2].rpartition(':') # whose rank 0 holds the store
+    else:
+        store = loopback_store()
+        host,port = '127.0.0.1',store.port
+        env.update(TORCHELASTIC_USE_AGENT_STORE=True, **secret_env()) # the launchers of many nodes know nothing of each other
+    method = multiprocessing.get_start_method(allow_none=True)
+    with patch_environment(MASTER_ADDR=host, MASTER_PORT=port, **env):
+        torch.multiprocessing.spawn(_run_main, (s.rank, main, args, kwargs, method), s.spawn)

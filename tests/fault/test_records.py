@@ -46,7 +46,7 @@ def test_of_what_cannot_be_sent(tmp_path):
     res = launched([sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc-per-node', '2', tmp_path/'s.py'], 120,
                    env={'ACCELERATE_USE_CPU': 'true'}, cwd=tmp_path)
     assert res.returncode not in (0, None) and res.left == {}
-    assert 'TypeError: rank 0: what new returned cannot be sent to the other workers' in res.stderr.partition('Root Cause')[2], res.stderr
+    assert 'PicklingError: rank 0: function cannot be pickled, so it cannot be sent' in res.stderr.partition('Root Cause')[2], res.stderr
 
 
 def test_of_a_rank_that_is_stuck(tmp_path):

@@ -426,17 +426,16 @@ def test_the_time_limits_of_backends_follow_the_watchdog(fake_gpu_worlds):
     assert all(o[1] == [50, 50] for o in res), res
 
 
-def one_visible(n, same):
-    "Each worker sees one GPU, as wrappers of launchers have it; the `same` to all, it may be"
+def one_visible():
+    "Each worker sees one GPU, as wrappers of launchers have it"
     import fakegpu.cuda, fastdist.all
     from fastdist.world import get_device, setup_distrib, teardown_distrib
-    os.environ['CUDA_VISIBLE_DEVICES'] = '0' if same else os.environ['LOCAL_RANK']
+    os.environ['CUDA_VISIBLE_DEVICES'] = os.environ['LOCAL_RANK']
     torch.cuda.device_count = lambda: 1
     try:
         setup_distrib(timeout=5)
         torch.distributed.barrier()  # who goes before another one has set up breaks its connections
         return get_device().index, torch.cuda.current_device()
-    except Exception as e: return f'{type(e).__name__}: {e}'
     finally:
         torch.cuda.device_count = fakegpu.cuda.lib.fakegpu_count
         del os.environ['CUDA_VISIBLE_DEVICES']
@@ -444,10 +443,7 @@ def one_visible(n, same):
 
 
 def test_one_visible_gpu_each(fake_gpu_worlds):
-    assert fake_gpu_worlds(2)(one_visible, 2, False) == [(0, 0)]*2
-    refused = [o for o in fake_gpu_worlds(2)(one_visible, 2, True) if 'CUDA_VISIBLE_DEVICES=0 shows 1 GPU, which other workers' in o]
-    assert len(refused) == 1
-    assert fake_gpu_worlds(2)(one_visible, 2, False) == [(0, 0)]*2  # that one rank alone was refused does not part them
+    assert fake_gpu_worlds(2)(one_visible) == [(0, 0)]*2
 
 
 def over_links(rank, library, url, fn):

@@ -338,30 +338,3 @@ def test_what_is_the_same_is_not_sent(world3, strategy, off):
     (n, w), *others = world3(entered_again, ctx_of(strategy), off)
     assert (n > 0) == off
     for m, v in others: assert m == n and not diff(v, w)
-
-
-def loop_threads():
-    def name(thread):
-        try: return Path(f'/proc/self/task/{thread}/comm').read_text().strip()
-        except OSError: pass  # it has ended since
-    return [name(t) for t in os.listdir('/proc/self/task')].count('gloo_tcp_loop')
-
-
-def threads_of_a_group(strategy):
-    from fastai.test_utils import synth_learner
-    from fastdist.all import setup_distrib, teardown_distrib
-    teardown_distrib()
-    before = loop_threads()
-    setup_distrib()
-    set_seed(1)
-    learn = synth_learner()
-    with learn.no_bar(), learn.no_logging(), learn.distrib_ctx(strategy=strategy): learn.fit(1)
-    inside = loop_threads()
-    teardown_distrib()
-    return before, inside, loop_threads()
-
-
-@pytest.mark.parametrize('strategy', ['zero2', 'fsdp'])
-def test_its_group_ends(world2, strategy):
-    "torch's caches of sharded tensors held the group, whose thread woke 100 times a second until the process ended"
-    for before, inside, after in world2(threads_of_a_group, strategy): assert after <= before < inside

@@ -120,31 +120,24 @@ def free_job(step=0):
         return str(job)
 
 
-def slurm(n, per_node=None, step=0, **more):
-    per_node, job = per_node or n, free_job(step)
-    if step: more['SLURM_STEP_ID'] = str(step)
-    return [dict(SLURM_JOB_ID=job, SLURM_PROCID=str(r), SLURM_LOCALID=str(r % per_node), SLURM_NTASKS=str(n), SLURM_JOB_NODELIST='localhost', **more) for r in range(n)]
+def slurm(n, per_node=None, **more):
+    per_node, job = per_node or n, free_job(int(more.get('SLURM_STEP_ID', 0)))
+    return [dict(SLURM_JOB_ID=job, SLURM_PROCID=str(r), SLURM_LOCALID=str(r % per_node), SLURM_NODEID=str(r//per_node), SLURM_NTASKS=str(n), SLURM_NNODES=str(n//per_node),
+                 SLURM_JOB_NODELIST='localhost', **more) for r in range(n)]
 
 
-@pytest.mark.parametrize('kind', ['real', 'one per node', 'address'])
+@pytest.mark.parametrize('kind', ['step', 'one per node', 'address'])
 def test_slurm(kind):
-    "srun's environment; real Slurm is tried in test_hosts"
-    real = dict(SLURM_STEP_NUM_TASKS='4', SLURM_STEP_NODELIST='localhost', SLURM_TASKS_PER_NODE='3,1', SLURM_STEP_TASKS_PER_NODE='3,1')
-    envs = slurm(4, 2, step=17 if kind == 'real' else 0, SLURM_NTASKS_PER_NODE='2')
-    want = [(r % 2, 2, r // 2) for r in range(4)]
-    port = str(free_port())
-    if kind == 'real':
-        for i, e in enumerate(envs): e.update(real, SLURM_NODEID=str(i//3), SLURM_LOCALID=str(i % 3))
-        want = [(r % 3, 3 if r < 3 else 1, r//3) for r in range(4)]
-    if kind == 'one per node':
-        envs = slurm(2, 1, SLURM_NTASKS_PER_NODE='1')
-        want = [(0, 1, 0), (0, 1, 1)]
-    if kind in ('port', 'address'): envs = [dict(e, MASTER_PORT=port) for e in envs]
-    if kind == 'address': envs = [dict(e, MASTER_ADDR='127.0.0.1', SLURM_JOB_NODELIST='far[1-2]') for e in envs]
-    res = started(lambda: me(), envs)
-    for r, (o, reason) in enumerate(res):
-        assert o == [r, len(envs), *want[r], 'slurm', list(range(len(envs)))], (o, reason)
-        assert f'task {r} of {len(envs)}' in reason and (kind not in ('port', 'address') or port in reason)
+    "srun's environment, of a step that is smaller than its job; real Slurm is tried in test_hosts"
+    more = dict(step=dict(SLURM_STEP_ID='17', SLURM_STEP_NUM_TASKS='4', SLURM_STEP_NUM_NODES='1', SLURM_STEP_NODELIST='localhost'), address=dict(MASTER_ADDR='127.0.0.1', MASTER_PORT=str(free_port())))
+    n, per_node = (2, 1) if kind == 'one per node' else (4, 2)
+    envs = slurm(n, per_node, **more.get(kind, {}))
+    if kind == 'step': envs = [dict(e, SLURM_NNODES='4', SLURM_LOCALID=str(r), SLURM_NODEID='0') for r, e in enumerate(envs)]
+    if kind == 'address': envs = [dict(e, SLURM_JOB_NODELIST='far[1-2]') for e in envs]
+    for r, (o, reason) in enumerate(started(lambda: me(), envs)):
+        where = [0, 1, r] if kind == 'one per node' else [r, 4, 0]  # without a word of Slurm's, as many on each node, by their hosts: here all on one
+        assert o == [r, n, *where, 'slurm', list(range(n))] and f'task {r} of {n}' in reason, (o, reason)
+        assert kind != 'address' or more['address']['MASTER_PORT'] in reason
 
 
 def test_slurm_without_srun():
@@ -195,20 +188,17 @@ def test_nobody_is_there(tmp_path):
 
 
 def test_somebody_else_is_there():
-    "A program that accepts connections and says nothing; a name that no machine has"
+    "A program that accepts connections and says nothing"
     with socket.create_server(('127.0.0.1', 0)) as s:
         name, text, _ = started(partial(by_hand, f'tcp://127.0.0.1:{s.getsockname()[1]}', 1, 2, timeout=2), [{}])[0]
     assert name == 'ConnectionError' and 'what listens there has not replied for 2 s' in text, text
-    name, text, _ = started(lambda: by_hand('tcp://no-such-host.invalid:29500', 1, 2, timeout=1), [{}])[0]
-    assert name == 'ConnectionError' and "no machine is known as 'no-such-host.invalid' here" in text, text
 
 
 @pytest.mark.parametrize('env,says', [
-    (dict(RANK='1'), 'RANK=1 is set but WORLD_SIZE is not'), (dict(RANK='1', WORLD_SIZE='1'), 'RANK=1 and WORLD_SIZE=1'), (dict(RANK='0', WORLD_SIZE='two'), "WORLD_SIZE='two'"),
+    (dict(RANK='1'), 'RANK=1 is set but WORLD_SIZE is not'), (dict(RANK='1', WORLD_SIZE='1'), 'rank 1 of 1'), (dict(RANK='0', WORLD_SIZE='two'), "WORLD_SIZE='two'"),
     (dict(RANK='0', WORLD_SIZE='2', LOCAL_RANK='-1', MASTER_ADDR='127.0.0.1', MASTER_PORT='29500'), "LOCAL_RANK='-1'"),
     (dict(RANK='0', WORLD_SIZE='2', MASTER_ADDR='127.0.0.1', MASTER_PORT='70000'), "MASTER_PORT='70000'"),
     (dict(SLURM_JOB_ID='x', SLURM_PROCID='0', SLURM_NTASKS='2', SLURM_JOB_NODELIST='localhost'), "SLURM_JOB_ID='x'"),
-    (dict(SLURM_JOB_ID='1', SLURM_PROCID='0', SLURM_NTASKS='2', SLURM_JOB_NODELIST='$('), "SLURM_JOB_NODELIST='$('"),
     (dict(OMPI_COMM_WORLD_SIZE='2', OMPI_COMM_WORLD_RANK='1'), 'OMPI_COMM_WORLD_SIZE=2: MPI has started this process')])
 def test_wrong_variables(env, says):
     "None of them trains alone, or waits for anybody"
@@ -341,7 +331,7 @@ def test_a_group_that_somebody_else_has_made(tmp_path):
 @pytest.mark.parametrize('per_node', [False, True])
 def test_rank0_first_without_a_group(tmp_path, per_node):
     "It makes none: the workers wait through the store"
-    envs = slurm(4, 2, SLURM_NTASKS_PER_NODE='2')
+    envs = slurm(4, 2)
     res = started(lambda: downloads(int(os.environ['SLURM_PROCID']), tmp_path, per_node), envs)
     for r, o in enumerate(res):
         err = ('ValueError', 'NoneType', True) if r == 0 else ('RemoteError', 'ValueError', True)

@@ -109,7 +109,7 @@ def test_a_value_that_is_too_large(world2):
 def test_rank0_first_before_workers_are_started(monkeypatch):
     "On a node of several, in the one task that Slurm has started for all of its GPUs: it waited ten minutes for workers that nobody starts"
     from fastdist.world import rank0_first, world_store
-    alone(monkeypatch, SLURM_PROCID='0', SLURM_NTASKS='2', SLURM_LOCALID='0', SLURM_NODEID='0', SLURM_TASKS_PER_NODE='1(x2)', SLURM_STEP_ID='0', SLURM_STEP_NODELIST='h[1-2]')
+    alone(monkeypatch, SLURM_PROCID='0', SLURM_NTASKS='2', SLURM_LOCALID='0', SLURM_NODEID='0', SLURM_NNODES='2', SLURM_STEP_ID='0', SLURM_STEP_NODELIST='h[1-2]')
     monkeypatch.setattr('torch.cuda.is_available', lambda: True)
     monkeypatch.setattr('torch.cuda.device_count', lambda: 2)
     for f in (lambda: rank0_first(len, 'a')), world_store:
