@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['is_ending', 'is_default', 'handler_kept', 'Interrupts', 'StopSignals', 'stop_together', 'loader_begins']
 
-# %% ../../nbs/fault/02_interrupt.ipynb #a199a6c8
-import os,signal,sys,threading,time
+# %% ../../nbs/fault/02_interrupt.ipynb #12eb544e
+import os,signal,threading,time
 from contextlib import contextmanager
 from multiprocessing import parent_process
 
@@ -131,49 +131,24 @@ def stop_together(status, # Exit status
     notice(text if get_rank()==0 else '', status=status)
     raise Stopped(status)
 
-# %% ../../nbs/fault/02_interrupt.ipynb #6ce970f8
-def _taken(): return [o for o in _signals if isinstance(getattr(signal.getsignal(o), '__self__', None), StopSignals)]
-
-_forking = threading.local()
-
-def _before_fork(): # until a copy of this process handles signals as it should, they wait
-    _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _taken())
-
-def _unblock(): signal.pthread_sigmask(signal.SIG_SETMASK, _forking.mask)
-
-def _starts_loader():
-    "Is this a loader process that has just been forked?"
-    f = sys._getframe(1)
-    while f is not None and f.f_globals.get('__name__')!='torch.utils.data.dataloader': f = f.f_back
-    return f is not None
-
-# %% ../../nbs/fault/02_interrupt.ipynb #15c04c0b
+# %% ../../nbs/fault/02_interrupt.ipynb #3889c7c4
 def _wait_for_rank(pid):
     "In a thread of a loader process: end when the rank, process `pid`, says so, or has gone"
     while True:
         o = signal.sigtimedwait(_signals, 1)
         if process_ended(pid) or o is not None and o.si_pid==pid and o.si_signo==signal.SIGTERM: os._exit(0)
 
-def _keep_loader(old=lambda: None, name='fastdist stop'):
-    "What a loader process does with its signals, after what it does already, `old`"
-    old()
-    signal.pthread_sigmask(signal.SIG_BLOCK, _signals)
-    if any(o.name==name for o in threading.enumerate()): return
-    threading.Thread(target=_wait_for_rank, args=(parent_process().pid,), daemon=True, name=name).start()
-
-def _after_fork():
-    if not (mine := _taken()): return
-    for o in mine: signal.signal(o, signal.SIG_DFL)
-    from torch.utils.data._utils import signal_handling
-    old = signal_handling._set_worker_signal_handlers # in this process alone
-    signal_handling._set_worker_signal_handlers = lambda: _keep_loader(old)
-    if not _starts_loader(): _unblock() # a loader process keeps them blocked
-
-os.register_at_fork(before=_before_fork, after_in_parent=_unblock, after_in_child=_after_fork)
-
-# %% ../../nbs/fault/02_interrupt.ipynb #e21ce015
 def loader_begins():
     "Called in a loader process: if it crashes, or cannot send a batch, its rank says where; and the signals are the rank's"
     begin_loader_stacks()
     rank = parent_process()
-    if rank is not None and (rank.pid!=os.getppid() or is_caught(signal.SIGTERM, rank.pid)): _keep_loader()
+    if rank is None or rank.pid==os.getppid() and not is_caught(signal.SIGTERM, rank.pid): return
+    signal.pthread_sigmask(signal.SIG_BLOCK, _signals)
+    threading.Thread(target=_wait_for_rank, args=(rank.pid,), daemon=True, name='fastdist stop').start()
+
+def _after_fork():
+    "In a copy of this process, which is no rank: signals end it"
+    for o in _signals:
+        if isinstance(getattr(signal.getsignal(o), '__self__', None), StopSignals): signal.signal(o, signal.SIG_DFL)
+
+os.register_at_fork(after_in_child=_after_fork)

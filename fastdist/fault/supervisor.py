@@ -16,7 +16,7 @@ from fastcore.basics import patch
 from ..comm.collectives import same_call
 from .connections import Connections, limit_replies, lost_peer, of_group, own_connection
 from .interrupt import Interrupts, handler_kept, is_default, is_ending
-from .stacks import Stacks, crashes, end_stopped, end_with_children, frame_text, stack_of, user_frames
+from .stacks import Stacks, end_stopped, end_with_children, frame_text, stack_of, user_frames
 from .watchdog import Heartbeats, collectives_begun, own_beat
 from ..world.group import abort_gpu_collectives, collective_timeout, init_group, note_killed, shared_store, teardown_distrib
 from ..world.errors import Failure, RemoteError, end_after_first, has_ended, in_short, write_record
@@ -78,12 +78,7 @@ def attempt(self:Monitor, f):
 def write(self:Monitor, key, f # A `Failure`
          ):
     "Let the others read the first failure of that name"
-    mine = json.dumps(asdict(f))
-    def first():
-        there = self.store.compare_set(key, '', mine)
-        # what somebody else has put there is none, and would keep it from being told
-        if there!=mine.encode() and self.beats.records.get(key, Failure) is None: self.store.set(key, mine)
-    self.attempt(first)
+    self.attempt(lambda: self.store.compare_set(key, '', json.dumps(asdict(f))))
 
 @patch(as_prop=True)
 def key(self:Monitor):
@@ -149,9 +144,7 @@ def report(self:Monitor, e # The exception that ends this rank's work
           ):
     "Write the error record; returns the `Failure`"
     f = Failure.of(e)
-    if not isinstance(e, RemoteError):
-        f.others = self.attempt(self.beats.others) or []
-        if at := crashes(): f.traceback = f"{f.traceback.rstrip()}\nIts loader process:\n{at}\n"
+    if not isinstance(e, RemoteError): f.others = self.attempt(self.beats.others) or []
     write_record(e, f)
     return f
 
@@ -309,9 +302,7 @@ def _uncaught(self:Monitor, typ, e, tb):
     other = self.cause_of(e) or (e if isinstance(e, RemoteError) else None)
     if isinstance(e, KeyboardInterrupt) or isinstance(other, KeyboardInterrupt) or self.interrupts.held:
         if self.rank==0: print("fastdist: stopped by Ctrl-C", file=sys.stderr, flush=True)
-    elif other is None:
-        self.old_hook(typ, e, tb)
-        if at := crashes(): print(f"Its loader process:\n{at}", file=sys.stderr, flush=True)
+    elif other is None: self.old_hook(typ, e, tb)
     else: print(f"fastdist: {in_short(other, self.rank)}", file=sys.stderr, flush=True)
     if self.stop_now.is_set(): write_record(other or e)
     else:

@@ -14,7 +14,7 @@ import psutil
 from ..env import check_gpus, hash_env
 from .machine import log_folder, n_cores, n_threads, quiet_env, starting, why_cpu
 from .nodes import add_options, find_nodes, slurm_srun
-from .watch import end_noticed, end_processes, guarded, notices_shown, quiet_torch, signals_raised
+from .watch import end_processes, guarded, notices_shown, quiet_torch, signals_raised
 
 # %% ../../nbs/launch/05_cli.ipynb #fab93bff
 _usage = """usage: fastdist launch [options] script.py [arguments of the script]
@@ -190,7 +190,7 @@ def _run(a, plan, command, folder):
     def hidden(rank): return (rank!='0' or bool(a.machine_rank)) and a.tee not in ('2','3')
     try:
         quiet_torch()
-        with signals_raised(), notices_shown(hidden) as found, end_noticed(logs):
+        with signals_raised(), notices_shown(hidden) as found:
             try: elastic_launch(_launch_config(a, plan, logs), command[0])(*command[1:])
             except SignalException as e: # torch forgets workers that it has started if the signal comes before the last: they end in here,
                 end_processes(psutil.Process().children(), e.sigval) # where their notices are read

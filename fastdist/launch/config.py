@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['keys', 'Config', 'read_config', 'train', 'main']
 
-# %% ../../nbs/launch/08_config.ipynb #64c92a18
-import argparse,collections,contextlib,importlib,inspect,json,math,multiprocessing,os,re,shlex,sys,textwrap,time
+# %% ../../nbs/launch/08_config.ipynb #d68c1412
+import argparse,collections,contextlib,importlib,inspect,json,multiprocessing,os,re,shlex,sys,textwrap,time
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,62 +15,54 @@ if sys.version_info >= (3,11): import tomllib
 else: import tomli as tomllib
 from .machine import is_worker, nearest, plural
 
-# %% ../../nbs/launch/08_config.ipynb #52340f28
-_methods = 'fit','fit_one_cycle','fit_flat_cos','fine_tune'
-_function = re.compile(r'\w+(\.\w+)*:\w+').fullmatch
-_rendezvous = re.compile(r'env://|tcp://([\w.-]+|\[[\da-fA-F:.]+\]):\d+|file:///.+').fullmatch
+# %% ../../nbs/launch/08_config.ipynb #8893259e
+_Key = collections.namedtuple('_Key', 'default kind meaning least choices', defaults=(None,()))
 
-_period = re.compile(r'(?=.*[1-9])(\d+ *(steps?|epochs?)|\d+(\.\d+)? *[smh])').fullmatch
-_count,_number = range(1, 2**32).__contains__,range(2**32).__contains__
-
-_Key = collections.namedtuple('_Key', 'default kind meaning need check', defaults=("a text that is not empty", lambda v: v!=''))
-
-# %% ../../nbs/launch/08_config.ipynb #404804ed
 keys = dict(
-    learner=_Key(None, str, "the function that returns the Learner; its module is looked for beside the config, and then where Python "
-                 "looks", '"module:function"', _function),
-    learner_args=_Key({}, dict, "a table: the arguments of that function", "a table of arguments"),
+    learner=_Key(None, str, 'the function that returns the Learner, as "module:function"; its module is looked for beside the config, and '
+                 "then where Python looks"),
+    learner_args=_Key({}, dict, "the arguments of that function"),
     distributed_world_size=_Key(1, int, "how many workers train together, on all machines; 1 trains in one process, and makes no process "
-                                "group", "an integer of at least 1", _count),
-    use_cuda_if_available=_Key(True, bool, "train on GPUs, one for each worker, where there are any; otherwise all workers are on the CPU",
-                               "true or false"),
-    distributed_init_method=_Key('env://', str, "the rendezvous of the workers: env:// leaves it to the launcher", "env://, "
-        "tcp://host:port or file:///path, of a file that is not there yet in a folder that all machines share", _rendezvous),
-    nodes=_Key(1, int, "how many machines the command is started on, once on each", "an integer of at least 1", _count),
-    node_rank=_Key(None, int, "the number of this machine, from 0; most often given on the command line",
-                   "an integer of at least 0", _number),
-    precision=_Key('fp32', str, "fp16 and bf16 are fastai's mixed precision, on GPUs", "one of fp32, fp16, bf16",
-                   ('fp32','fp16','bf16').__contains__),
-    strategy=_Key('ddp', str, "how the model lives on the workers", "one of ddp, zero1, zero2, fsdp, hsdp, auto",
-                  ('ddp','zero1','zero2','fsdp','hsdp','auto').__contains__),
-    sync_bn=_Key(True, bool, "take batch norm's statistics from the global batch", "true or false"),
+                                "group", 1),
+    use_cuda_if_available=_Key(True, bool, "train on GPUs, one for each worker, where there are any; otherwise all workers are on the CPU"),
+    distributed_init_method=_Key('env://', str, "the rendezvous of the workers: env:// leaves it to the launcher; otherwise tcp://host:port, or "
+        "file:///path, of a file that is not there yet in a folder that all machines share"),
+    nodes=_Key(1, int, "how many machines the command is started on, once on each", 1),
+    node_rank=_Key(None, int, "the number of this machine, from 0; most often given on the command line", 0),
+    precision=_Key('fp32', str, "fp16 and bf16 are fastai's mixed precision, on GPUs", choices=('fp32','fp16','bf16')),
+    strategy=_Key('ddp', str, "how the model lives on the workers", choices=('ddp','zero1','zero2','fsdp','hsdp','auto')),
+    sync_bn=_Key(True, bool, "take batch norm's statistics from the global batch"),
     split_batches=_Key(False, bool, "split each batch between the workers, so that their number changes nothing but the time; "
-                       "otherwise each has batches of its own", "true or false"),
+                       "otherwise each has batches of its own"),
     fit=_Key('fit_one_cycle', (str,dict), "the method of Learner that trains, and so the schedule; or a table: it as method, and its "
-             "arguments, such as pct_start", f"one of {', '.join(_methods)}, or a table with one of them as its method",
-             lambda v: (v if isinstance(v, str) else v.get('method', 'fit_one_cycle')) in _methods),
-    context=_Key({}, dict, "a table: more arguments of distrib_ctx, such as gradient_accumulation_steps and activation_checkpointing",
-                 "a table of arguments"),
-    callbacks=_Key({}, dict, 'a table: callbacks of fastai or fastdist by name, others as "module:class", and a table of the arguments '
-                   'of each', 'a table, in which each callback has a table of its arguments, such as {},',
-                   lambda v: all(isinstance(o, dict) and (':' not in k or _function(k)) for k,o in v.items())),
-    epochs=_Key(1, int, "how many epochs to train", "an integer of at least 1", _count),
-    learning_rate=_Key(None, (int,float), "the (highest) learning rate; by default the method's own, or the Learner's", "a number above 0",
-                       lambda v: 0 < v < math.inf),
+             "arguments, such as pct_start"),
+    context=_Key({}, dict, "more arguments of distrib_ctx, such as gradient_accumulation_steps and activation_checkpointing"),
+    callbacks=_Key({}, dict, 'callbacks of fastai or fastdist by name, others as "module:class", and a table of the arguments of each'),
+    epochs=_Key(1, int, "how many epochs to train", 1),
+    learning_rate=_Key(None, float, "the (highest) learning rate; by default the method's own, or the Learner's"),
     resume=_Key(None, str, "folder of checkpoints: training saves there, and goes on from there when the same command is typed again; "
                 "by default there is none"),
-    resume_every=_Key('1 epoch', str, "how often it saves: so many steps, seconds, minutes, hours or epochs",
-                      "a text such as '200 steps', '10m' or '1 epoch'", _period),
-    seed=_Key(0, int, "seed of all random numbers, the same in all workers", "an integer of at least 0, below 4294967296", _number),
+    resume_every=_Key('1 epoch', str, "how often it saves: so many steps, seconds, minutes, hours or epochs, as '200 steps' or '10m'"),
+    seed=_Key(0, int, "seed of all random numbers, the same in all workers", 0),
     log_dir=_Key(None, str, "folder of the workers' logs (one alone has the screen), and of config.toml, which has all values of the run; "
                  "by default only the logs of a run that fails stay, in a folder for temporary files"),
     save=_Key(None, str, "file to export the trained learner to, for load_learner; by default it is not saved"))
 
+_kinds = {str:"a text", int:"an integer", float:"a number", bool:"true or false", dict:"a table", (str,dict):"a text or a table"}
+
+def _need(k):
+    "What the value of a key has to be, in words"
+    o = keys[k]
+    if o.choices: return f"one of {', '.join(o.choices)}"
+    return _kinds[o.kind] if o.least is None else f"{_kinds[o.kind]} of at least {o.least}"
+
 def _is_right(k, v):
     "Is `v` a value that the key can have?"
-    return isinstance(v, keys[k].kind) and isinstance(v, bool)==(keys[k].kind is bool) and keys[k].check(v)
+    o = keys[k]
+    if isinstance(v, bool)!=(o.kind is bool) or not isinstance(v, (int,float) if o.kind is float else o.kind): return False
+    return (not o.choices or v in o.choices) and (o.least is None or v >= o.least)
 
-# %% ../../nbs/launch/08_config.ipynb #e188e408
+# %% ../../nbs/launch/08_config.ipynb #969b37bd
 def _toml(v # Value of a key
          ):
     "`v` as TOML"
@@ -79,7 +71,7 @@ def _toml(v # Value of a key
     if isinstance(v, list): return '[' + ', '.join(map(_toml, v)) + ']'
     return json.dumps(v, ensure_ascii=False) if isinstance(v, (str,bool)) else str(v)
 
-# %% ../../nbs/launch/08_config.ipynb #7d2c38fe
+# %% ../../nbs/launch/08_config.ipynb #744597b7
 class Config(SimpleNamespace):
     "All values by key, their defaults included"
     def __init__(self, path, # File of the config
@@ -100,47 +92,43 @@ class Config(SimpleNamespace):
         raise SystemExit(self.fault(key, why)) from None
 
     @contextlib.contextmanager
-    def checked(self, key):
+    def checked(self, key, *errors):
         "End the process for an error in here, which is that of a key"
         try: yield
-        except (TypeError,ValueError) as e: self.fail(key, e)
+        except (TypeError,ValueError,*errors) as e: self.fail(key, e)
 
-# %% ../../nbs/launch/08_config.ipynb #788e362f
-_not_toml = r'''True|False|None|[+-]?(\d+\.|\.\d+)([eE][+-]?\d+)?|["'\[{].*''' # of which "False" would count as true
-
+# %% ../../nbs/launch/08_config.ipynb #f338bf49
 def _override(word, given, origin):
     "Put `key=value` into the values `given`"
     key,eq,text = word.partition('=')
-    (head,*rest),is_text,wrong = key.split('.'),key in keys and keys[key].kind is str,f"fastdist train: argument {word}: "
+    (*tables,last),wrong = key.split('.'),f"fastdist train: argument {word}: "
     if not eq: raise SystemExit(f"{wrong}what follows the config is like key=value, as epochs=3")
-    try: found = tomllib.loads(f'x = {text}')['x']
-    except tomllib.TOMLDecodeError:
-        found = text
-        if not is_text and re.fullmatch(_not_toml, text): raise SystemExit(
-            f"{wrong}{text} is no TOML, where it is true, false, 0.5 or \"text\", and what is None is left out") from None
-    origin[head] = f'{origin[head]}, argument {word}' if rest and head in origin else f'argument {word}'
-    *tables,last = head,*rest
+    if text in ('True','False','None'): raise SystemExit(
+        f"{wrong}{text} is no TOML, where it is true, false, 0.5 or \"text\", and what is None is left out") # as a text it would count as true
+    try: v = tomllib.loads(f'x = {text}')['x']
+    except tomllib.TOMLDecodeError: v = text
+    if key in keys and keys[key].kind is str and not isinstance(v, str): v = text
+    head = [*tables,last][0]
+    origin[head] = f'{origin[head]}, argument {word}' if tables and head in origin else f'argument {word}'
     for k in tables:
         given = given.setdefault(k, {})
         if not isinstance(given, dict): raise SystemExit(f"{wrong}{k} is no table")
-    given[last] = found if isinstance(found, str) or not is_text else text
+    given[last] = v
 
-# %% ../../nbs/launch/08_config.ipynb #5c887713
+# %% ../../nbs/launch/08_config.ipynb #26e1ec6c
 def _faults(c):
     "(key, what is wrong with it) of each; if none is, of keys that do not agree"
     hint,n,nodes = "What the function of the learner takes stands below [learner_args]",c.distributed_world_size,c.nodes
     unknown = [(k, f"there is no such key: {nearest(k, list(keys))} {hint}") for k in c.given if k not in keys]
-    wrong = [(k, f"{keys[k].need} is needed") for k,v in c.given.items() if k in keys and not _is_right(k, v)]
+    wrong = [(k, f"{_need(k)} is needed") for k,v in c.given.items() if k in keys and not _is_right(k, v)]
     return unknown+wrong or [(k, why) for is_so,k,why in (
-        (c.learner is None, 'learner', f"it is missing: {keys['learner'].meaning}, as {keys['learner'].need}"),
+        (c.learner is None, 'learner', f"it is missing: {keys['learner'].meaning}"),
         (nodes > 1 and c.distributed_init_method=='env://', 'distributed_init_method',
          'workers of several machines need a rendezvous: give "tcp://host:port", of the first of them'),
         (nodes > 1 and c.node_rank is None, 'node_rank', "it is the number of this machine, from 0: add node_rank=0 on the first"),
         (n%nodes, 'distributed_world_size', f"it is the number of workers on all {nodes} machines, and cannot be divided by it"),
-        ('resume_every' in c.given and c.resume is None, 'resume_every', "there is no resume, the folder to save to"),
         (not os.path.isdir(os.path.dirname(c.save or '') or '.'), 'save', "there is no such folder: make it first")) if is_so]
 
-# %% ../../nbs/launch/08_config.ipynb #e72f66d6
 def read_config(path, # File of the config
                 overrides=(), # Words of the command line, `key=value`
                ):
@@ -154,20 +142,14 @@ def read_config(path, # File of the config
     if faults := _faults(c): raise SystemExit('\n'.join(c.fault(*o) for o in faults))
     return c
 
-# %% ../../nbs/launch/08_config.ipynb #086d5d59
+# %% ../../nbs/launch/08_config.ipynb #aecf74c7
 def _named(c, key, # Of the name
            name, # `module:function`, or `module:class`
-           known={}, # By name, what needs no module
           ):
     "What the name stands for; ends the process where that is not there"
-    if name in known: return known[name]
-    module,colon,func = name.partition(':')
-    if not colon: c.fail(key, f"""there is no such callback: {nearest(name, list(known), 'any other is named as "module:class"')}""")
-    try: found = importlib.import_module(module)
-    except ModuleNotFoundError as e: c.fail(key, f"{e}: modules are looked for beside the config, and where Python looks")
-    if callable(getattr(found, func, None)): return getattr(found, func)
-    names = [k for k,v in vars(found).items() if getattr(v, '__module__', None)==module]
-    c.fail(key, f"{module} has no function {func}: {nearest(func, names, 'name another one')}")
+    module,_,func = name.partition(':')
+    with c.checked(key, ModuleNotFoundError): found = importlib.import_module(module)
+    with c.checked(key, AttributeError): return getattr(found, func)
 
 def _bind(c, key, # Of the arguments
           f, *args, **kwargs):
@@ -175,15 +157,19 @@ def _bind(c, key, # Of the arguments
     with c.checked(key): inspect.signature(f).bind(*args, **kwargs)
     return partial(f, *args, **kwargs)
 
-# %% ../../nbs/launch/08_config.ipynb #f5caab14
 def _callbacks(c):
     "The callbacks that the config names"
     from fastai.basics import Callback
     found = {k:o for m in ('fastai.callback.all','fastdist.all') for k,o in vars(importlib.import_module(m)).items()}
     known = {k:o for k,o in found.items() if isinstance(o, type) and issubclass(o, Callback)}
-    return [_bind(c, f'callbacks.{k}', _named(c, f'callbacks.{k}', k, known), **args)() for k,args in c.callbacks.items()]
+    def make(name, args):
+        key,cls = f'callbacks.{name}',known.get(name)
+        if cls is None and ':' not in name:
+            c.fail(key, f"""there is no such callback: {nearest(name, list(known), 'any other is named as "module:class"')}""")
+        with c.checked(key): return _bind(c, key, cls or _named(c, key, name), **args)()
+    return [make(*o) for o in c.callbacks.items()]
 
-# %% ../../nbs/launch/08_config.ipynb #396808a0
+# %% ../../nbs/launch/08_config.ipynb #b0ce6371
 def _learner(c):
     "The learner that the config names"
     from fastai.basics import Learner,set_seed
@@ -204,22 +190,23 @@ def _learner(c):
         learn.opt = opt # exporting makes one
     return learn
 
-# %% ../../nbs/launch/08_config.ipynb #2f5764fb
+# %% ../../nbs/launch/08_config.ipynb #80519e2f
 def _fit(c, learn, cbs):
     "Train; the figures of the last epoch by name"
     from fastdist.all import DistributedTrainer, Resume
     lr = () if c.learning_rate is None else (c.learning_rate,)
     args = dict(method=c.fit) if isinstance(c.fit, str) else {'method':'fit_one_cycle', **c.fit}
-    with c.checked('fit'): fit = _bind(c, 'fit', getattr(learn, args.pop('method')), c.epochs, *lr, **dict(cbs=cbs, **args))
+    with c.checked('resume_every'): resume = c.resume and Resume(c.resume, c.resume_every)
+    with c.checked('fit', AttributeError): fit = _bind(c, 'fit', getattr(learn, args.pop('method')), c.epochs, *lr, **dict(cbs=cbs, **args))
     with c.checked('context'):
         context = dict(sync_bn=c.sync_bn, split_batches=c.split_batches, cpu=not c.use_cuda_if_available,
                        strategy=None if c.strategy=='ddp' else c.strategy, **c.context) # by default the launcher's
         DistributedTrainer(**context)
-    with learn.distrib_ctx(resume=c.resume and Resume(c.resume, c.resume_every), **context): fit()
+    with learn.distrib_ctx(resume=resume, **context): fit()
     last = learn.recorder.values[-1:] # none where a callback has ended the fit in its first epoch
     return {k:v for row in last for k,v in zip(learn.recorder.metric_names[1:], row) if v is not None}
 
-# %% ../../nbs/launch/08_config.ipynb #04bf89ee
+# %% ../../nbs/launch/08_config.ipynb #bdf53848
 def _join(c):
     "Be the worker that the launcher and the config make of this process; ends it where their numbers differ"
     from fastdist.world.group import distributed_init
@@ -230,14 +217,14 @@ def _join(c):
                f"start {n}, or give distributed_world_size={e.world_size*c.nodes}")
     if n==1 or c.distributed_init_method=='env://': return # the group is made, if there is one, as anywhere else
     rank = e.rank if e.world_size==n else c.node_rank*e.world_size+e.rank
-    distributed_init(init_method=c.distributed_init_method, rank=rank, world_size=n)
+    with c.checked('distributed_init_method'): distributed_init(init_method=c.distributed_init_method, rank=rank, world_size=n)
 
 def _described(c):
     "All values, and the origin of each"
     shown = {k:getattr(c, k) for k in keys if getattr(c, k) is not None and (k!='resume_every' or c.resume)}
     return '\n'.join(f"{f'{k} = {_toml(v)}':50} # {c.origin.get(k, 'default')}" for k,v in shown.items())
 
-# %% ../../nbs/launch/08_config.ipynb #6fab8d19
+# %% ../../nbs/launch/08_config.ipynb #26d7dea2
 def train(c # What `read_config` returned
          ):
     "Train in this process, as one of the workers if there are several; returns the figures by name"
@@ -259,7 +246,7 @@ def train(c # What `read_config` returned
         return found
     finally: teardown_distrib()
 
-# %% ../../nbs/launch/08_config.ipynb #a346a388
+# %% ../../nbs/launch/08_config.ipynb #83620578
 _example = '''
 A config is a file in TOML:
 
@@ -280,7 +267,7 @@ Keys, and their defaults:
 '''
 
 def _parser():
-    text = {k:textwrap.indent(textwrap.fill(f'{o.meaning} ({o.need})', 72), ' '*6) for k,o in keys.items()}
+    text = {k:textwrap.indent(textwrap.fill(f'{o.meaning} ({_need(k)})', 72), ' '*6) for k,o in keys.items()}
     rows = [f"  {k}{'' if o.default is None else f' = {_toml(o.default)}'}\n{text[k]}" for k,o in keys.items()]
     p = argparse.ArgumentParser('fastdist train', usage="fastdist train [-h] [--dry-run] config.toml [key=value ...]",
                description="Train a fastai Learner on many workers, as a config has it.", epilog=_example + '\n'.join(rows),
@@ -291,7 +278,7 @@ def _parser():
     p.add_argument('--dry-run', action='store_true', help="check the keys, print what would be run, and end")
     return p
 
-# %% ../../nbs/launch/08_config.ipynb #87618052
+# %% ../../nbs/launch/08_config.ipynb #bc3e7f45
 def _launch_args(c, # What `read_config` returned
                  words, # The config and overrides, as they were given
                 ):
@@ -301,7 +288,7 @@ def _launch_args(c, # What `read_config` returned
     logs = [] if c.log_dir is None else ['--log-dir', c.log_dir]
     return ['-n', str(c.distributed_world_size//c.nodes), *nodes, *cpu, *logs, '-m', 'fastdist', 'train', *words]
 
-# %% ../../nbs/launch/08_config.ipynb #f78506d0
+# %% ../../nbs/launch/08_config.ipynb #d2fc345f
 def main(args # Arguments after `fastdist train`
         ):
     "Train as a config says; the exit status"

@@ -55,11 +55,7 @@ def _parser():
 def _read(args):
     "The arguments, with `sbatch`: the options that are passed on; ends the process with a message where the job could not be written"
     p = _parser()
-    (a,sbatch),rest,spaced = p.parse_known_args(args),list(args),[]
-    while a.script.startswith('--'): # argparse takes an unknown option for the script, if it has a blank in it
-        spaced.append(a.script)
-        rest.remove(a.script)
-        a,sbatch = p.parse_known_args(rest)
+    a,sbatch = p.parse_known_args(args)
     if not a.module and not os.path.isfile(a.script):
         p.error(f"there is no file {a.script!r}: it is the script, which comes after all options; an option of sbatch that is not listed by "
                 "--help has its value behind a =, as in --mail-type=END")
@@ -72,7 +68,7 @@ def _read(args):
     if a.launch and not a.env_setup: # the launcher's own parser reads its options now, and not in a day, in the job
         from fastdist.launch.cli import _parse
         _parse([*shlex.split(a.launch), a.script])
-    a.sbatch,a.typed = [*sbatch,*spaced],shlex.join(['fastdist','slurm',*args])
+    a.sbatch,a.typed = sbatch,shlex.join(['fastdist','slurm',*args])
     a.cpus_per_task = a.cpus_per_task or a.workers*(4 if a.gpus else 1) # Slurm's own default is one for all
     a.name = vars(a)['--job-name'] or (a.script.split('.')[-1] if a.module else Path(a.script).stem)
     return a

@@ -38,7 +38,7 @@ def test_by_all(worlds):
         for res, o in worlds(n)(caught, range(n), ['fit', 'fit']): assert res == want and diff(w, o) < 2e-7
 
 
-@pytest.mark.parametrize('calls', [['fit'], ['fit', 'fit'], ['fit', 'validate'], ['validate', 'fit'], ['get_preds', 'validate'], ['fit', 'validate', 'get_preds', 'fit']], ids='-'.join)
+@pytest.mark.parametrize('calls', [['fit', 'validate'], ['validate', 'fit'], ['fit', 'validate', 'get_preds', 'fit']], ids='-'.join)
 def test_by_one(world3, calls):
     "The others are stopped, and what this one calls next does not meet what they wait in, which ended the process. At the end of the context all say so"
     for rank, (res, _) in enumerate(world3(caught, [1], calls)):
@@ -46,21 +46,6 @@ def test_by_one(world3, calls):
         assert first[:2] == (('ValueError', None) if rank == 1 else ('RemoteError', 1)), res
         assert len(others) == len(calls)
         for o in others: assert o[0] == ('RuntimeError' if rank == 1 else 'RemoteError') and 'no such image' in o[2], res
-
-
-def nested():
-    from fastdist.world import fail_together
-    res = []
-    try:
-        with fail_together(): res += caught([1], ['fit', 'fit'])[0]
-    except Exception as e: res.append((type(e).__name__,))
-    return [o[0] for o in res]
-
-
-def test_by_one_in_a_scope_of_another(world3):
-    "What one alone catches is told there, too"
-    every = world3(nested, timeout=60)
-    assert every[1][:2] == ['ValueError', 'RuntimeError'] and all({*o[:2]} == {'RemoteError'} for o in (every[0], every[2])), every
 
 
 def test_by_one_at_the_end(world3):
@@ -150,7 +135,7 @@ def fit_again(strategy, at, accumulated, w0=None):
     return w0, weights(learn)
 
 
-@pytest.mark.parametrize('strategy,at,accumulated', [('ddp', [None, 1], False), ('ddp', [2, 1], False), ('zero1', [1, 3, None], True), ('zero2', [2, 1], True), ('fsdp', [1, 3, None], True)])
+@pytest.mark.parametrize('strategy,at,accumulated', [('ddp', [2, 1], False), ('zero1', [1, 3, None], True), ('fsdp', [1, 3, None], True)])
 def test_gradients_of_a_fit_that_has_failed(worlds, strategy, at, accumulated):
     "Are in no later one: workers may have got to different places. They went into the first step of their worker alone, and the replicas diverged"
     every = worlds(len(at))(fit_again, strategy, at, accumulated)

@@ -89,10 +89,6 @@ def test_cancelled_by_some_of_two(world2, where, subset):
     compare(world2, subset, pairs[sum(subset) + (len(subset) > 1)::3])
 
 
-def test_cancelled_by_some_of_three(world3):
-    compare(world3, [0, 2], [(ev, ('CancelFit', 'CancelBatch', 'CancelTrain')[i % 3]) for i, ev in enumerate(OUTSIDE+INSIDE)])
-
-
 @pytest.mark.parametrize('subset', [[0], [1], [1, 2]])
 def test_cancelled_in_validation(world3, subset):
     "What counts is the first batch of the data set in which one of the workers raises it"
@@ -101,16 +97,6 @@ def test_cancelled_in_validation(world3, subset):
     cases = [(ev, excs[(i + [[0], [1], [1, 2]].index(subset)) % 3], False, 1) for i, ev in enumerate(events)]
     first = min(b for b in range(1, 6) if b % 3 in subset)
     compare(world3, subset, cases, [(ev, exc, [0], False, first) for ev, exc, *_ in cases])
-
-
-def waiting(distrib):
-    "A fit that `CancelValidException` ends, which fastai catches in a validation only, while batches wait for others of their step; and the next one"
-    return state_after(distrib, raises('after_batch', 'CancelValid', [0], at=1), cbs=[Seen(), GradientAccumulation(10)])
-
-
-def test_what_waits_for_a_step(world):
-    want = waiting(False)
-    for o in world(waiting, True): assert not differs(want, o) and o['err'] == 'CancelValidException', differs(want, o)
 
 
 def nans(distrib, when, ranks):
@@ -126,7 +112,7 @@ def nans(distrib, when, ranks):
     return state_after(distrib, Spoils(), again=False, bn=False, cbs=[Seen(), TerminateOnNaNCallback()])
 
 
-@pytest.mark.parametrize('when,ranks', [('train', [0]), ('train', [1]), ('valid', [0]), ('valid', [1])])
+@pytest.mark.parametrize('when,ranks', [('train', [1]), ('valid', [0])])
 def test_terminate_on_nan(world2, when, ranks):
     want = nans(False, when, [0]) if when == 'train' or ranks == [0] else None
     a, b = world2(nans, True, when, ranks)
@@ -170,7 +156,7 @@ def short(distrib, short_valid):
     return state_after(distrib, ShortEpochCallback(0.4, short_valid=short_valid), again=False)
 
 
-@pytest.mark.parametrize('short_valid', [True, False])
+@pytest.mark.parametrize('short_valid', [True])
 def test_short_epochs(world, short_valid):
     want = short(False, short_valid)
     for o in world(short, True, short_valid): assert not differs(want, o), differs(want, o)
@@ -186,30 +172,11 @@ def preds_until(distrib, at):
                 for ev, order in (('before_batch', 0), ('after_batch', 0), ('after_batch', 70))]
 
 
-@pytest.mark.parametrize('at', [1, 2, 5])
+@pytest.mark.parametrize('at', [2])
 def test_predictions_of_a_cancelled_evaluation(world, at):
     want = preds_until(False, at)
     for got in world(preds_until, True, at):
         for w, o in zip(want, got): assert [len(x) for x in w] == [len(x) for x in o] and max(diff(x, y) for x, y in zip(w, o)) < 1e-6
-
-
-def one_only():
-    "A callback that decides, in one worker alone"
-    import fastdist.all
-    from fastdist.world import get_rank
-    res = []
-    for ranks, ev in [([0], 'after_batch'), ([1], 'before_batch'), ([1], 'after_epoch'), ([0], 'after_backward')]:
-        learn = quiet(learner(bn=True))
-        with learn.distrib_ctx(): learn.fit(2, cbs=raises(ev, 'CancelFit', ranks, order=5, asks=False) if get_rank() in ranks else None)
-        res.append((weights(learn), len(learn.recorder.losses), learn.epoch))
-    return res
-
-
-def test_a_callback_of_one_worker_alone(worlds):
-    for n in (2, 3):
-        first, *others = worlds(n)(one_only)
-        for o in others:
-            for (w, n1, e), (w1, n2, e1) in zip(first, o): assert diff(w, w1) == 0 and e == e1 and abs(n1-n2) <= 1
 
 
 class Hides(Callback):
@@ -223,10 +190,8 @@ class Hides(Callback):
         if self.n == self.at and get_rank() in self.ranks: raise vars(sys.modules['fastai.callback.core'])[self.exc](f'rank {get_rank()}')
 
 
-HIDDEN = [('before_batch', 'CancelBatchException'), ('after_pred', 'CancelTrainException'), ('after_loss', 'CancelBatchException'), ('before_backward', 'CancelBackwardException'),
-          ('after_backward', 'CancelFitException'), ('before_step', 'CancelStepException'), ('after_step', 'CancelTrainException'), ('after_batch', 'CancelEpochException'),
-          *((f'after_cancel_{e}', 'CancelFitException') for e in ('batch', 'backward', 'step')),
-          *((e, 'CancelFitException') for e in ('before_epoch', 'before_train', 'after_train', 'after_epoch')), ('before_validate', 'CancelValidException')]
+HIDDEN = [('before_batch', 'CancelBatchException'), ('after_loss', 'CancelBatchException'), ('after_backward', 'CancelFitException'), ('before_step', 'CancelStepException'),
+          ('after_batch', 'CancelEpochException'), ('before_validate', 'CancelValidException')]
 
 
 def hidden(distrib, ranks, cases, asked=True, **kwargs):
@@ -234,9 +199,7 @@ def hidden(distrib, ranks, cases, asked=True, **kwargs):
     res = []
     for event, exc in cases:
         learn = quiet(learner(n=22, bs=5, opt=SGD))
-        what = event.removeprefix('after_cancel_')
-        cbs = [Hides(event, exc, ranks, 1, asked), Hides(f'before_{what}', f'Cancel{what.title()}Exception', range(3))] if what != event else Hides(event, exc, ranks, asked=asked)
-        with distrib_or_not(learn, distrib, **kwargs): learn.fit(3, cbs=cbs)
+        with distrib_or_not(learn, distrib, **kwargs): learn.fit(3, cbs=Hides(event, exc, ranks, asked=asked))
         res.append((weights(learn), len(learn.recorder.losses), learn.epoch, learn.opt.hypers[-1]['lr']))
     return res
 
@@ -253,16 +216,9 @@ def as_one(got, one):
         for (w, *more), (w1, *more1) in zip(res, one, strict=True): assert diff(w, w1) < 1e-6 and more == more1
 
 
-@pytest.mark.parametrize('rank', [0, 1, 2])
-def test_one_raises_what_its_code_does_not_show(worlds, rank):
-    "In 3 workers the last batch leaves one of them without samples"
-    cases = HIDDEN[rank::2] if rank < 2 else HIDDEN
-    as_one(worlds(3 if rank else 2)(hidden, True, [rank], cases), hidden(False, [0], cases))
-
-
 @pytest.mark.parametrize('strategy', ['zero1', 'zero2', 'fsdp'])
 def test_one_raises_it_with_a_strategy(world3, strategy):
-    cases = HIDDEN[:8:3] if strategy == 'zero1' else HIDDEN[1:8:3] if strategy == 'zero2' else HIDDEN[2:8:2]
+    cases = HIDDEN[['zero1', 'zero2', 'fsdp'].index(strategy)::2]
     as_one(world3(hidden, True, [1], cases, strategy=strategy), hidden(False, [0], cases))
 
 
@@ -288,32 +244,23 @@ def test_one_skips_what_others_do(world3):
     assert 'Hides.before_step raised CancelStepException, other ranks did not' in e.value.problems[1] and 'sync_cancel = True' in e.value.problems[1]
 
 
-def outside(distrib, cases, **kwargs):
-    "A model or a loss that raises a Cancel exception, in the second batch of an epoch's training in some workers, or in validation, of the batch that has row 9"
-    import contextlib, fastai.callback.core as core
+def in_a_loss():
+    import fastdist.all
     from fastdist.world import get_rank
-    res = []
-    for what, exc, ranks in cases:
-        learn = quiet(learner(n=14, n_val=23, bs=4, cbs=Seen()))
-        row = learn.dls.valid_ds[9][0]
-        def cancel(*_):
-            x, = learn.xb
-            now = (x == row.to(x)).all(1).any() if what == 'valid' else learn.training and learn.iter == 1 and (not distrib or get_rank() in ranks)
-            if now: raise getattr(core, exc)()
-        if what != 'loss': learn.model.register_forward_pre_hook(cancel)
-        else:
-            loss = learn.loss_func
-            learn.loss_func = lambda *args, **kwargs: cancel() or loss(*args, **kwargs)
-        with distrib_or_not(learn, distrib, **kwargs): learn.fit(2)
-        res.append((weights(learn), learn.seen.n, learn.epoch))
-    return res
+    learn = quiet(learner(n=14, bs=4))
+    loss = learn.loss_func
+    def cancels(*args, **kwargs):
+        from fastai.callback.core import CancelBatchException
+        if get_rank() == 1 and learn.training and learn.iter == 1: raise CancelBatchException()
+        return loss(*args, **kwargs)
+    learn.loss_func = cancels
+    with learn.distrib_ctx(): learn.fit(1)
 
 
-@pytest.mark.parametrize('what,exc,strategy,rank', [('forward', 'CancelFitException', 'ddp', 1), ('loss', 'CancelBatchException', 'ddp', 1), ('valid', 'CancelFitException', 'fsdp', 2)])
-def test_no_callback_raises_it_in_one(world3, what, exc, strategy, rank):
+def test_no_callback_raises_it(world3):
     from harness import WorkerError
-    with pytest.raises(WorkerError) as e: world3(outside, True, [(what, exc, [rank])], strategy=strategy, grace=20)
-    assert f'{exc} was raised, and not by a callback' in e.value.problems[rank]
+    with pytest.raises(WorkerError) as e: world3(in_a_loss, grace=20)
+    assert 'CancelBatchException was raised, and not by a callback' in e.value.problems[1]
 
 
 def interrupted(when):
@@ -336,7 +283,7 @@ def interrupted(when):
     return how, loss, weights(learn), signal.getsignal(signal.SIGINT) is signal.default_int_handler, len(learn.recorder.losses)
 
 
-@pytest.mark.parametrize('when', ['train', 'valid', 'epoch', 'raised'])
+@pytest.mark.parametrize('when', ['train', 'valid', 'raised'])
 def test_interrupted(world, when):
     first, *others = world(interrupted, when)
     assert first[0] == 'interrupted' and first[3]

@@ -30,16 +30,7 @@ FAULTS = dict(
     before_init=dict(before="if rank == 1: fault(); raise ValueError('no disk')", says='ValueError: no disk'),
     outside=dict(without="if rank == 1: fault(); raise ValueError('no disk')\n    time.sleep(1000)", says=['rank 0 stopped because rank 1', 'ValueError: no disk']),
     others_in_a_collective=dict(fault="raise ValueError('no disk')", says=['rank 0 stopped because rank 1', 'rank 2 stopped because rank 1', 'ValueError: no disk']),
-    during_a_collective=dict(fault="dist.all_reduce(torch.ones(5), async_op=True); raise ValueError('no disk')", says=['rank 0 stopped because rank 1', 'ValueError: no disk']),
     rank0_first=dict(without="rank0_first(lambda: 1/0 if rank == 0 else print('called'))", says=['rank 1 stopped because rank 0', 'ZeroDivisionError'], who=0),
-    loader_process=dict(fault='''
-            from torch.utils.data import DataLoader
-            class Items:
-                def __len__(self): return 8
-                def __getitem__(self, i):
-                    if i == 5: raise ValueError('no such image')
-                    return i
-            for o in DataLoader(Items(), batch_size=2, num_workers=1): pass''', says=['rank 0 stopped because rank 1', 'ValueError: no such image']),
     killed_loader_process=dict(fault='''
             from torch.utils.data import DataLoader
             class Items:
@@ -49,7 +40,6 @@ FAULTS = dict(
                     return i
             for o in DataLoader(Items(), batch_size=2, num_workers=1): pass''', says=['rank 0 stopped because rank 1', 'is killed by signal']),
     sigkill=dict(fault='os.kill(os.getpid(), signal.SIGKILL)', says='worker 1 was killed by signal 9'),
-    sigterm=dict(fault='os.kill(os.getpid(), signal.SIGTERM)', says='worker 1 was killed by signal 15'),
     sigstop=dict(fault='os.kill(os.getpid(), signal.SIGSTOP)', says=['rank 1 has kept the others waiting', 'has no heartbeat any more', 'waits in all_reduce', 'worker 1 was stuck first']),
     returns_early=dict(fault='sys.exit()', says=['rank 0 stopped because rank 1', 'SystemExit']),
     leaves_the_context=dict(without='''
@@ -87,9 +77,9 @@ FAULTS = dict(
                 if i == 0: ctypes.string_at(0)
             def later(i): time.sleep(1000)
             try: list(DistributedDL(DataLoader(list(range(8)), bs=2, num_workers=1, after_item=item), 0, 1))
-            except RuntimeError as e: print(crashes(), file=sys.stderr)
+            except RuntimeError: pass
             list(DistributedDL(DataLoader(list(range(8)), bs=2, num_workers=1, after_item=later), 0, 1))''',
-        before='from fastdist.all import DistributedDL\n    from fastdist.fault.stacks import crashes',
+        before='from fastdist.all import DistributedDL',
         says=['Fatal Python error: Segmentation fault', 'in item', 'rank 1 has kept the others waiting', 'its loader process', 'in later']),
     # rank 2 is told by the end of its connections, before its monitor has heard of it
     sleeps=dict(before='if rank == 2:\n        from fastdist.fault.supervisor import Monitor\n        Monitor.deliver = lambda *args: None',
@@ -123,7 +113,6 @@ FRESH = """
     import ctypes, multiprocessing, sys, time, torch.distributed as dist
     from fastai.data.load import DataLoader
     from fastdist.all import DistributedDL
-    from fastdist.fault.stacks import crashes
     from fastdist.world import *
     class Unsendable:
         def __reduce__(self): raise TypeError('it stays here')
@@ -136,7 +125,7 @@ FRESH = """
         setup_distrib(timeout=100)
         for kwargs in (dict(after_item=crash), dict(create_batch=unsendable)) if get_rank() == 1 else ():
             try: list(read(**kwargs))
-            except RuntimeError as e: print(crashes(), file=sys.stderr)
+            except RuntimeError: pass
         it = read(after_item=later)
         next(it)
         dist.barrier()
@@ -284,9 +273,8 @@ INTERRUPT = '''
     '''
 
 
-@pytest.mark.parametrize('what', ['time.sleep(1000)', 'while True: dist.all_reduce(torch.ones(2))', 'if get_rank(): dist.all_reduce(torch.ones(2))\n        else: time.sleep(1000)'],
-                         ids=['sleep', 'loop', 'blocked'])
-@pytest.mark.parametrize('context', ['with fail_together():', 'if True:'], ids=['context', 'plain'])
+@pytest.mark.parametrize('context,what', [('with fail_together():', 'if get_rank(): dist.all_reduce(torch.ones(2))\n        else: time.sleep(1000)'), ('if True:', 'time.sleep(1000)')],
+                         ids=['context', 'plain'])
 def test_ctrl_c(tmp_path, what, context):
     "The terminal sends it to all; they end once, and quietly"
     (tmp_path/'train.py').write_text(textwrap.dedent(INTERRUPT.replace('WITH', context).replace('WHAT', what)))

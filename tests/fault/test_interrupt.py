@@ -40,22 +40,6 @@ def test_is_held():
     assert signal.getsignal(signal.SIGINT) == i.handle
 
 
-def test_is_held_by_the_outer_one():
-    i, seen = Interrupts(), []
-    with pytest.raises(KeyboardInterrupt):
-        with i.hold():
-            with i.hold(): press()
-            seen.append(bool(i.held))
-    assert seen == [True]
-
-
-def test_counts_in_a_later_context():
-    i = Interrupts()
-    for _ in range(2):
-        with pytest.raises(KeyboardInterrupt):
-            with i.hold(): press()
-
-
 def test_is_the_cause_of_what_fails():
     "Loader processes that Ctrl-C has ended, say"
     i = Interrupts()

@@ -58,14 +58,6 @@ def test_of_a_rank_that_is_stuck(tmp_path):
         assert records[r]['fastdist']['others'] == e['others']
 
 
-def test_without_a_launcher_no_file_is_written(tmp_path, monkeypatch):
-    from fastdist.world.errors import Failure, write_record
-    monkeypatch.delenv('TORCHELASTIC_ERROR_FILE', raising=False)
-    monkeypatch.chdir(tmp_path)
-    write_record(Failure(1, 'n1', 'stalled').as_error())
-    assert list(tmp_path.iterdir()) == []
-
-
 LOOKED_AT = """
 import ctypes, os, threading, time
 from fastdist.fault.stacks import stack_of

@@ -52,28 +52,20 @@ def test_good(tmp_path):
     for mb, ms, speed, bus in (o.groups() for o in found[1:]):
         assert float(bus) == pytest.approx(float(speed) * 2 * (n-1) / n, rel=0.02)
         assert float(speed) == pytest.approx(float(mb) / float(ms), rel=0.02)
-    assert res.stdout.splitlines()[-1] == f'ready: fastdist launch -n {n} train.py'
+    assert res.stdout.splitlines()[-1] == 'ready: start your script in the same way'
     assert list(tmp_path.iterdir()) == []
 
 
 def test_wrong_interface():
+    "What keeps the workers from training is an error, as in a run"
     res = check('-n', '2', env={'GLOO_SOCKET_IFNAME': 'nope0'})
-    found, = faults(res)
-    assert found.startswith(f'making the process group: rank 0 on {socket.gethostname()}: ') and 'Unable to find address for: nope0' in found
-    assert 'all-reduce' not in dict(rows(res))
+    assert res.returncode not in (0, None) and not res.left and 'Unable to find address for: nope0' in res.stderr
+    assert 'workers' in dict(rows(res)) and 'all-reduce' not in dict(rows(res))
 
 
 def test_worker_that_never_comes(started):
-    found, = faults(check('-n', '2', '--timeout', '8', env=started(1, 'time.sleep(300)')))
-    assert found.startswith(f'waiting for 2 workers: rank 0 on {socket.gethostname()}: ') and 'ranks [1]' in found and 'does the log of the others say' in found
-
-
-def test_worker_that_fails(started):
-    "Rank 0 says in which rank, and while doing what; the launcher shows the traceback"
-    res = check('-n', '2', '--timeout', '60', env=started(1, "import statistics; statistics.median = lambda o: [][7]"))
-    found, = faults(res)
-    assert found == f'measuring all-reduces: rank 1 on {socket.gethostname()}: list index out of range: see its traceback, here or in the log of that worker'
-    assert res.stderr.count('IndexError: list index out of range') == 1, res.stderr
+    res = check('-n', '2', '--timeout', '8', env=started(1, 'time.sleep(300)'))
+    assert res.returncode not in (0, None) and not res.left and 'ranks [1]' in res.stderr
 
 
 def test_ctrl_c(started):
@@ -105,7 +97,7 @@ def test_two_hosts(tmp_path):
     versions, folder = [o for o in first.stdout.splitlines() if o.startswith('FAULT')]
     assert re.search(r'fastcore differs: [\d.]+ on n1; 0\.9\.9 on n2: install the same', versions)
     assert f'what rank 0 writes in {tmp_path}/data is not seen on n2: ' in folder
-    assert '2 faults' in first.stdout and first.returncode != 0 and second.returncode != 0
+    assert '2 faults' in first.stdout and first.returncode != 0
     text = dict(rows(first))
     assert text['workers'].startswith('2 on 2 hosts, started by torchrun') and text['n1'].startswith('rank 0 on CPU') and text['n2'].startswith('rank 1 on CPU')
     assert 'FAULT' not in second.stdout and not first.left and not second.left
