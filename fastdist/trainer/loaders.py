@@ -13,7 +13,7 @@ from fastai.basics import *
 from fastai.data.load import DataLoader as FastaiDataLoader
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.data import DataLoader as TorchDataLoader
-from ..callbacks.fastai_patches import has_state, leave_on_cpu
+from ..callbacks.fastai_patches import has_state
 from ..data.dl import DistributedDL, Place
 from ..data.fastai_dl import reads_rows
 from ..data.loaders import is_stream, n_batches
@@ -128,14 +128,12 @@ def back_on_device(learn, # Any `Learner`
     for another, which the loaders name if they were made before the worker knew its own: they follow it"""
     dls = learn.dls
     given = getattr(dls, '_device', None)
-    leave_on_cpu(learn.opt, False)
     try: yield
     finally:
         back = device if given is None or torch.device(given).type!='cpu' else torch.device('cpu')
         if device.type!='cpu':
             if back.type=='cpu' or all(p.device.type=='cpu' for p in learn.model.parameters()):
                 move_learner(learn, torch.device('cpu'), loss=True)
-                leave_on_cpu(learn.opt)
             if given is not None: dls.to(back) # the transforms are shared with this worker's loaders, and are on its device
             new = getattr(learn.dls, '_device', None) # of loaders that the learner was given meanwhile
             if new is not None and torch.device(new).type!='cpu': learn.dls.to(device)

@@ -13,7 +13,7 @@ from fastai.basics import *
 from ..callbacks.fastai_patches import QuickCallback
 from ..callbacks.accumulation import AccumulateSteps
 from ..callbacks.loggers import HiddenLoggers, console_bars, is_logger
-from ..callbacks.precision import precision_callbacks
+from ..callbacks.precision import LaunchedPrecision
 from ..checkpoint.weights import is_sharded
 from ..data.loaders import same_data
 from ..data.rng import WorkerRandom
@@ -63,7 +63,8 @@ class LearnerSetup(QuickCallback):
         if settings.project_dir is not None:
             self.undo.callback(setattr, learn, 'path', learn.path)
             learn.path = settings.project_dir
-        for cb in precision_callbacks(settings, self.precision, self.device or getattr(learn.dls, 'device', None)): self.add(cb, self.undo)
+        if self.precision is not None:
+            self.add(LaunchedPrecision(self.precision, self.device or getattr(learn.dls, 'device', None)), self.undo)
 
     def detach(self):
         "Give the learner back as it was"

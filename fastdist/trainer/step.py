@@ -18,7 +18,6 @@ from ..fault.cancel import ending
 from ..metrics.losses import LossRoute, gather_batch, is_summed, kept_labels, loss_divisor, loss_parts
 from ..metrics.metrics import metric_kind
 from ..model.batchnorm import set_norm_scope
-from ..model.buffers import weighed_stats
 from ..strategy.backward import is_made_of
 from ..strategy.base import callback_results, callbacks_of
 from ..world.ranks import get_rank, get_world_size
@@ -321,7 +320,7 @@ class StepHooks(QuickCallback):
         super().__init__()
         self.trainer,self.strategy,self.each = trainer,strategy,each
         self.looked_at = self.fingerprint = None
-        self.sync,self.weigh_stats = True,noop
+        self.sync = True
         self.unchecked = 3 # steps without a backward pass that `_check_made` is to look at
 
     def begin_epoch(self):
@@ -337,10 +336,7 @@ class StepHooks(QuickCallback):
 
     def before_batch(self):
         "Let the forward of this batch be the strategy's"
-        if not self.training: return
-        step = self.trainer.step
-        self.weigh_stats = weighed_stats(self.learn.model, step.samples*get_world_size()/step.total if step.total else 1)
-        self.strategy.forward(self.sync)
+        if self.training: self.strategy.forward(self.sync)
 
     def after_pred(self):
         "Let a loss that needs it see the global batch"
@@ -391,6 +387,4 @@ class StepHooks(QuickCallback):
                   ):
         "No batch is expected any more: what goes forward next is this worker's own"
         self.strategy.after_batch()
-        self.weigh_stats()
-        self.weigh_stats = noop # the next batch may be cancelled before its forward
         set_norm_scope()
