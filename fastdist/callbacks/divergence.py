@@ -19,13 +19,14 @@ from .fastai_patches import QuickCallback, device_of, in_evaluation
 # %% ../../nbs/callbacks/04_divergence.ipynb #1a51982b
 class DivergenceError(RuntimeError): "The workers do not have the same model any more"
 
-def _compared(model, grads, buffers):
+def _compared(model, grads):
     "What is compared, by a name that says what it is"
     params = dict(model.named_parameters())
     res = {f'parameter {n!r}':p for n,p in params.items()}
     if grads: res.update({f'gradient {n!r}':p.grad for n,p in params.items()})
     for nm,m in model.named_modules():
-        if buffers(m) if callable(buffers) else buffers: res.update({f'buffer {n!r}':b for n,b in m.named_buffers(nm, recurse=False)})
+        if not isinstance(m, _NormBase) or has_global_stats(m):
+            res.update({f'buffer {n!r}':b for n,b in m.named_buffers(nm, recurse=False)})
     return {k:t for k,t in res.items() if not is_dtensor(t) or all(p.is_replicate() for p in t.placements)}
 
 def _described(t):
@@ -39,12 +40,11 @@ def _described(t):
 
 def check_same(model, # The same `nn.Module` in all workers, wrapped or not
                grads=True, # Compare gradients? When they have been averaged
-               buffers=True, # Compare buffers? Or a function that says of which modules
                when='', # For the error: at which point, such as `'after step 100'`
               ):
     "Raise the same `DivergenceError` in all workers if `model` is not the same in them, to the last bit; shards are not compared"
     if not dist.is_initialized() or get_world_size()==1: return
-    found = {k:_described(t) for k,t in _compared(model, grads, buffers).items()}
+    found = {k:_described(t) for k,t in _compared(model, grads).items()}
     if same_text(repr(sorted(found.items()))): return
     name,who = first_other(all_gather_list(found))
     raise DivergenceError(
@@ -53,31 +53,22 @@ def check_same(model, # The same `nn.Module` in all workers, wrapped or not
         "DistributedDataParallel; to go on, give all rank 0's model (fastdist.strategy.base.same_everywhere(model, opt)), or an older one")
 
 # %% ../../nbs/callbacks/04_divergence.ipynb #f6bf448a
-def _agrees(m): return not isinstance(m, _NormBase) or has_global_stats(m)
-
 class DivergenceCheck(QuickCallback):
-    "In a fit on many workers, `check_same` before each `every`-th step, and after the training part of each epoch"
+    "In a fit on many workers, `check_same` before each `every`-th step"
     # with gradients as they are after the last batch of a step, and before a GradScaler may skip it in the worker that has a NaN
     order,run_valid = MixedPrecision.order-1,False
     def __init__(self, every=100, # Steps of the optimizer from one check to the next
-                 buffers=True, # Compare buffers?
                 ):
         super().__init__()
         if (n := whole_number(every)) is None: refuse('every', every, "it is a number of steps, 1 to check each of them")
-        self.every,self.buffers,self.n = n,bool(buffers),0
+        self.every,self.n = n,0
 
     def before_fit(self):
         "Count steps from here"
         if not in_evaluation(self.learn): self.n = 0
 
     def before_step(self):
-        "Compare parameters, averaged gradients, and buffers that agree within an epoch"
+        "Compare parameters, averaged gradients and buffers"
         self.n += 1
-        if self.n%self.every==0: self._check(f'before step {self.n} of the fit (epoch {self.epoch})', buffers=self.buffers and _agrees)
-
-    def after_train(self):
-        "Compare parameters, and all buffers, on which `DistributedTrainer` has made the workers agree"
-        self._check(f'after step {self.n} of the fit, the last of epoch {self.epoch}', grads=False, buffers=self.buffers)
-
-    def _check(self, when, **kwargs):
-        if device_of(self.learn) is not None: check_same(self.learn.model, when=when, **kwargs)
+        if self.n%self.every==0 and device_of(self.learn) is not None:
+            check_same(self.learn.model, when=f'before step {self.n} of the fit (epoch {self.epoch})')
