@@ -38,12 +38,10 @@ class AccumulateSteps(QuickCallback):
     order,run_valid = MixedPrecision.order-4,False # before the gradients are looked at: unscaled, clipped
     def __init__(self, n_batches, # To a step
                  batch_weight=None, # Function that says what the mean in the batch's loss divides by; by default in one process
-                 average=noop, # Function that averages the gradients of all workers, where that has not been done
                 ):
         super().__init__()
-        self.n_batches,self.average = n_batches,average
-        self.batch_weight = batch_weight or self._weight
-        self.n,self.total,self.first,self.weight,self.ending = 0,0.,None,0.,False
+        self.n_batches,self.batch_weight = n_batches,batch_weight or self._weight
+        self.n,self.total,self.first,self.weight = 0,0.,None,0.
 
     def _weight(self):
         f = self.learn.loss_func
@@ -69,7 +67,6 @@ class AccumulateSteps(QuickCallback):
         if self.learn._grab_cbs(GradientAccumulation): raise ValueError(
             f"rank {get_rank()}: gradient_accumulation_steps={self.n_batches} and fastai's GradientAccumulation callback "
             "both accumulate gradients: use one of them")
-        self.ending = False
         self.drop() # an error may have ended the last fit in the middle of a step
 
     def after_loss(self):
@@ -82,21 +79,11 @@ class AccumulateSteps(QuickCallback):
 
     def before_step(self):
         "Go on to the next batch, or divide by the number of samples, and step"
-        if not self.ending:
-            last = self.is_last()
-            self.n,self.total = self.n+1,self.total+self.weight
-            if not last: raise CancelBatchException()
+        last = self.is_last()
+        self.n,self.total = self.n+1,self.total+self.weight
+        if not last: raise CancelBatchException()
         if self.first is not None: scale_all(grads_of(self.learn), self.first/divisor(self.total))
         self.n,self.total,self.first = 0,0.,None
-
-    def after_train(self):
-        "Step with what is left, where the loader has ended sooner than its length said"
-        if not self.n: return
-        self.average()
-        self.ending = True
-        self.learn._with_events(self.learn._step, 'step', CancelStepException)
-        self.ending = False
-        self.learn.opt.zero_grad()
 
     def after_fit(self):
         "Drop what has been accumulated"

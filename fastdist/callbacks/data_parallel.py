@@ -9,18 +9,16 @@ __all__ = ['check_device_ids', 'ParallelTrainer']
 import fastai.distributed # before fastdist adds its methods to fastai's and torch's classes: it would replace them
 from fastai.basics import *
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from ..world.errors import refuse
 
 # %% ../../nbs/callbacks/05_data_parallel.ipynb #f52556e4
 def check_device_ids(device_ids # List of GPUs, by number or as `torch.device`, or `None`
                     ):
     "Raise a `ValueError` if there is no such GPU"
-    if device_ids is None: return
-    gpus = {o for i in range(torch.cuda.device_count()) for o in (i,f'cuda:{i}',torch.device('cuda', i))}
-    if not isinstance(device_ids, (list,tuple)) or not device_ids: raise ValueError(
-        f"device_ids={device_ids!r} is not accepted: it is a list of GPUs, such as [0,1], or None for all of them")
-    if missing := [o for o in device_ids if o not in gpus]: raise ValueError(
-        f"device_ids={device_ids!r} is not accepted: this machine has {torch.cuda.device_count()} GPU(s), and among them no {missing}; "
-        "None takes those that are there")
+    n = torch.cuda.device_count()
+    gpus = {o for i in range(n) for o in (i,f'cuda:{i}',torch.device('cuda', i))}
+    ok = device_ids is None or isinstance(device_ids, (list,tuple)) and len(device_ids) and gpus.issuperset(device_ids)
+    if not ok: refuse('device_ids', device_ids, f"it is a list of GPUs, such as [0,1], of the {n} that are here, or None for all of them")
 
 # %% ../../nbs/callbacks/05_data_parallel.ipynb #07d3ce85
 class ParallelTrainer(Callback):
@@ -37,8 +35,6 @@ class ParallelTrainer(Callback):
     def learn(self, v):
         if v is None and self.learn is not None: self.after_fit() # it is removed, and an error may have kept it from that
         vars(self)['_learn'] = v
-
-    def before_fit(self): check_device_ids(self.device_ids)
 
     def before_batch(self):
         "The model is wrapped here, as an evaluation that a callback makes in a fit ends as a fit does"

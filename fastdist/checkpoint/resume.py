@@ -5,15 +5,16 @@
 # %% auto #0
 __all__ = ['SharedFolder', 'every_of', 'real_folder', 'Resume', 'resume_of']
 
-# %% ../../nbs/checkpoint/03_resume.ipynb #e0a9ee47
+# %% ../../nbs/checkpoint/03_resume.ipynb #0398dd9c
 import re,time,uuid,weakref
-from contextlib import contextmanager
+from contextlib import ExitStack,contextmanager
 
 from fastai.basics import *
-from .files import Checkpoint, DamagedCheckpoint, FolderLock, ForeignCheckpoint, Saver, checkpoints, ends_of, readable
+from .files import Checkpoint, DamagedCheckpoint, ForeignCheckpoint, Saver, checkpoints, ends_of, folder_lock, readable
 from .state import load_plain, not_saved, put_rest, put_tensors, signature, take_rest, take_tensors, worker_of
 from ..callbacks.fastai_patches import QuickCallback, device_of, trainer_of
-from ..comm.collectives import all_gather_list, from_rank0
+from ..comm.collectives import all_gather_list
+from ..comm.rank0 import rank0_read
 from ..data.dl import DistributedDL
 from ..fault.interrupt import StopSignals, stop_together
 from ..strategy.base import check_values
@@ -21,79 +22,75 @@ from ..world.errors import refuse
 from ..world.ranks import get_rank, whole_number
 from ..world.store import wait_until
 
-# %% ../../nbs/checkpoint/03_resume.ipynb #58d8a92c
+# %% ../../nbs/checkpoint/03_resume.ipynb #b6b4be4c
+_others = dict(model='a model of other tensors', opt='another optimizer, or other groups of parameters', n_epoch='a fit of another length',
+               metric_names='other metrics')
+
 class SharedFolder:
-    "A folder of checkpoints, for the workers of a fit"
+    "A folder of checkpoints, for the workers of a fit; rank 0 looks at what is there"
     def __init__(self, path, # Of the folder
                  rank=0, n=1, # This worker, and how many there are
                 ):
-        self.path,self.rank,self.n,self.lock = Path(path),rank,n,FolderLock(path)
-        self.run = self.of_rank0(lambda: uuid.uuid4().hex[:12])
+        self.path,self.rank,self.n,self.lock = path,rank,n,ExitStack()
 
-    def of_rank0(self, f): return f() if self.n==1 else from_rank0(f() if self.rank==0 else None)
-    def errors(self, mine): return [(r,o) for r,o in enumerate([mine] if self.n==1 else all_gather_list(mine)) if o is not None]
+    def of_rank0(self, f, *args): return f(*args) if self.n==1 else rank0_read(f, *args)
+    def error(self, why, cls=ValueError): return cls(f"rank {get_rank()}: Resume({str(self.path)!r}): {why}")
 
-    def _make(self, mark):
-        "Why rank 0 cannot have the folder; `None` if it can"
+    def _hold(self):
+        run = uuid.uuid4().hex[:12]
         try:
-            self.lock.take()
-            mark.touch()
-        except (OSError,RuntimeError) as e: return str(e)
+            self.lock.enter_context(folder_lock(self.path))
+            (self.path/f'.run-{run}').touch()
+        except (OSError,RuntimeError) as e: raise self.error(e, OSError) from e
+        return run
 
     def take(self):
-        "No other run has it from now on; an `OSError` in all workers where rank 0 cannot write there, or another one does not see that"
-        mark = self.path/f'.run-{self.run}'
-        error = self.of_rank0(lambda: self._make(mark))
-        if error: raise OSError(f"Resume({str(self.path)!r}): {error}")
+        "No other run has it from now on; an `OSError` where rank 0 cannot write there, or another one does not see that. The name of this run"
+        run = self.of_rank0(self._hold)
+        mark = self.path/f'.run-{run}'
         seen = self.rank==0 or wait_until(mark.exists, 10)
-        unseen = self.errors(None if seen else "the folder has to be one that all workers share")
+        unseen = [] if self.n==1 else [r for r,o in enumerate(all_gather_list(bool(seen))) if not o]
         if self.rank==0: mark.unlink(missing_ok=True)
-        if unseen: raise OSError(
-            f"Resume({str(self.path)!r}): rank {unseen[0][0]} does not see what rank 0 has written there: {unseen[0][1]}")
+        if unseen: raise self.error(
+            f"rank {unseen[0]} does not see what rank 0 has written there: the folder has to be one that all workers share", OSError)
+        return run
 
-    def _why_not(self, c, fit, mine):
-        "(Why checkpoint `c` cannot be used, is it damaged?); `None` where it can"
-        try:
-            if fit > c.summary['fit']: return # nothing of it will be loaded
-            c.verify(self.rank, self.n)
-        except (DamagedCheckpoint,OSError) as e: return str(e),isinstance(e, DamagedCheckpoint) and not isinstance(e, ForeignCheckpoint)
-        for nm,what in (('model','a model of other tensors'),('opt','another optimizer, or other groups of parameters')):
-            if c.summary[nm]!=mine[nm] and fit==c.summary['fit']:
-                return f"the checkpoint {c.path} is of {what} ({nm} {c.summary[nm]}, here {mine[nm]})",False
-
-    def newest(self, fit, # Number of the fit in the script
-               mine, # `signature` of its learner
+    def newest(self, fit # Number of the fit in the script
               ):
-        """The newest `Checkpoint` that can be used, or `None` where there is none; those that are passed over are named.
-        A `ValueError` if there are others' only, or damaged ones"""
-        foreign = None
-        for nm in self.of_rank0(lambda: [o.path.name for o in checkpoints(self.path)]):
-            c = Checkpoint(self.path/nm)
-            errors = [o for _,o in self.errors(self._why_not(c, fit, mine))]
-            if not errors: return c
-            why = errors[0][0]
-            if not any(damaged for _,damaged in errors): foreign = foreign or why
-            elif self.rank==0: c.put_aside()
-            if self.rank==0: warnings.warn(f"{why}. It is passed over, and the one before it is taken")
-        if foreign: raise ValueError(
-            f"rank {get_rank()}: Resume({str(self.path)!r}): {foreign}, and no other one can be used: give this script a folder of its own")
-        if gone := self.of_rank0(lambda: sorted(o.name for o in self.path.glob('damaged-step-*'))): raise ValueError(
-            f"rank {get_rank()}: Resume({str(self.path)!r}): none of the checkpoints is whole ({', '.join(gone[:3])}): "
-            "to begin anew, delete them, or give this script another folder")
+        "The newest whole `Checkpoint`, or `None` where there is none. Damaged ones are put aside; a `ValueError` if there are no others"
+        def find():
+            for c in checkpoints(self.path):
+                try: return (c.verify() if fit <= c.summary['fit'] else c).path.name # of one before the fit nothing is read
+                except ForeignCheckpoint as e: raise self.error(e) from e
+                except DamagedCheckpoint as e:
+                    c.put_aside()
+                    warnings.warn(f"{e}. It is passed over, and the one before it is taken")
+            if gone := sorted(o.name for o in self.path.glob('damaged-step-*')): raise self.error(
+                f"none of the checkpoints is whole ({', '.join(gone[:3])}): to begin anew, delete them, or give this script another folder")
+        name = self.of_rank0(find)
+        return name and Checkpoint(self.path/name)
+
+    def misfit(self, c, mine):
+        "In what `c` is of another fit than that of the `signature` `mine`; `None` if it is not"
+        for k,what in _others.items():
+            if c.summary[k]!=mine[k]: return f"the checkpoint {c.path} is of {what} ({k} {c.summary[k]}, here {mine[k]})"
 
     def end_of(self, fit, # Number of a fit in the script, before the one that goes on
                mine, # `signature` of its learner
               ):
         "The `Checkpoint` of its end, or `None` where it is gone, or cannot be used, which is said"
-        name = self.of_rank0(lambda: (end := ends_of(readable(self.path)).get(fit)) and end.path.name)
-        errors = [] if name is None else self.errors(self._why_not(Checkpoint(self.path/name), fit, mine))
-        if name and not errors: return Checkpoint(self.path/name)
-        why = errors[0][1][0] if errors else "there is no checkpoint of it any more (those of the last 8 fits stay)"
-        if self.rank==0: warnings.warn(
-            f"rank 0: Resume({str(self.path)!r}): the end of fit {fit} of the script cannot be put back: {why}. What the script does "
-            "between it and the next fit sees other weights than at first; if that matters, begin anew in another folder")
+        def find():
+            c = ends_of(readable(self.path)).get(fit)
+            try: why = self.misfit(c.verify(), mine) if c else "there is none any more (those of the last 8 fits stay)"
+            except DamagedCheckpoint as e: why = e
+            if why is None: return c.path.name
+            warnings.warn(
+                f"rank 0: Resume({str(self.path)!r}): the end of fit {fit} of the script cannot be put back: {why}. What the script does "
+                "between it and the next fit sees other weights than at first; if that matters, begin anew in another folder")
+        name = self.of_rank0(find)
+        return name and Checkpoint(self.path/name)
 
-# %% ../../nbs/checkpoint/03_resume.ipynb #68d35621
+# %% ../../nbs/checkpoint/03_resume.ipynb #8223065b
 def every_of(every # As `Resume` takes it
             ):
     "(Its unit: 'steps', 'seconds' or 'epochs'; how many)"
@@ -104,7 +101,7 @@ def every_of(every # As `Resume` takes it
         'every', every, "it is a number of steps (200), a time ('30s', '10m', '2h'), or '1 epoch'")
     return (f'{m[2]}s',int(m[1])) if m[2] else ('seconds',float(m[3])*dict(s=1, m=60, h=3600)[m[4]])
 
-# %% ../../nbs/checkpoint/03_resume.ipynb #77724204
+# %% ../../nbs/checkpoint/03_resume.ipynb #394d5a2b
 _fits = {} # by folder, of this process: the learner of the last fit, and how many have ended
 
 def real_folder(path # Of the checkpoints
@@ -117,10 +114,9 @@ class _FitState:
     "What `Resume` knows of a fit, while it is made"
     def __init__(self, number, # Its place in the script
                  shared, # `SharedFolder`
-                 saver, # `Saver` of its checkpoints
-                 next_time, # When the next one is due, where they are made by the clock
+                 next_time, # When the next checkpoint is due, where they are made by the clock
                 ):
-        self.number,self.shared,self.saver,self.next_time = number,shared,saver,next_time
+        self.number,self.shared,self.saver,self.next_time = number,shared,None,next_time
         self.place,self.skips = None,False # the `Checkpoint` that is to be put back; has the fit ended before?
         self.due,self.stops,self.stepped = False,False,True # a checkpoint; the end of all, after it; was the batch the last of a step?
         self.depth,self.epoch,self.loop = 0,0,None # how many fits and evaluations are in each other; the loop over batches
@@ -139,25 +135,25 @@ class Resume(QuickCallback):
         self.folder,self.keep,self.default = real_folder(path),whole_number(keep),default
         if self.keep is None: refuse('keep', keep, "it is a number of checkpoints, 1 or more")
         self.signals,(self.unit,self.every) = StopSignals(partial(self.request, stop=True), status),every_of(every)
-        self.fit,self.step,self.rank,self.asked,self.wrapped,self.warned = None,0,0,0,{},set() # `fit`: a `_FitState`, in a fit
+        self.fit,self.step,self.asked = None,0,0 # `fit`: a `_FitState`, in a fit
 
     def request(self, stop=False # Ask all workers to end after it?
                ):
         "Ask for a checkpoint at the end of a step, the same in all workers; for signal handlers, of any worker"
         self.asked = 2**20 if stop else max(self.asked, 1)
 
-    def __getstate__(self): return {**vars(self), 'fit':None, 'wrapped':{}} # a copy, as one that `learn.export` writes, is in no fit
+    def __getstate__(self): return {**vars(self), 'fit':None} # a copy, as one that `learn.export` writes, is in no fit
 
     @property
     def many(self): return device_of(self.learn) is not None # are there other workers in this fit?
 
     def _agree(self, number): return trainer_of(self.learn).decisions.agree(number) if self.many else number
+    def _error(self, why): return self.fit.shared.error(why)
 
-    def _warn_once(self, text):
-        if self.rank==0 and text not in self.warned: warnings.warn(text)
-        self.warned.add(text)
+    def _warn(self, text):
+        if worker_of(self.learn)[0]==0: warnings.warn(text)
 
-# %% ../../nbs/checkpoint/03_resume.ipynb #087e563d
+# %% ../../nbs/checkpoint/03_resume.ipynb #3ab47476
 @patch
 def _number(self:Resume):
     "Which fit of the script begins? An error for what cannot go on exactly"
@@ -169,7 +165,7 @@ def _number(self:Resume):
         "give each one a folder of its own. To go on from it, start the script, or the notebook's kernel, again")
     _fits[self.folder] = weakref.ref(self.learn),ended
     if not self.many: check_values(self.learn.model) # else the strategy has
-    if left := not_saved(self.learn): self._warn_once(
+    if left := not_saved(self.learn): self._warn(
         f"Resume does not save {', '.join(left)}: no data. After a restart they are as the script makes them; "
         "give the callback state_dict and load_state_dict, if they change in a fit")
     return ended
@@ -177,42 +173,30 @@ def _number(self:Resume):
 @patch
 def _begin(self:Resume):
     "Before a fit: what is there of it?"
-    self.rank,workers = worker_of(self.learn)
-    number,shared = self._number(),SharedFolder(self.folder, self.rank, workers)
-    saver = Saver(self.folder, shared.run, self.rank, workers, self.keep, self._agree)
-    self.fit = fit = _FitState(number, shared, saver, time.monotonic()+self.every)
-    shared.take()
-    mine = signature(self.learn)
-    newest = shared.newest(number, mine)
+    rank,workers = worker_of(self.learn)
+    number,shared = self._number(),SharedFolder(self.folder, rank, workers)
+    self.fit = fit = _FitState(number, shared, time.monotonic()+self.every)
+    fit.saver = Saver(self.folder, shared.take(), rank, workers, self.keep)
+    newest = shared.newest(number)
     if newest is None: return
-    s = newest.summary
+    mine,s = signature(self.learn),newest.summary
     fit.skips = (number,False) < (s['fit'],s['ended']) # it, or a later one, has ended
     fit.place = newest if number==s['fit'] else shared.end_of(number, mine) if fit.skips else None
-    if fit.place is not None and (n := fit.place.summary['n_epoch'])!=self.learn.n_epoch: raise ValueError(
-        f"rank {get_rank()}: Resume({str(self.folder)!r}): the fit that was saved is one of {n} epochs, "
-        f"and this one of {self.learn.n_epoch}: call it as before, or give it a folder of its own")
+    if fit.place is newest and (why := shared.misfit(newest, mine)): raise self._error(
+        f"{why}: make it as it was, or give this script a folder of its own")
     self.step = fit.place.summary['step'] if fit.place else max(self.step, 0 if fit.skips else s['step'])
-    if self.rank==0 and fit.skips: print(f"{newest.path.name}: fit {number} of the script has ended before", flush=True)
-    elif self.rank==0 and fit.place: print(f"Going on from {newest.path.name}: epoch {s['epoch']}, batch {s['batch']}", flush=True)
+    if rank==0 and fit.skips: print(f"{newest.path.name}: fit {number} of the script has ended before", flush=True)
+    elif rank==0 and fit.place: print(f"Going on from {newest.path.name}: epoch {s['epoch']}, batch {s['batch']}", flush=True)
 
-# %% ../../nbs/checkpoint/03_resume.ipynb #2293a90b
-def _metric_names(learn): return [str(getattr(o, 'name', None)) for o in learn.metrics]
-
+# %% ../../nbs/checkpoint/03_resume.ipynb #a277f692
 @patch
 def _read_rest(self:Resume):
-    "What a worker has saved beside the tensors: this one, or of another number of workers rank 0"
-    c,s = self.fit.place,self.fit.place.summary
-    same,metrics = s['workers']==self.fit.shared.n,_metric_names(self.learn)
+    "What a worker has saved beside the tensors: this one, or of another number of workers rank 0; and is it this one?"
+    c,s,shared = self.fit.place,self.fit.place.summary,self.fit.shared
+    same = s['workers']==shared.n
     # loaders of PyTorch's have no device; parameters may be offloaded from that of a context
     device = device_of(self.learn) or next((p.device for p in self.learn.model.parameters()), None)
-    rest = load_plain(c.path/f'rank-{self.rank if same else 0}.pt', device)
-    if s['metric_names']!=metrics and not self.fit.skips: raise ValueError(
-        f"rank {get_rank()}: Resume({str(self.folder)!r}): the fit that was saved has the metrics [{', '.join(s['metric_names'])}], "
-        f"and this one has [{', '.join(metrics)}]: give it those, in that order, or a folder of its own")
-    if self.fit.skips or not same: rest['metrics'] = [] # no batch follows that would add to them; or each had those of its own share
-    if s['batch'] and not same and getattr(getattr(self.learn, 'recorder', None), 'train_metrics', False): self._warn_once(
-        f"{c.path} is of {s['workers']} workers in the middle of an epoch: the metrics of train_metrics=True are for this epoch "
-        "those of the batches from here on")
+    rest = load_plain(c.path/f'rank-{shared.rank if same else 0}.pt', device)
     return rest,same
 
 @patch
@@ -230,12 +214,11 @@ def put_back(self:Resume):
     getattr(self.learn.dls, 'n_inp', None) # to find out, fastai reads a sample at the first batch of a process, which may draw
     rest,same = self._read_rest()
     put_tensors(self.learn, self.fit.place)
-    with self._other_loaders_told(): lacking,missing = put_rest(self.learn, rest, same)
-    if lacking: self._warn_once(f"{self.fit.place.path} has the state of callbacks that this fit has not: {', '.join(lacking)}")
+    with self._other_loaders_told(): missing = put_rest(self.learn, rest, same, metrics=same and not self.fit.skips)
     text = (f"{', '.join(missing)} of a callback cannot take the state that {self.fit.place.path} has: "
             "make what has it in __init__, or in before_fit")
-    if missing and not self.fit.skips: raise ValueError(f"rank {get_rank()}: Resume({str(self.folder)!r}): {text}")
-    if missing: self._warn_once(text)
+    if missing and not self.fit.skips: raise self._error(text)
+    if missing: self._warn(text)
     return rest['loader'],same
 
 @patch
@@ -250,13 +233,13 @@ def put_loader(self:Resume, dl # The training loader of the epoch, a `Distribute
     if (first,n)!=(s['batch'],s['n_iter']): learn.n_iter,learn.pct_train = n,(learn.epoch+first/n)/learn.n_epoch
     return first
 
-# %% ../../nbs/checkpoint/03_resume.ipynb #048ea1e4
+# %% ../../nbs/checkpoint/03_resume.ipynb #618ce774
 @patch
 def wish(self:Resume):
     "What this worker asks all of them for: it is sent with the loss; 1 for a checkpoint, 2**20 to end after it"
     if self.fit is None: return 0
     if res := self.asked: self.asked = 0 # only then: a signal that comes meanwhile would be lost
-    if self.unit=='seconds' and self.rank==0 and time.monotonic() >= self.fit.next_time:
+    if self.unit=='seconds' and self.fit.shared.rank==0 and time.monotonic() >= self.fit.next_time:
         self.fit.next_time = time.monotonic()+self.every
         res = max(res, 1)
     return res
@@ -286,7 +269,7 @@ def after_batch(self:Resume):
     self._heed(trainer_of(self.learn).step.wished if self.many else self.wish())
     fit.due |= fit.stepped and self.unit=='steps' and self.step%self.every==0
     if not fit.due or not fit.stepped or not isinstance(getattr(fit.loop, 'dl', None), DistributedDL): return
-    if self.many and trainer_of(self.learn).totals.copies: return self._warn_once(
+    if self.many and trainer_of(self.learn).totals.copies: return self._warn(
         "Resume saves at the end of epochs only: a metric of train_metrics=True needs the predictions of the whole epoch")
     self._save(fit.epoch, fit.loop.i+1)
 
@@ -307,17 +290,16 @@ def after_fit(self:Resume):
     self.fit.depth -= 1
     if not self.fit.depth: self._save(self.fit.epoch+1, 0, validated=True, ended=True) # and not after an evaluation of a callback's
 
-# %% ../../nbs/checkpoint/03_resume.ipynb #2c2a3626
+# %% ../../nbs/checkpoint/03_resume.ipynb #efcfa98c
 @patch
-def _summary(self:Resume, epoch, batch, validated, ended):
-    learn = self.learn
+def _summary(self:Resume, **kwargs):
+    "What `summary.json` says of the place in the script, and of the fit"
+    learn,shared = self.learn,self.fit.shared
     rec = getattr(learn, 'recorder', None)
     last = zip(rec.metric_names[1:], rec.values[-1]) if rec is not None and rec.values else ()
     strategy = getattr(getattr(trainer_of(learn), 'strategy', None), 'name', None)
-    return dict(step=self.step, fit=self.fit.number, epoch=epoch, batch=batch, ended=ended, validated=validated,
-                n_epoch=learn.n_epoch, n_iter=getattr(self.fit.loop, 'n', 0),
-                metrics={k:float(v) for k,v in last if isinstance(v, (int,float))}, metric_names=_metric_names(learn),
-                workers=self.fit.saver.n, strategy=strategy, **signature(learn))
+    return dict(step=self.step, fit=self.fit.number, n_iter=getattr(self.fit.loop, 'n', 0), workers=shared.n, strategy=strategy,
+                metrics={k:float(v) for k,v in last if isinstance(v, (int,float))}, **kwargs, **signature(learn))
 
 @patch
 def _save(self:Resume, epoch, batch, validated=False, ended=False):
@@ -326,17 +308,18 @@ def _save(self:Resume, epoch, batch, validated=False, ended=False):
     fit.saver.finish()
     dl = fit.loop.dl if batch and batch < fit.loop.n else None
     if dl is None and batch: batch = fit.loop.n
-    fit.saver.start(self._summary(epoch, batch, validated, ended), take_tensors(learn), take_rest(learn, dl, ended))
+    summary = self._summary(epoch=epoch, batch=batch, validated=validated, ended=ended)
+    fit.saver.start(summary, take_tensors(learn), take_rest(learn, dl))
     fit.due,fit.next_time = False,time.monotonic()+self.every
-    saved = fit.saver.finish() if ended or fit.stops else None
+    failed = (ended or fit.stops) and self._agree(int(not fit.saver.finish()))
     if ended: self._heed(self._agree(self.wish())) # of a signal that came meanwhile: no batch follows that would
     if fit.stops:
         fit.stops = False
-        what = f"saved to {self.folder}" if saved else f"NOT saved to {self.folder}, where an older checkpoint may be"
+        what = f"NOT saved to {self.folder}, where an older checkpoint may be" if failed else f"saved to {self.folder}"
         stop_together(self.signals.status, f"{self.signals.came or 'a signal to another worker'}: {what}, and the workers end with "
                       f"exit status {self.signals.status}; the same command goes on from there")
 
-# %% ../../nbs/checkpoint/03_resume.ipynb #df7c0463
+# %% ../../nbs/checkpoint/03_resume.ipynb #2e68c616
 @patch
 def around_fit(self:Resume, run, # Function that makes the fit
                final, # What fastai does at the end of one
@@ -355,10 +338,9 @@ def around_fit(self:Resume, run, # Function that makes the fit
     finally:
         self.signals.give_back()
         fit,self.fit = self.fit,None # first: Ctrl-C may come while it waits
-        self.wrapped.clear()
         if fit is not None:
-            try: fit.saver.abandon()
-            finally: fit.shared.lock.give_back()
+            with fit.shared.lock:
+                if fit.saver is not None: fit.saver.finish(5)
 
 @patch
 def before_fit(self:Resume):
@@ -389,15 +371,13 @@ def first_epoch(self:Resume):
 def before_train(self:Resume):
     "In one process, let the loader be one that can begin in the middle of an epoch"
     if self.fit is None: return
-    dl = self.learn.dl
-    if not isinstance(dl, DistributedDL):
-        try:
-            if id(dl) not in self.wrapped: self.wrapped[id(dl)] = DistributedDL(dl, 0, 1, split_batches=True)
+    learn = self.learn
+    if not isinstance(learn.dl, DistributedDL):
+        try: learn.dl = DistributedDL(learn.dl, 0, 1, split_batches=True)
         except TypeError as e:
             if self.unit!='epochs': raise TypeError(f"{e}. With such a loader, save at the end of epochs: Resume(every='1 epoch')") from e
-        else: self.learn.dl = self.wrapped[id(dl)]
-    why = self.learn.dl.exact_streams() if isinstance(self.learn.dl, DistributedDL) else None
-    if why: self._warn_once(f"Resume: {why} after a restart in the middle of an epoch: augmentations of that epoch are other ones")
+    why = learn.dl.exact_streams() if isinstance(learn.dl, DistributedDL) else None
+    if why: self._warn(f"Resume: {why} after a restart in the middle of an epoch: augmentations of that epoch are other ones")
 
 @patch
 def batches(self:Resume, dl # The training loader
@@ -411,7 +391,6 @@ def batches(self:Resume, dl # The training loader
     if first is None: return
     for loop.i,b in enumerate(dl, first): yield loop.i,b
 
-# %% ../../nbs/checkpoint/03_resume.ipynb #2f1b683a
 def resume_of(learn # Any `Learner`
              ):
     "Its `Resume`, or `None`; of two, the one that does not give way"

@@ -6,24 +6,22 @@
 __all__ = ['plain_copy', 'load_plain', 'memory_of', 'remembered', 'restore', 'not_saved', 'worker_of', 'take_tensors',
            'put_tensors', 'signature', 'take_rest', 'put_rest', 'read_state']
 
-# %% ../../nbs/checkpoint/02_state.ipynb #1b9c61cb
+# %% ../../nbs/checkpoint/02_state.ipynb #e9c3cb87
 import _codecs,hashlib,json
 
 from fastai.basics import *
 from fastai.callback.progress import CSVLogger
-from fastai.losses import BaseLoss
 from .files import StoredTensors
 from .weights import sharded_of
 from ..callbacks.fastai_patches import device_of, trainer_of
 from ..comm.collectives import is_dtensor, local
 from ..data.dl import DistributedDL
 from ..data.rng import generator_states, generators_in, set_generator_states, set_stream_states, stream_states
-from ..metrics.losses import GlobalBatchLoss
 from ..strategy.base import inner_opt, whole_model
 from ..strategy.zero1 import OwnedOptimizer
 from ..world.ranks import get_rank, get_world_size
 
-# %% ../../nbs/checkpoint/02_state.ipynb #7f32350d
+# %% ../../nbs/checkpoint/02_state.ipynb #ead471f6
 _atoms = type(None),bool,int,float,complex,str,bytes,torch.dtype,torch.Size
 _numbers = '?bBhHiIlLqQefdFD' # types of NumPy's
 _lists,_dicts = (list,tuple,set,frozenset,L),(dict,collections.OrderedDict,collections.Counter)
@@ -56,8 +54,7 @@ def plain_copy(o # A nest of plain data; a `TypeError` where there is something 
     if odd := _odd(o): raise TypeError(
         f"rank {get_rank()}: Resume cannot save a {odd}: it saves numbers, texts, tensors, arrays, and lists of them")
     ts = _tensors_in(o)
-    def bare(t): return t.detach().as_subclass(Tensor)
-    copies = {id(t):bare(t).to('cpu', copy=True) for t in ts} # what `deepcopy` takes in their place
+    copies = {id(t):t.detach().as_subclass(Tensor).to('cpu', copy=True) for t in ts} # what `deepcopy` takes in their place
     return deepcopy(o, copies),[i for i,t in enumerate(ts) if t.device.type!='cpu']
 
 def load_plain(file, # Path
@@ -68,7 +65,7 @@ def load_plain(file, # Path
     ts = _tensors_in(o)
     return deepcopy(o, {id(ts[i]):ts[i].to(device) for i in elsewhere}) if elsewhere and device is not None else o
 
-# %% ../../nbs/checkpoint/02_state.ipynb #8723c3a4
+# %% ../../nbs/checkpoint/02_state.ipynb #241ce7ab
 _not_of_state = 'learn','run','training','start_epoch' # of the learner, the fit, and this process's clock
 
 def _has_state(o): return all(callable(getattr(type(o), nm, None)) for nm in ('state_dict','load_state_dict'))
@@ -82,42 +79,47 @@ def _are_numbers(v):
     if type(v) is not list or len(v) < 2: return False
     return all(isinstance(x, Tensor) and x.dim()==0 for x in v) and len({(x.dtype,x.device) for x in v})==1
 
+def _value(v, shared):
+    "(How an attribute is remembered, as what)"
+    if isinstance(v, Metric): return 'metric',remembered(v, shared)[0]
+    if _has_state(v): return 'state',v.state_dict()
+    if _are_numbers(v): return 'numbers',torch.stack([x.detach().as_subclass(Tensor) for x in v])
+    return 'data',v
+
 def remembered(o, # A callback, a metric, a module or a loss function
-               shared=(), # From `memory_of` the learner's tensors
+               shared=frozenset(), # From `memory_of` the learner's tensors
               ):
-    "(What it remembers, the names of public attributes that are no data)"
-    res,left = dict(data={}, numbers={}, states={}),[]
-    for k,v in vars(o).items():
-        if k.startswith('_') or k in _not_of_state: continue
-        if _are_numbers(v):
-            res['numbers'][k] = torch.stack([x.detach().as_subclass(Tensor) for x in v])
-            continue
-        state = remembered(v, shared)[0] if isinstance(v, Metric) else v.state_dict() if _has_state(v) else None
-        what = v if state is None else state
-        if state is not None and not state or memory_of(_tensors_in(what)) & {*shared}: continue
-        if _odd(what): left.append(k)
-        else: res['data' if state is None else 'states'][k] = what
+    "(What it remembers, by name; the names of public attributes that are no data)"
     if _has_state(o) and not isinstance(o, nn.Module):
-        res['own'] = o.state_dict()
-        if odd := _odd(res['own']): raise TypeError(
+        state = o.state_dict()
+        if odd := _odd(state): raise TypeError(
             f"rank {get_rank()}: {type(o).__name__}.state_dict returns what cannot be saved (a {odd}): let it return numbers, texts, "
             "tensors, arrays, and lists, tuples, sets and dicts of them")
+        return {'':('state',state)},[]
+    res,left = {},[]
+    for k,v in vars(o).items():
+        if k.startswith('_') or k in _not_of_state: continue
+        kind,what = _value(v, shared)
+        if kind=='state' and not what or memory_of(_tensors_in(what)) & shared: continue
+        if _odd(what): left.append(k)
+        else: res[k] = kind,what
     return res,left
 
 def restore(o, # An object like the one that `saved` was taken of
             saved, # What `remembered` has returned first
            )->list:
     "Let `o` remember that. Returns the names of attributes that are not there yet, or have no state"
-    vars(o).update(saved['data'] | {k:list(t.unbind()) for k,t in saved['numbers'].items()})
     missing = []
-    for k,state in saved['states'].items():
-        v = vars(o).get(k)
-        if isinstance(v, Metric): restore(v, state)
-        elif _has_state(v): v.load_state_dict(state)
+    for k,(kind,v) in saved.items():
+        here = vars(o).get(k) if k else o
+        if kind=='data': setattr(o, k, v)
+        elif kind=='numbers': setattr(o, k, list(v.unbind()))
+        elif kind=='metric' and isinstance(here, Metric): restore(here, v)
+        elif _has_state(here): here.load_state_dict(v)
         else: missing.append(k)
-    if 'own' in saved: o.load_state_dict(saved['own'])
     return missing
 
+# %% ../../nbs/checkpoint/02_state.ipynb #5d842e36
 @patch
 def state_dict(self:CSVLogger):
     "What it has written by now"
@@ -134,13 +136,11 @@ def load_state_dict(self:CSVLogger, state):
     file.truncate()
     file.write(state['text'])
 
-# %% ../../nbs/checkpoint/02_state.ipynb #8a6f6b99
-def _is_ours(o): return type(o).__module__.split('.')[0] in ('fastai','fastdist')
-
+# %% ../../nbs/checkpoint/02_state.ipynb #e5f80313
 _makes_the_fit = {'DistributedTrainer','StepHooks','Resume'}
 
 def _callbacks(learn):
-    "Callbacks whose state is saved, by a name that is the same in the next process: the class, and the number among those of it"
+    "Those whose state is saved, by a name that is the same in the next process: the class, and the number among those of it"
     seen,res = collections.Counter(),{}
     for cb in learn.cbs.sorted('order'):
         if _makes_the_fit & {o.__name__ for o in type(cb).__mro__}: continue
@@ -148,25 +148,24 @@ def _callbacks(learn):
         res[f'{nm} {seen[nm]}'],seen[nm] = cb,seen[nm]+1
     return res
 
+def _objects(learn):
+    "By name, what may remember something: callbacks, metrics, and the modules of the model, and of the loss function, whatever is around it"
+    res = _callbacks(learn) | {f'metric {i}':m for i,m in enumerate(learn.metrics)} | {f'model {nm}':m for nm,m in learn.model.named_modules()}
+    f,i = learn.loss_func,0
+    f = getattr(getattr(f, '__self__', None), 'old_lf', f) # that which `MixUp` stands in front of
+    while hasattr(f, '__dict__'):
+        res |= {f'loss {i}.{nm}':m for nm,m in (f.named_modules() if isinstance(f, nn.Module) else [('',f)])}
+        f,i = getattr(f, 'loss_func', getattr(f, 'func', None)),i+1 # `GlobalBatchLoss`; fastai's losses and `partial`
+    return res
+
 def not_saved(learn # `Learner`
              ):
     "What users' callbacks have that is no data, as 'Callback.attribute', but for what a script makes again: functions, classes, modules"
     made_anew = type(noop),type,partial,type(print),Learner,Callback,nn.Module
-    return [f'{type(cb).__name__}.{k}' for cb in _callbacks(learn).values() if not (_is_ours(cb) or _has_state(cb))
+    return [f'{type(cb).__name__}.{k}' for cb in _callbacks(learn).values() if type(cb).__module__.split('.')[0] not in ('fastai','fastdist')
             for k in remembered(cb)[1] if not isinstance(vars(cb)[k], made_anew)]
 
-def _modules(learn):
-    "By name, the modules of the model, and of the loss function, whatever is around it, that may remember something"
-    res = {f'model.{nm}':m for nm,m in learn.model.named_modules()}
-    f,i = learn.loss_func,0
-    f = getattr(getattr(f, '__self__', None), 'old_lf', f) # that which `MixUp` stands in front of
-    while hasattr(f, '__dict__'):
-        found = f.named_modules() if isinstance(f, nn.Module) else [('',f)]
-        res |= {f'loss {i}.{nm}':o for nm,o in found}
-        f,i = f.loss_func if isinstance(f, GlobalBatchLoss) else f.func if isinstance(f, (BaseLoss,partial)) else None,i+1
-    return res
-
-# %% ../../nbs/checkpoint/02_state.ipynb #252cb53c
+# %% ../../nbs/checkpoint/02_state.ipynb #7f52721b
 def worker_of(learn # Any `Learner`
              )->tuple:
     "(Which is this worker, how many are there?) of those that train `learn` together: (0,1) outside of a context"
@@ -192,57 +191,45 @@ def _opt_state(opt):
         for k,o in state.get(p, {}).items(): yield f'opt.{nm}.{k}',p,o
         if slow is not None: yield f'slow.{nm}',p,slow[int(nm.split('.')[0])][int(nm.split('.')[1])]
 
-def _first_row(n, size, rank):
-    "Of the `n` rows of a tensor, the first that worker `rank` of `size` has"
-    return min(rank*-(-n//size), n)
-
 def _shard_of(t):
     "(First row of this worker's, is it the one that writes them?) of a `DTensor`"
     mesh = t.device_mesh
     dims = [i for i,p in enumerate(t.placements) if p.is_shard()]
-    writes = all(mesh.get_local_rank(i)==0 for i in range(mesh.ndim) if i not in dims)
-    return (_first_row(t.shape[0], mesh.size(dims[0]), mesh.get_local_rank(dims[0])) if dims else 0),writes
+    writes = all(mesh.get_local_rank(i)==0 for i in range(mesh.ndim) if i not in dims) # in another node they are the same
+    if not dims: return 0,writes
+    rows = -(-t.shape[0]//mesh.size(dims[0])) # of each worker, but for the last ones
+    return min(mesh.get_local_rank(dims[0])*rows, t.shape[0]),writes
 
-def _opt_rows(learn, p):
-    """What the strategy lets this worker remember of parameter `p`: (first row, how many, is it the one that writes them?); `None` where
-    that is all of it. The one place that knows how optimizers are sharded, with `_as_remembered`"""
-    if sharded_of(learn.opt) is None or not is_dtensor(p): return
-    start,writes = _shard_of(p)
-    return start,len(local(p)),writes # in another node they are the same
+def _opt_shard(learn, p):
+    """What the strategy lets this worker remember of parameter `p`: (first row, is it the one that writes them?); `None` where that is
+    all of it. The one place that knows how optimizers are sharded, with `_as_remembered`"""
+    return None if sharded_of(learn.opt) is None or not is_dtensor(p) else _shard_of(p)
 
-def _as_remembered(learn, nm, p, o, rows):
-    "What was read of `p`, as the optimizer remembers it: `rows` of this worker, or all"
+def _as_remembered(learn, nm, p, o, shard):
+    "What was read of `p`, as the optimizer remembers it: the rows of this worker, or all"
     if not isinstance(o, Tensor): return o
     group = _groups(learn.opt)[int(nm.split('.')[1])]
     on_cpu = nm.endswith('.step') and not (group.get('fused') or group.get('capturable')) # as torch's optimizers keep their counts
     o = o if on_cpu else o.to(local(p).device)
-    return sharded_of(learn.opt).of_rows(p, o) if rows else o
+    return sharded_of(learn.opt).of_rows(p, o) if shard else o
 
-# %% ../../nbs/checkpoint/02_state.ipynb #5ad81252
-_small = 2**16 # bytes up to which one worker writes a whole tensor
-
+# %% ../../nbs/checkpoint/02_state.ipynb #434604ea
 def take_tensors(learn # `Learner` with an optimizer, after a step
                 )->list:
     "Copies, in CPU memory, of what this worker writes of model and optimizer: (name, shape of the whole, first row, rows)"
     (rank,n),trained,res = worker_of(learn),{id(p) for p in _params(learn.opt).values()},[]
-    def add(nm, shape, start, t, writes=True):
-        if writes: res.append((nm, tuple(shape), start, t.detach().as_subclass(Tensor).to('cpu', copy=True).contiguous()))
-    def add_own(i, nm, t, in_turn=True):
-        "What is the same in all workers: each writes some of it; what may differ, as buffers, rank 0"
-        if is_dtensor(t): return add(nm, t.shape, _shard_of(t)[0], local(t), _shard_of(t)[1])
-        if not in_turn or not t.dim() or t.nbytes<=_small: return add(nm, t.shape, 0, t, rank==(i%n if in_turn else 0))
-        start = _first_row(len(t), n, rank)
-        add(nm, t.shape, start, t[start:_first_row(len(t), n, rank+1)])
-    for i,(nm,t) in enumerate(_named_tensors(learn).items()): add_own(i, nm, t, id(t) in trained)
+    def add(nm, t, writes, shape=None, start=0):
+        if is_dtensor(t): shape,(start,writes),t = t.shape,_shard_of(t),local(t)
+        if writes: res.append((nm, tuple(t.shape if shape is None else shape), start,
+                               t.detach().as_subclass(Tensor).to('cpu', copy=True).contiguous()))
+    for i,(nm,t) in enumerate(_named_tensors(learn).items()):
+        add(nm, t, rank==(i%n if id(t) in trained else 0)) # buffers may differ: those of rank 0
     sharded = sharded_of(learn.opt)
     for i,(nm,p,o) in enumerate(_opt_state(learn.opt)):
-        if isinstance(sharded, OwnedOptimizer):
-            if sharded.owns(p): add(nm, o.shape, 0, o) if isinstance(o, Tensor) else res.append((nm, (), 0, o))
-            continue
-        rows = _opt_rows(learn, p)
-        if not isinstance(o, Tensor): res += [(nm, (), 0, o)] if rank==0 else []
-        elif rows and not is_dtensor(o) and o.shape==(rows[1],*p.shape[1:]): add(nm, p.shape, rows[0], o, rows[2])
-        else: add_own(i, nm, o)
+        writes,shard = sharded.owns(p) if isinstance(sharded, OwnedOptimizer) else rank==i%n,_opt_shard(learn, p)
+        if not isinstance(o, Tensor): res += [(nm, (), 0, o)] if writes else []
+        elif shard and not is_dtensor(o) and o.shape==local(p).shape: add(nm, o, shard[1], p.shape, shard[0])
+        else: add(nm, o, writes)
     return res
 
 def put_tensors(learn, # `Learner` with an optimizer, in any strategy
@@ -261,28 +248,30 @@ def put_tensors(learn, # `Learner` with an optimizer, in any strategy
     sharded = sharded_of(opt)
     for nm,p in _params(opt).items():
         for k in [k for k in stored.parts if k.startswith(f'opt.{nm}.') or k==f'slow.{nm}']:
-            rows = _opt_rows(learn, p) if stored.shape(k)==tuple(p.shape) else None
-            mine = not isinstance(sharded, OwnedOptimizer) or sharded.owns(p)
-            if not mine and k.startswith('opt.') and isinstance(stored.rows(k, 0, 0), Tensor): continue
-            o = _as_remembered(learn, k, p, stored.rows(k, *rows[:2]) if rows else stored.rows(k), rows)
+            shard = _opt_shard(learn, p) if stored.shape(k)==tuple(p.shape) else None
+            elsewhere = isinstance(sharded, OwnedOptimizer) and not sharded.owns(p)
+            if elsewhere and k.startswith('opt.') and isinstance(stored.rows(k, 0, 0), Tensor): continue
+            o = _as_remembered(learn, k, p, stored.rows(k, shard[0], len(local(p))) if shard else stored.rows(k), shard)
             if k.startswith('slow.'): slow[nm] = o
             else: state.setdefault(p, {})[k.split('.', 3)[3]] = o
     if slow: opt.slow_weights = L(L(slow[f'{g}.{i}'] for i in range(len(pg))) for g,pg in enumerate(opt.param_lists))
 
-# %% ../../nbs/checkpoint/02_state.ipynb #9112e988
+# %% ../../nbs/checkpoint/02_state.ipynb #8f9fceb6
 def _sum_of(o): return hashlib.sha256(json.dumps(o).encode()).hexdigest()[:16]
 
-def signature(learn # `Learner` with an optimizer
+def signature(learn # `Learner` with an optimizer, in a fit
              )->dict:
-    "Checksums over names, shapes and types of the model's parameters, and over what the optimizer is, and trains"
+    """What must be the same in a fit that goes on: checksums over names, shapes and types of the model's parameters, and over what the
+    optimizer is, and trains; the number of epochs, and the metrics"""
     params = {k:t for k,t in _named_tensors(learn).items() if isinstance(t, nn.Parameter)}
     names,inner = {id(t):k for k,t in params.items()},inner_opt(learn.opt)
     cls = next(o for o in type(learn.opt).__mro__ if o.__module__.split('.')[0]!='fastdist')
     steps = [getattr(getattr(o, 'func', o), '__name__', type(o).__name__) for o in getattr(inner, 'cbs', [type(inner)])]
     return dict(model=_sum_of([(k,list(t.shape),str(t.dtype)) for k,t in params.items()]),
-                opt=_sum_of([cls.__name__, steps, [[names.get(id(p), list(p.shape)) for p in pg] for pg in learn.opt.param_lists]]))
+                opt=_sum_of([cls.__name__, steps, [[names.get(id(p), list(p.shape)) for p in pg] for pg in learn.opt.param_lists]]),
+                n_epoch=learn.n_epoch, metric_names=[str(getattr(o, 'name', None)) for o in learn.metrics])
 
-# %% ../../nbs/checkpoint/02_state.ipynb #55044a41
+# %% ../../nbs/checkpoint/02_state.ipynb #36d72d1e
 def _groups(opt):
     inner = inner_opt(opt)
     return inner.hypers if isinstance(inner, Optimizer) else inner.param_groups
@@ -305,21 +294,17 @@ _of_learner = 'train_iter n_iter pct_train loss smooth_loss final_record epoch'.
 
 def take_rest(learn, # `Learner` in a fit
               dl=None, # The `DistributedDL` that is trained on, in the middle of an epoch
-              ended=False, # Has the fit ended?
              ):
     "A copy of what this worker remembers beside tensors"
-    tensors = _named_tensors(learn)
-    names,opt,shared = {id(t):nm for nm,t in tensors.items()},learn.opt,memory_of(tensors.values())
-    def is_off(cb): return not (ended or cb.run or _is_ours(cb)) # at the end of a fit fastai switches all on
-    state_dict,scaler = learn.model.state_dict(keep_vars=True),getattr(learn, 'scaler', None)
+    tensors,opt,scaler = _named_tensors(learn),learn.opt,getattr(learn, 'scaler', None)
+    names,shared = {id(t):nm for nm,t in tensors.items()},memory_of(tensors.values())
+    state_dict = learn.model.state_dict(keep_vars=True)
     return plain_copy(dict(
         opt=dict(hypers=[{k:v for k,v in pg.items() if k not in ('params','param_names')} for pg in _groups(opt)],
                  count=vars(opt).get('count'), frozen_idx=vars(opt).get('frozen_idx'),
                  trained=[nm for nm,p in _params(opt).items() if p.requires_grad],
                  grads=[nm for nm,p in _params(opt).items() if p.grad is not None]),
-        callbacks={nm:remembered(cb, shared)[0] for nm,cb in _callbacks(learn).items()},
-        off=[nm for nm,cb in _callbacks(learn).items() if is_off(cb)],
-        modules={nm:remembered(m, shared)[0] for nm,m in _modules(learn).items()}, metrics=[remembered(m)[0] for m in learn.metrics],
+        objects={nm:remembered(o, shared)[0] for nm,o in _objects(learn).items()},
         extra={k:v for k,v in state_dict.items() if k.endswith('_extra_state')},
         keys={k:names[id(t)] for k,t in state_dict.items() if id(t) in names},
         learner={k:getattr(learn, k) for k in _of_learner if hasattr(learn, k)}, streams=stream_states(*_randoms(learn)),
@@ -327,27 +312,27 @@ def take_rest(learn, # `Learner` in a fit
         loader=None if dl is None else (dl.state_dict(), dl.streams()), buffers=_stale_buffers(learn),
         scaler=None if scaler is None else scaler.state_dict()))
 
-_nothing = dict(data={}, numbers={}, states={})
+def _put_opt(opt, saved):
+    for pg,hypers in zip(_groups(opt), saved['hypers']): pg.update(hypers)
+    for k in 'count','frozen_idx':
+        if saved[k] is not None: setattr(opt, k, saved[k])
+    for nm,p in _params(opt).items(): # fastai's optimizers step what has a gradient, be it zero, as it is after a step
+        p.requires_grad_(nm in saved['trained'])
+        p.grad = torch.zeros_like(p, requires_grad=False) if nm in saved['grads'] else None
 
 def put_rest(learn, # `Learner` in a fit
              rest, # What `take_rest` has copied, in the worker of this rank, or in rank 0 of another number of workers
              same=True, # Were there as many workers?
-            ):
-    "Let this worker remember it: all but tensors, and the place in the training loader. Returns (callbacks, attributes) that are not here"
-    opt,trainer,cbs = learn.opt,trainer_of(learn),_callbacks(learn)
-    for pg,saved in zip(_groups(opt), rest['opt']['hypers']): pg.update(saved)
-    for k in 'count','frozen_idx':
-        if rest['opt'][k] is not None: setattr(opt, k, rest['opt'][k])
-    for nm,p in _params(opt).items(): # fastai's optimizers step what has a gradient, be it zero, as it is after a step
-        p.requires_grad_(nm in rest['opt']['trained'])
-        p.grad = torch.zeros_like(p, requires_grad=False) if nm in rest['opt']['grads'] else None
-    for m,saved in zip(learn.metrics, rest['metrics']): restore(m, saved)
-    found = {nm:restore(cbs[nm], saved) for nm,saved in rest['callbacks'].items() if nm in cbs}
-    for nm in rest['off']: cbs.get(nm, SimpleNamespace()).run = False
-    for nm,m in _modules(learn).items():
-        saved = rest['modules'].get(nm, _nothing)
+             metrics=True, # What the metrics have of an epoch, too?
+            )->list: # Names of attributes of callbacks that are not here
+    "Let this worker remember it: all but tensors, and the place in the training loader"
+    trainer,missing = trainer_of(learn),[]
+    _put_opt(learn.opt, rest['opt'])
+    for nm,o in _objects(learn).items():
+        kind,saved = nm.partition(' ')[0],rest['objects'].get(nm, {})
         # of other workers the numbers: a tensor may have a row for each sample of theirs
-        restore(m, saved if same else dict(_nothing, data={k:v for k,v in saved['data'].items() if isinstance(v, (bool,int,float))}))
+        if kind in ('model','loss') and not same: saved = {k:v for k,v in saved.items() if isinstance(v[1], (bool,int,float))}
+        if kind!='metric' or metrics: missing += [f'{type(o).__name__}.{k}' for k in restore(o, saved)]
     if rest['extra']: learn.model.load_state_dict(rest['extra'], strict=False)
     for k,v in rest['learner'].items(): setattr(learn, k, v)
     buffers = dict(learn.model.named_buffers())
@@ -356,9 +341,8 @@ def put_rest(learn, # `Learner` in a fit
     if rest['scaler'] is not None and getattr(learn, 'scaler', None) is not None: learn.scaler.load_state_dict(rest['scaler'])
     for drawn,states in zip(_drawing(learn), rest['generators']): set_generator_states(drawn, states)
     set_stream_states(rest['streams'] if same else {**rest['streams'], 'local':[]}, *_randoms(learn))
-    return sorted({*rest['callbacks']}-{*cbs}),[f"{type(cbs[nm]).__name__}.{k}" for nm,ks in found.items() for k in ks]
+    return missing
 
-# %% ../../nbs/checkpoint/02_state.ipynb #1c2d6511
 def read_state(c # `Checkpoint`
               )->dict:
     "The `state_dict` of its model, in CPU memory, in one process, whoever wrote it"

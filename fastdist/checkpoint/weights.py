@@ -13,7 +13,7 @@ from ..callbacks.fastai_patches import replace_in_fastai
 from ..comm.collectives import is_dtensor
 from ..strategy.sharded import ShardedOptimizer, move_state
 from ..fault.same_call import all_at
-from ..world.ranks import get_device, get_rank, get_world_size
+from ..world.ranks import get_rank, get_world_size
 
 # %% ../../nbs/checkpoint/01_weights.ipynb #26ae2e8e
 def sharded_of(opt # A fastai optimizer, or `None`
@@ -53,17 +53,12 @@ def _save_model(file, model, opt=None, with_opt=True, pickle_protocol=2, **kwarg
     finally: tmp.unlink(missing_ok=True)
 
 # %% ../../nbs/checkpoint/01_weights.ipynb #84e29bf4
-def _is_elsewhere(device):
-    "Is it a GPU that is not this worker's, as 'cuda:0' in a script that all run?"
-    if device is None or not dist.is_initialized() or get_world_size()==1: return False
-    device = torch.device('cuda', device) if isinstance(device, int) else torch.device(device)
-    return device.type!='cpu' and device.index is not None and device!=get_device()
-
 def _load_model(file, model, opt=None, with_opt=True, device=None, **kwargs):
-    elsewhere = _is_elsewhere(device)
-    if elsewhere or is_sharded(model, opt): device = 'cpu' # of shards, a worker's memory may not have room for the whole
-    res = _fastai_load(file, model, opt, with_opt, device, **kwargs)
-    if elsewhere and with_opt and opt is not None and sharded_of(opt) is None: move_state(opt)
+    """fastai's; of many workers by way of the CPU's memory: the 'cuda:0' of a script is another worker's GPU, and a GPU with shards may not
+    have room for the whole"""
+    many = dist.is_initialized() and get_world_size() > 1
+    res = _fastai_load(file, model, opt, with_opt, 'cpu' if many or is_sharded(model, opt) else device, **kwargs)
+    if many and with_opt and opt is not None and sharded_of(opt) is None: move_state(opt)
     return res
 
 _fastai_load = fastai.learner.load_model

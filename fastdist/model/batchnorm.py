@@ -5,145 +5,87 @@
 # %% auto #0
 __all__ = ['norm_scope', 'set_norm_scope', 'norm_scope_of', 'has_global_stats', 'show_dynamo_batch_norm', 'global_batch_norm']
 
-# %% ../../nbs/model/00_batchnorm.ipynb #f7202e97
+# %% ../../nbs/model/00_batchnorm.ipynb #48987e88
 import sys
 from contextlib import contextmanager
 
 import torch.distributed as dist, torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 from fastai.basics import *
-from ..comm.collectives import named, Reduced
+from ..comm.collectives import Reduced
 from ..world.ranks import current_world, get_rank
 
 _torch_batch_norm = F.batch_norm # torch's own, whatever stands in its place meanwhile
 
-# %% ../../nbs/model/00_batchnorm.ipynb #3b75e780
-def _functional(new, old):
-    "One of torch's functional collectives, which `torch.compile` traces; with the default group"
-    from torch.distributed import _functional_collectives # here: it takes 50 ms
-    return named(_functional_collectives, new, old)
-
-class _Gather(torch.autograd.Function):
-    "One row of each worker, in all of them; its gradients are sums over workers, and have gradients too, which torch's own have not"
+# %% ../../nbs/model/00_batchnorm.ipynb #41f2927e
+class _Sum(torch.autograd.Function):
+    "The sum over workers; so is its gradient, and the gradient of that"
     @staticmethod
-    def forward(ctx, x): return _functional('all_gather_single', 'all_gather_tensor')(x, 0, dist.group.WORLD)+0 # which waits
+    def forward(ctx, x):
+        if torch.compiler.is_compiling():
+            from torch.distributed._functional_collectives import all_reduce # here: it takes 50 ms
+            return all_reduce(x, 'sum', dist.group.WORLD)+0 # which waits
+        x = x.clone()
+        dist.all_reduce(x)
+        return x
     @staticmethod
-    def backward(ctx, g): return _RowOfSum.apply(g)
+    def backward(ctx, g): return _Sum.apply(g)
 
-class _RowOfSum(torch.autograd.Function):
-    "This worker's row of the sum over workers"
-    @staticmethod
-    def forward(ctx, x): return _functional('reduce_scatter_single', 'reduce_scatter_tensor')(x.contiguous(), 'sum', 0, dist.group.WORLD)+0
-    @staticmethod
-    def backward(ctx, g): return _Gather.apply(g.contiguous())
+def _combined(mean, var, n):
+    "Mean and biased variance, by channel, of the values of all workers, and their number; of this worker's `n`"
+    mean,var = mean.double(),var.double()
+    sums = _Sum.apply(torch.cat([mean*n, (var+mean.square())*n, torch.full_like(mean[:1], n)]))
+    total = sums[-1].detach()
+    mean,square = (sums[:-1]/total.clamp(min=1)).chunk(2) # 1: where no worker's batch counts
+    return mean,(square-mean.square()).clamp(min=0),total
 
-def _gathered(x):
-    if torch.compiler.is_compiling(): return _functional('all_gather_single_autograd', 'all_gather_tensor_autograd')(x, 0, dist.group.WORLD)
-    return _Gather.apply(x)
-
-# %% ../../nbs/model/00_batchnorm.ipynb #1ce01908
-def _norm_formula(x, weight, bias, eps, counts):
-    "`x`, `(batch, channels, ...)`, normalized by the values of all workers; their mean and biased variance, `(channels,)`, and number"
-    dims,shape,c = [d for d in range(x.dim()) if d!=1],[1,-1]+[1]*(x.dim()-2),x.shape[1]
+def _formula(x, weight, bias, eps, counts, update):
+    "`x`, `(batch, channels, ...)`, normalized by the values of all workers; `update` gets their mean, biased variance and number"
+    dims,shape,n = [d for d in range(x.dim()) if d!=1],[1,-1]+[1]*(x.dim()-2),x.numel()//x.shape[1]
     xa = x.to(torch.promote_types(x.dtype, torch.float32))
     if not counts: xa = xa.masked_fill(torch.ones_like(xa, dtype=torch.bool), 0) # padding: no inf or nan of it gets to other workers
-    k = x.numel()//c
-    # less its own mean, as a constant: products of what is left lose no digits
-    around = xa.detach().sum(dims)/max(k, 1)
-    centered = xa-around.view(shape)
-    mean,square = (o.sum(dims)/max(k, 1) for o in (centered,centered.square()))
-    rows = _gathered(torch.cat([mean+around, square-mean.square(), mean.new_full((1,), k if counts else 0)])[None])
+    # a part of a model may have no values; its sum takes part in the messages of the backward pass
+    var,mean = torch.var_mean(xa, dims, correction=0) if n else [xa.sum(dims)]*2
+    mean,var,total = _combined(mean, var, n if counts else 0)
     # the outputs of padding are nothing to the samples of others: no gradient comes back from them
-    if not counts: rows = rows.masked_fill(torch.ones_like(rows, dtype=torch.bool), 0)+rows.detach()
-    means,vars_,ns = rows.split([c,c,1], 1)
-    n = ns.sum()
-    divisor = n if counts else n.clamp(min=1) # where no worker's batch counts
-    mean = (means*ns).sum(0)/divisor
-    var = ((vars_ + (means-mean)**2)*ns).sum(0)/divisor
-    scale = (var+eps).rsqrt() if weight is None else (var+eps).rsqrt()*weight
-    shift = (around-mean)*scale if bias is None else bias+(around-mean)*scale
-    return (centered*scale.view(shape) + shift.view(shape)).to(x.dtype), mean.detach(), var.detach(), n.detach()
+    if not counts: mean,var = (o*0+o.detach() for o in (mean,var))
+    update(mean.detach(), var.detach(), total)
+    scale = (var+eps).rsqrt()
+    if weight is not None: scale = scale*weight
+    around = mean.detach() # a constant: products of what is left lose no digits
+    shift = (around-mean)*scale
+    if bias is not None: shift = shift+bias
+    around,scale,shift = (o.to(xa.dtype).view(shape) for o in (around,scale,shift))
+    return torch.addcmul(shift, xa-around, scale).to(x.dtype)
 
-# %% ../../nbs/model/00_batchnorm.ipynb #acc4775b
-def _global_stats(x, eps, counts):
-    """Mean and biased variance of the values of all workers, by channel, and their number: one message of `2*channels+1` sums in float64,
-    which lose digits where the mean is 1e5 deviations and more, as `_norm_formula` does not"""
-    if not x.numel(): mean = var = x.new_zeros(x.shape[1], dtype=torch.float64) # as a part of a model may have it
-    elif x.device.type=='cpu': mean,var = (o.double() for o in torch.batch_norm_update_stats(x, None, None, 0.))
-    else:
-        mean,invstd = (o.double() for o in torch.batch_norm_stats(x, eps))
-        var = invstd.pow(-2)-eps
-    n = x.numel()//x.shape[1] if counts else 0
-    sums = Reduced(torch.cat([mean*n, (var+mean.square())*n, torch.full_like(mean[:1], n)])).wait()
-    mean,square = (sums[:-1]/sums[-1].clamp(min=1)).chunk(2) # 1: where no worker's batch counts
-    return mean, (square-mean.square()).clamp(min=0), sums[-1]
-
-def _normalized(x, weight, bias, mean, var, eps):
-    "`x` with these statistics, of float64, in one pass"
-    acc = torch.promote_types(x.dtype, torch.float32)
-    if x.device.type=='cpu' or not x.numel(): return _torch_batch_norm(x, mean.to(acc), var.to(acc), weight, bias, False, 0., eps)
-    return torch.batch_norm_elemt(x, weight, bias, mean.to(acc), (var+eps).rsqrt().to(acc), eps)
-
-def _local_sums(g, x, weight, mean, invstd, eps):
-    "Of this worker, by channel: the sums of `g` and of its products with the centered `x`, and the gradients of weight and bias"
-    if not x.numel(): return [torch.zeros_like(mean)]*4
-    if x.device.type!='cpu': # the kernel raises where it is asked for the gradient of a weight that is not there
-        sums,products,gw,_ = torch.batch_norm_backward_reduce(g, x, mean, invstd, weight, True, weight is not None, False)
-        return sums,products,gw,sums
-    _,gw,gb = torch.ops.aten.native_batch_norm_backward(g, x, weight, None, None, mean, invstd, True, eps, [False,True,True])
-    return gb,gw/invstd,gw,gb # the gradient of the bias is the sum of `g`
-
-def _input_grad(g, x, weight, mean, invstd, sums, products):
-    "The gradient of `x`; `sums` and `products` are means over the values of all workers"
-    if not x.numel(): return g
-    w = None if weight is None else weight.to(mean.dtype)
-    if x.device.type!='cpu':
-        one = torch.ones(1, dtype=torch.int32, device=x.device) # what are means already the kernel divides by the count of one worker
-        return torch.batch_norm_backward_elemt(g, x, mean, invstd, w, sums, products, one)
-    a = invstd if w is None else invstd*w
-    k = -a*invstd*invstd*products
-    # x*k - a*sums - k*mean, by a batch norm of mean 0, variance 1 and weight k; eps has to be above 0 before PyTorch 2.12: 1+1e-300 is 1
-    res = _torch_batch_norm(x, torch.zeros_like(k), torch.ones_like(k), k, -a*sums-k*mean, False, 0., 1e-300)
-    return res.addcmul_(g, a.view([1,-1]+[1]*(x.dim()-2)))
-
-# %% ../../nbs/model/00_batchnorm.ipynb #bf489d8e
+# %% ../../nbs/model/00_batchnorm.ipynb #da09a235
 def _dense(t):
     "`t` without gaps, in one of the orders that torch's kernels have"
     return t if any(t.is_contiguous(memory_format=o) for o in (torch.channels_last,torch.channels_last_3d)) else t.contiguous()
 
 class _KernelNorm(torch.autograd.Function):
-    "`x` by the values of all workers; `update` gets mean, biased variance and count"
+    "`_formula`, where each worker's batch counts"
     @staticmethod
-    def forward(ctx, x, weight, bias, eps, counts, update):
-        xa = x if counts else torch.zeros_like(x) # padding: no inf or nan of it gets to other workers
-        mean,var,n = _global_stats(xa, eps, counts)
-        update(mean, var, n) # before what is saved: torch.utils.checkpoint stops its second forward there
-        acc,ctx.args = torch.promote_types(x.dtype, torch.float32),(eps,counts)
-        ctx.save_for_backward(x, weight, bias, mean.to(acc), (var+eps).rsqrt().to(acc), n)
-        return _normalized(xa, weight, bias, mean, var, eps)
+    def forward(ctx, x, weight, bias, eps, update):
+        mean,invstd = torch.batch_norm_stats(x, eps)
+        mean,var,n = _combined(mean, invstd.double().pow(-2)-eps, x.numel()//x.shape[1])
+        update(mean, var, n)
+        mean,invstd = (o.to(invstd.dtype) for o in (mean,(var+eps).rsqrt()))
+        ctx.save_for_backward(x, weight, mean, invstd, n)
+        return torch.batch_norm_elemt(x, weight, bias, mean, invstd, eps)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, g):
-        grads = _formula_grads if torch.is_grad_enabled() else _kernel_grads
-        return (*grads(g, ctx.needs_input_grad[:3], *ctx.args, *ctx.saved_tensors), None, None, None)
+        (x,weight,mean,invstd,n),g,affine = ctx.saved_tensors,_dense(g),ctx.needs_input_grad[1]
+        sums,products,gw,gb = torch.batch_norm_backward_reduce(g, x, mean, invstd, weight, True, affine, affine)
+        sums,products = (Reduced(torch.cat([sums,products])).wait()/n).to(mean.dtype).chunk(2)
+        one = torch.ones(1, dtype=torch.int32, device=x.device) # what are means already the kernel divides by the count of one worker
+        w = None if weight is None else weight.to(mean.dtype)
+        return torch.batch_norm_backward_elemt(g, x, mean, invstd, w, sums, products, one),gw if affine else None,gb if affine else None,None,None
 
-def _formula_grads(g, needs, eps, counts, x, weight, bias, *_):
-    "Gradients that have gradients of their own, as a gradient penalty needs them"
-    ins = [o for o,need in zip((x,weight,bias), needs) if need]
-    grads = iter(torch.autograd.grad(_norm_formula(x, weight, bias, eps, counts)[0], ins, g, create_graph=True))
-    return [next(grads) if need else None for need in needs]
-
-def _kernel_grads(g, needs, eps, counts, x, weight, bias, mean, invstd, n):
-    "The gradients of `x`, `weight` and `bias`; the outputs of padding are nothing to the samples of others"
-    g,x = _dense(g),x if counts else torch.zeros_like(x)
-    sums,products,gw,gb = _local_sums(g, x, weight, mean, invstd, eps)
-    gw,gb = (o.to(w.dtype) if need else None for o,w,need in zip((gw,gb), (weight,bias), needs[1:]))
-    if not needs[0]: return None,gw,gb
-    both = Reduced(torch.cat([sums,products]) if counts else sums.new_zeros(2*len(mean))).wait()
-    if not counts: return torch.zeros_like(x),gw,gb
-    return _input_grad(g, x, weight, mean, invstd, *(both/n).to(mean.dtype).chunk(2)),gw,gb
-
-# %% ../../nbs/model/00_batchnorm.ipynb #cb4c357a
+# %% ../../nbs/model/00_batchnorm.ipynb #8b6178e3
 norm_scope = SimpleNamespace(source='local', counts=True, some_empty=False) # of the batch that goes forward in this process
 
 def set_norm_scope(source='local', # 'local': this worker's batch; 'global': that of all; 'evaluation': an error for running statistics
@@ -161,14 +103,14 @@ def norm_scope_of(*args, **kwargs):
     try: yield
     finally: vars(norm_scope).update(before)
 
-# %% ../../nbs/model/00_batchnorm.ipynb #d261e5cf
+# %% ../../nbs/model/00_batchnorm.ipynb #70206577
 def _update_running(x, running_mean, running_var, momentum, mean, var, n):
     "Add the statistics of a batch to the running ones, as torch does; a `ValueError` as torch's, if there is one value of each channel"
-    compiling = torch.compiler.is_compiling()
     # n.item() waits for a GPU: not where each worker has samples, for then there are more than one
-    if (norm_scope.some_empty or x.device.type=='cpu') and not compiling and n.item()==1: raise ValueError(
+    looks = (norm_scope.some_empty or x.device.type=='cpu') and not torch.compiler.is_compiling()
+    if looks and n.item()==1: raise ValueError(
         f"Expected more than 1 value per channel when training, got input size {tuple(x.shape)} in one worker alone")
-    if running_mean is None or not (compiling or norm_scope.counts or n.item()): return
+    if running_mean is None or looks and not n.item(): return
     with torch.no_grad():
         running_mean.lerp_(mean.to(running_mean.dtype), momentum)
         running_var.lerp_((var*n/(n-1)).to(running_var.dtype), momentum)
@@ -184,16 +126,11 @@ def _batch_norm(input, running_mean, running_var, weight=None, bias=None, traini
         f"rank {get_rank()}: a batch norm layer is in training mode in an evaluation, be it the model's or the loss function's; each "
         "worker has other batches, so its running statistics would not be those of one process. Put it in eval mode: m.eval()")
     update = partial(_update_running, input, running_mean, running_var, momentum)
-    if compiling:
-        y,*stats = _norm_formula(input, weight, bias, eps, norm_scope.counts)
-        update(*stats)
-        return y
-    # the CPU's kernels have parameters of the type of their input
-    x = input.to(torch.promote_types(input.dtype, torch.float32)) if input.device.type=='cpu' else input
-    weight,bias = (o if o is None or x is input else o.to(x.dtype) for o in (weight,bias))
-    return _KernelNorm.apply(_dense(x), weight, bias, eps, norm_scope.counts, update).to(input.dtype)
+    if compiling or norm_scope.some_empty or input.device.type=='cpu':
+        return _formula(input, weight, bias, eps, norm_scope.counts, update)
+    return _KernelNorm.apply(_dense(input), weight, bias, eps, update)
 
-# %% ../../nbs/model/00_batchnorm.ipynb #10bdb738
+# %% ../../nbs/model/00_batchnorm.ipynb #94dc736c
 def _has_own_group(m): return isinstance(m, nn.SyncBatchNorm) and m.process_group not in (None, dist.group.WORLD)
 
 _sync_forward = nn.SyncBatchNorm.forward
@@ -206,12 +143,6 @@ def has_global_stats(m:nn.Module):
     "Is `m` a batch norm layer whose running statistics are those of global batches, and so the same in all workers?"
     return isinstance(m, _BatchNorm) and F.batch_norm is _batch_norm and not _has_own_group(m)
 
-def _check_scripted(model):
-    names = [n for n,m in model.named_modules() if isinstance(m, torch.jit.ScriptModule) and m.original_name.startswith('BatchNorm')]
-    if names: raise ValueError(
-        f"rank {get_rank()}: {', '.join(names[:5])} of the model are batch norm layers that TorchScript has compiled, which cannot take "
-        "their statistics from the global batch. Script or trace the model after training, or pass sync_bn=False")
-
 def show_dynamo_batch_norm():
     "Let dynamo look while `F.batch_norm` is torch's own: a function that stands there when it looks first it never traces into"
     now,F.batch_norm = F.batch_norm,_torch_batch_norm
@@ -223,9 +154,7 @@ _batch_norm.contexts = 0 # that are on: they may end in any order
 @contextmanager
 def global_batch_norm(model # The learner's
                      ):
-    """A context in which torch's function of batch norm, and its `SyncBatchNorm`, go by `norm_scope`. A `ValueError` names layers of
-    `model` that TorchScript has compiled"""
-    _check_scripted(model)
+    "A context in which torch's function of batch norm, and its `SyncBatchNorm`, go by `norm_scope`"
     dynamo = sys.modules.get('torch._dynamo')
     if dynamo is not None and any(isinstance(m, dynamo.OptimizedModule) for m in model.modules()): show_dynamo_batch_norm()
     _batch_norm.contexts += 1

@@ -17,7 +17,7 @@ from typing import Literal
 import torch.distributed as dist
 from accelerate import PartialState
 from accelerate.parallelism_config import ParallelismConfig
-from accelerate.utils import (AutocastKwargs, DistributedDataParallelKwargs, FullyShardedDataParallelPlugin, GradScalerKwargs,
+from accelerate.utils import (DistributedDataParallelKwargs, FullyShardedDataParallelPlugin,
                               InitProcessGroupKwargs, RNGType, TorchDynamoPlugin, parse_flag_from_env)
 from fastai.basics import *
 from fastai.callback.fp16 import MixedPrecision, NonNativeMixedPrecision
@@ -50,7 +50,7 @@ def _check_rng_types(name, value):
         if o=='cuda' and not torch.cuda.is_available(): refuse(name, o, "there is no GPU here: leave it out")
     return kinds
 
-_handlers = {DistributedDataParallelKwargs:'ddp', InitProcessGroupKwargs:'init', AutocastKwargs:'autocast', GradScalerKwargs:'scaler'}
+_handlers = {DistributedDataParallelKwargs:'ddp', InitProcessGroupKwargs:'init'}
 _handler_names = ', '.join(o.__name__ for o in _handlers)
 
 def _check_handlers(name, value):
@@ -59,12 +59,10 @@ def _check_handlers(name, value):
     found = {}
     for h in value:
         nm = next((v for k,v in _handlers.items() if isinstance(h, k)), None)
-        if nm is None: refuse(name, h, f"only {_handler_names} (of accelerate.utils) have an effect here")
+        if nm is None: refuse(name, h, f"only {_handler_names} (of accelerate.utils) have an effect here; "
+                           "settings of mixed precision go to fastai's, as in learn.to_fp16(init_scale=1024)")
         if nm in found: refuse(name, h, f"there are two {type(h).__name__}")
         found[nm] = h
-    if 'scaler' in found:
-        try: torch.amp.GradScaler('cpu', **found['scaler'].to_kwargs())
-        except (AssertionError,TypeError) as e: refuse(name, found['scaler'], f"torch's GradScaler does not take it: {e}")
     return found
 
 _words = 'ddp','zero1','zero2','fsdp','hsdp','auto'

@@ -13,7 +13,7 @@ from fastai.basics import *
 from fastai.data.load import DataLoader as FastaiDataLoader
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.data import DataLoader as TorchDataLoader
-from ..callbacks.fastai_patches import has_state, leave_on_cpu
+from ..callbacks.fastai_patches import has_state
 from ..data.dl import DistributedDL, Place
 from ..data.fastai_dl import reads_rows
 from ..data.loaders import is_stream, n_batches
@@ -129,12 +129,10 @@ def back_on_device(learn, # Any `Learner`
     dls,cpu = learn.dls,torch.device('cpu')
     given = getattr(dls, '_device', None)
     on_cpu = given is not None and torch.device(given)==cpu
-    leave_on_cpu(learn.opt, False)
     try: yield
     finally:
         if device.type!='cpu' and (on_cpu or all(p.device==cpu for p in learn.model.parameters())):
             move_learner(learn, cpu, loss=True)
-            leave_on_cpu(learn.opt)
         # the transforms are shared with this worker's loaders, and are on its device
         if device.type!='cpu' and given is not None: dls.to(cpu if on_cpu else device)
 

@@ -12,7 +12,7 @@ from fastai.basics import *
 from ..callbacks.fastai_patches import QuickCallback
 from ..callbacks.accumulation import AccumulateSteps
 from ..callbacks.loggers import HiddenLoggers, console_bars, is_logger
-from ..callbacks.precision import precision_callbacks
+from ..callbacks.precision import LaunchedPrecision
 from ..checkpoint.weights import is_sharded
 from ..data.loaders import same_data
 from ..data.rng import WorkerRandom
@@ -56,13 +56,14 @@ class LearnerSetup(QuickCallback):
         self.undo,self.added = ExitStack(),[]
         if self.device is not None: self._share()
         else: self.prepare(self.undo)
-        shared = {} if self.device is None else dict(batch_weight=lambda: self.step.batch_weight(), average=lambda: self.strategy.average())
+        shared = {} if self.device is None else dict(batch_weight=lambda: self.step.batch_weight())
         if settings.accumulation_steps > 1: self.add(AccumulateSteps(settings.accumulation_steps, **shared), self.undo)
         self.undo.enter_context(console_bars()) # no progress bar, frame by frame, where nobody sees it move
         if settings.project_dir is not None:
             self.undo.callback(setattr, learn, 'path', learn.path)
             learn.path = settings.project_dir
-        for cb in precision_callbacks(settings, self.precision, self.device or getattr(learn.dls, 'device', None)): self.add(cb, self.undo)
+        if self.precision is not None:
+            self.add(LaunchedPrecision(self.precision, self.device or getattr(learn.dls, 'device', None)), self.undo)
 
     def detach(self):
         "Give the learner back as it was"

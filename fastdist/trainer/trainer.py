@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 
 from accelerate import Accelerator
 from fastai.basics import *
-from ..callbacks.fastai_patches import ActivationStats, device_losses, gather_stats
+from ..callbacks.fastai_patches import device_losses
 from ..callbacks.data_parallel import ParallelTrainer
 from ..callbacks.precision import autocast_kept, synchronize_rng
 from ..comm.collectives import all_gather_list, from_rank0, same_call
@@ -210,10 +210,7 @@ def after_fit(self:DistributedTrainer):
     "Put together what is to be the same in all workers from here on"
     if self.nested: return
     self.agree_buffers()
-    if self.in_fit:
-        self.strategy.average()
-        for cb in self.learn._grab_cbs(ActivationStats):
-            if self.decisions.on_all_ranks(cb): gather_stats(cb) # else it is one worker's, which has its share
+    if self.in_fit: self.strategy.average()
     self.random.exit()
     self.versions = _versions(self.learn, self.strategy)
 

@@ -46,7 +46,7 @@ def refused():
 
 def test_a_gpu_that_is_not_there(fake_gpu_worlds):
     [text] = fake_gpu_worlds(1)(refused)
-    assert text.startswith('ValueError: ') and '[9]' in text
+    assert text.startswith('ValueError: ') and 'device_ids=[0, 9]' in text
 
 
 class FailsLast(Callback):

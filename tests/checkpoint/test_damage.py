@@ -81,7 +81,7 @@ def test_a_fit_goes_on_from_the_one_before(tmp_path, capfd):
     other = lambda: nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)).double()
     with pytest.raises(ValueError, match='is of a model of other tensors'): fitted(tmp_path/'b', model=other)
     with pytest.raises(ValueError, match='is of another optimizer'): fitted(tmp_path/'b', opt=SGD)
-    with pytest.raises(ValueError, match='one of 2 epochs, and this one of 3'): fitted(tmp_path/'b', epochs=3)
+    with pytest.raises(ValueError, match='is of a fit of another length .n_epoch 2, here 3'): fitted(tmp_path/'b', epochs=3)
     every = list(folder.glob('step-*'))
     for o in every: (o/'rank-0.pt').unlink()
     with pytest.raises(ValueError, match='none of the checkpoints is whole'), pytest.warns(UserWarning, match='is damaged'): fitted(tmp_path/'b')

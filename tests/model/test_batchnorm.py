@@ -54,7 +54,7 @@ def check(results, cases, tol):
     for cut, res in results:
         for (args, twice), (mine, grads, stats) in zip(cases, res, strict=True):
             want, *rest = alone(args, twice)
-            for a, b in zip([*mine, *grads, *stats], [*(o[cut] for o in want), *rest[0], *rest[1]], strict=True): assert diff(a, b) < tol, (args, twice)
+            for a, b in zip([*mine, *grads, *stats], [*(o[cut] for o in want), *rest[0], *rest[1]], strict=True): assert diff(a, b) < tol*(10 if twice else 1)*max(1, b.abs().max()), (args, twice)
 
 
 @pytest.mark.parametrize('world', [2, 3])
@@ -62,13 +62,13 @@ def test_as_one_process(worlds, world):
     "Shares of one row and of many, in each order of memory; gradients, and gradients of gradients"
     cases = [((shape, torch.float64, last, affine), twice) for shape in SHAPES for last in (False, True)[:1+(len(shape) > 3)] for affine in (True, False)
              for twice in (False, True)]
-    check(worlds(world)(shared, cases), cases, 1e-11)
+    check(worlds(world)(shared, cases), cases, 1e-13)
     single = [((shape, torch.float32), False) for shape in SHAPES]
     check(worlds(world)(shared, single), single, 2e-5)
 
 
 def test_on_gpus(gpu_worlds):
-    cases = [((shape, torch.float64, False, affine), twice) for shape in SHAPES[::2] for affine in (True, False) for twice in (False, True)]
+    cases = [((shape, torch.float64, False, affine), False) for shape in SHAPES[::2] for affine in (True, False)]
     check(gpu_worlds(3)(shared, cases, 'cuda'), cases, 1e-9)
 
 

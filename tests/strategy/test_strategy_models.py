@@ -2,8 +2,7 @@
 import contextlib
 
 import pytest
-from accelerate.utils import AutocastKwargs, DDPCommunicationHookType, DistributedDataParallelKwargs, GradScalerKwargs
-from fastai.callback.fp16 import MixedPrecision
+from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
 from strategies import *
 
 CASES, TOL = {}, {}
@@ -371,15 +370,15 @@ def net(): return nn.Sequential(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8)
 @case
 def hooks(ctx, path):
     "On a unit, on the model and on a layer, forward and backward; of all of them plain tensors are kept"
-    from fastai.callback.hook import ActivationStats, hook_output, hook_outputs
-    learn, stats = made(net, data(row(), n=18, n_val=7, bs=4), dtype=torch.float64), ActivationStats()
+    from fastai.callback.hook import hook_output, hook_outputs
+    learn = made(net, data(row(), n=18, n_val=7, bs=4), dtype=torch.float64)
     with within(learn, ctx):
         with hook_outputs([learn.model[0], learn.model[1][0], learn.model]) as h, hook_output(learn.model[1], grad=True) as g:
-            learn.fit(1, cbs=stats)
+            learn.fit(1)
             stored = [type(o).__name__ for o in h.stored], [type(o).__name__ for o in g.stored], g.stored[0].shape[1:]
         summary = str(learn.summary()).split('Callbacks:')[0]
         preds = learn.get_preds()
-    return result(learn, stats=[[float(v) for d in o for v in d.values()] for o in stats.stats], stored=stored, summary=summary.split('Total params')[1].split('Optimizer')[0], preds=[*preds])
+    return result(learn, stored=stored, summary=summary.split('Total params')[1].split('Optimizer')[0], preds=[*preds])
 
 
 @case(tol=2e-6)
@@ -527,34 +526,22 @@ def test_composed(world2, strategy):
 
 # Accelerate's arguments
 
-class Fp16OnCpu(MixedPrecision):
-    "fastai's `to_fp16`, with an autocast and a scaler that work on the CPU"
-    order = MixedPrecision.order
-    def before_fit(self):
-        super().before_fit()
-        self.autocast, self.learn.scaler = torch.autocast('cpu', torch.bfloat16), torch.amp.GradScaler('cpu', init_scale=2.**10)
-    def after_fit(self): self.learn.scaler = None
-
-
-def arguments(ctx, folder=None, precision=False):
-    learn, states, scales = made(net, metrics=accuracy), [], []
+def arguments(ctx, folder=None):
+    learn, states = made(net, metrics=accuracy), []
     class Look(Callback):
         def after_pred(self):
             if self.training and self.iter==0: states.append(torch.get_rng_state())
-        def after_batch(self):
-            if self.training and precision: scales.append(self.learn.scaler.get_scale())
-    path, fp16 = learn.path, Fp16OnCpu()
+    path = learn.path
     with within(learn, ctx):
-        learn.fit(2, cbs=[Look(), *([fp16] if precision else [])])
+        learn.fit(2, cbs=Look())
         if folder: learn.save('a')
-    return SimpleNamespace(res=result(learn), states=states, restored=learn.path==path, scales=scales)
+    return SimpleNamespace(res=result(learn), states=states, restored=learn.path==path)
 
 
 def many_arguments(strategy, folder):
     bf16 = [DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.BF16)]
     given = dict(plain={}, rng=dict(rng_types=['torch']), project=dict(project_dir=folder))
     res = {k: arguments({**ctx_of(strategy), **kw}, folder=k=='project') for k, kw in given.items()}
-    res['precision'] = arguments(ctx_of(strategy, kwargs_handlers=[AutocastKwargs(enabled=False), GradScalerKwargs(init_scale=64., growth_interval=2)]), precision=True)
     if strategy=='ddp': res['hook'] = arguments(ctx_of(strategy, kwargs_handlers=bf16))
     return res
 
@@ -564,8 +551,7 @@ def test_arguments(world2, tmp_path, strategy):
     plain = arguments(None)
     every = world2(many_arguments, strategy, tmp_path)
     for m in every:
-        for k in ('plain', 'rng', 'project', 'precision'): assert far(plain.res, m[k].res) < 2e-6 and diff(plain.res['weights'], m[k].res['weights']) < 1e-7, k
-        assert m['precision'].scales==[64, 128, 128, 256, 256, 512, 512, 1024]
+        for k in ('plain', 'rng', 'project'): assert far(plain.res, m[k].res) < 2e-6 and diff(plain.res['weights'], m[k].res['weights']) < 1e-7, k
         assert all(o.restored for o in m.values())
     for i in range(2):
         for k, same in dict(plain=False, rng=True).items(): assert torch.equal(every[0][k].states[i], every[1][k].states[i])==same
