@@ -90,7 +90,7 @@ def _share(self:LearnerSetup):
     undo.enter_context(back_on_device(learn, device)) # undone last, when the strategy has given back what it has
     undo.callback(self._drop_strategy)
     self._choose_strategy()
-    same_everywhere(whole, learn.opt, grads=True)
+    same_everywhere(whole, learn.opt)
     self.random,self.totals = WorkerRandom(get_rank()),EpochTotals(learn)
     self.decisions = Decisions(learn, WorkerRandom(get_rank()).entered, is_logger)
     self.loaders,self.loggers = SharedLoaders(learn, device, self.settings.split_batches),HiddenLoggers(learn)

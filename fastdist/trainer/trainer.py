@@ -149,7 +149,7 @@ def _take_rank0s(learn, strategy):
     if strategy.shards_state: raise RuntimeError(
         f"rank {get_rank()}: only some workers have changed the weights or the optimizer's state since the last fit, as learn.load does, "
         f"which strategy={strategy.name!r} shares out: do it in all workers, whatever their rank")
-    same_everywhere(whole_model(learn), learn.opt, grads=True)
+    same_everywhere(whole_model(learn), learn.opt)
 
 @patch
 def _fit_failed(self:DistributedTrainer, cls, error, *_):
