@@ -6,10 +6,9 @@
 __all__ = ['Replica']
 
 # %% ../../nbs/strategy/03_ddp.ipynb #bb1d5c29
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from fastai.basics import *
-from .base import Strategy, check_trainable, needs_closure, put_method, unused_error
+from .base import Strategy, check_trainable, inner_opt, unused_error
 from .backward import Backwards, average_grads, average_used, graph_nodes
 from ..world.errors import refuse
 
@@ -42,7 +41,7 @@ class Replica(Strategy):
                 ):
         if handler is not None and handler.static_graph: refuse(
             'static_graph', True, "the parameters alone are wrapped, whose use torch does not see to change: leave it out")
-        self.handler,self.ddp,self.trained,self.by_closure = handler,None,None,None
+        self.handler,self.ddp,self.trained = handler,None,None
         self.allows_unused = handler is not None and handler.find_unused_parameters
         self.params,self.sparse = [],[] # those that `ddp` averages, and others
         self.backwards = Backwards(self)
@@ -129,7 +128,10 @@ def close(self:Replica, group=None):
 
 # %% ../../nbs/strategy/03_ddp.ipynb #63ad5698
 @patch
-def _check_views(self:Replica, opt):
+def _check_opt(self:Replica, opt):
+    "Raise a `ValueError` for an optimizer that cannot step so"
+    if opt is not None and isinstance(inner_opt(opt), torch.optim.LBFGS): refuse(
+        'opt_func', 'LBFGS', "it goes by the loss that a closure returns, of which each worker has a part: take one that goes by gradients")
     views = self.handler is not None and self.handler.gradient_as_bucket_view
     if views and getattr(type(opt), 'zero_grad', None) is Optimizer.zero_grad: refuse(
         'gradient_as_bucket_view', True, "zero_grad of fastai's optimizers detaches gradients in place, which torch refuses for views: "
@@ -138,25 +140,6 @@ def _check_views(self:Replica, opt):
 # %% ../../nbs/strategy/03_ddp.ipynb #90b4c125
 @patch
 def set_opt(self:Replica, opt):
-    "Let an optimizer that needs a closure step by the loss of all workers"
+    "All workers have the same parameters beside the model's"
+    self._check_opt(opt)
     self._find_loose(opt)
-    self._check_views(opt)
-    if self.by_closure is opt: return
-    self.release()
-    if opt is None or not needs_closure(opt): return
-    self.by_closure,self.own_step = opt,put_method(opt, 'step', partial(self._step, opt.step))
-
-@patch
-def release(self:Replica, group=None):
-    "Give the optimizer its own `step` back"
-    opt,self.by_closure = self.by_closure,None
-    if opt is not None: self.own_step.remove()
-
-@patch
-def _step(self:Replica, step, closure):
-    def global_loss():
-        loss,scale = closure(),self.share_scale()
-        total = loss.detach()*scale if scale else torch.zeros_like(loss)
-        dist.all_reduce(total)
-        return total/dist.get_world_size()
-    return step(global_loss)

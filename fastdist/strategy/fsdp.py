@@ -6,7 +6,7 @@
 __all__ = ['mesh_of', 'shard_like', 'grad_rows', 'gather_rows', 'exchange_params', 'RowsOptimizer', 'FullyShard']
 
 # %% ../../nbs/strategy/05_fsdp.ipynb #15ae509a
-import re
+import re,traceback
 from copy import deepcopy
 from dataclasses import replace
 from functools import wraps
@@ -303,7 +303,6 @@ def _copy(self:FullyShard):
         if isinstance(m, nn.RNNBase): m.flatten_parameters = noop # cuDNN's one buffer would be a copy of what is gathered
     copy.to = partial(self._to, copy.to)
     if hasattr(copy, 'reset'): copy.reset = partial(self._reset, copy.reset)
-    self._check_types(copy)
     return copy
 
 @patch
@@ -338,17 +337,6 @@ def _fill(self:FullyShard, copy):
     self.new = {p:at[id(p)] for p in self.model.parameters()}
 
 # %% ../../nbs/strategy/05_fsdp.ipynb #473702a5
-@patch
-def _check_types(self:FullyShard, copy):
-    "Raise a `ValueError` for a part whose parameters are of several types, which torch does not gather"
-    names,seen = {p:n for n,p in copy.named_parameters()},set()
-    for m in self.parts:
-        found = {p.dtype:names[p] for p in reversed([*m.parameters()]) if is_dtensor(p) and p.requires_grad and p not in seen}
-        seen.update(m.parameters())
-        if len(found) > 1: raise ValueError(
-            f"rank {get_rank()}: strategy={self.name!r} gathers parameters of one type together, and "
-            f"{', '.join(f'{n} is of {t}' for t,n in found.items())}: use strategy='zero1', or give them one type (learn.model.float())")
-
 @patch
 def _check_held(self:FullyShard):
     "Raise a `ValueError` where the loss function has a part of the model, which is not that of the copy"
@@ -490,18 +478,13 @@ def explain(self:FullyShard, error):
         "a gradient of a gradient) computes with them in a way that torch has not: use strategy='zero1' or 'ddp'. "
         f"torch's error: {error}") from error
 
-def _about_shards(error):
-    "Is `error`, or what it comes from, one of torch's about `DTensor`s, or of a module that it has sharded?"
-    while error is not None:
-        if isinstance(error, (torch.OutOfMemoryError,dist.DistError)): return False
-        tb = error.__traceback__
-        while tb is not None and tb.tb_next is not None: tb = tb.tb_next
-        where = '' if tb is None else tb.tb_frame.f_globals.get('__name__', '')
-        if where.startswith('fastdist.'): return False
-        if where.startswith(('torch.distributed.tensor','torch.distributed.fsdp')) or re.search(_words, str(error)): return True
-        error = error.__cause__ or error.__context__
+_words = r'torch/distributed/(tensor|fsdp|_composable)|DTensor|for sparse tensors|out of bounds for storage of size 0|appears to not have been used'
 
-_words = r'DTensor|FSDP does not|fsdp::|for sparse tensors|out of bounds for storage of size 0|appears to not have been used in the graph'
+def _about_shards(error):
+    "Does `error`, or what it comes from, tell of torch's `DTensor`s, or of a module that it has sharded?"
+    modules = [f.f_globals.get('__name__', '') for f,_ in traceback.walk_tb(error.__traceback__)]
+    if isinstance(error, (torch.OutOfMemoryError,dist.DistError)) or modules and modules[-1].startswith('fastdist.'): return False
+    return bool(re.search(_words, ''.join(traceback.format_exception(error))))
 
 # %% ../../nbs/strategy/05_fsdp.ipynb #0fa453da
 def _layers(model): return [*map(id, model.modules()), *((id(p),p.dtype) for p in model.parameters())]

@@ -13,7 +13,7 @@ from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKw
 from fastai.basics import *
 from ..comm.collectives import all_gather_list, least, same_text
 from ..fault.supervisor import monitor
-from .base import Strategy, state_tensors
+from .base import Strategy
 from .ddp import Replica
 from .sharded import gather_group, no_shards
 from .zero1 import Zero1
@@ -163,17 +163,6 @@ def close_strategy(strategy # A `Strategy` that has been set up
     if strategy.unsynced or aborted:
         for p in (*strategy.model.parameters(), *strategy.loose): p.grad = None
 
-# %% ../../nbs/strategy/06_select.ipynb #0f8afc6a
-def _state_per_param(learn):
-    "How many numbers the learner's optimizer remembers for each number of a parameter, as it is seen to do with one"
-    p = nn.Parameter(torch.zeros(2))
-    p.grad = torch.ones(2)
-    try:
-        opt = learn.opt_func([p], lr=0.)
-        opt.step()
-        return sum(o.shape==p.shape for o in state_tensors(opt))
-    except Exception: return 2 # as Adam
-
 # %% ../../nbs/strategy/06_select.ipynb #bec02c6b
 def _bytes_needed(word, params, trained, state, n, unit=0):
     """Bytes that one of `n` workers needs for parameters, gradients with what they are sent from, and optimizer state.
@@ -194,7 +183,7 @@ def choose(learn, # `Learner` that is to be trained
     there = sum(p.nbytes for p in ps if p.device.type==device.type) # already
     node,n = get_local_world_size(),get_world_size()
     free,smallest,largest = least(int(free+there), node, -node)
-    state,unit,has = trained*_state_per_param(learn),params/8,f"the {gib(free)} that a worker has, for a model of {gib(params)}"
+    state,unit,has = 2*trained,params/8,f"the {gib(free)} that a worker has, for a model of {gib(params)}"
     for word,m in ('ddp',1),('zero1',n),('zero2',n),*([('hsdp',node)] if 1<smallest==-largest<n else []),('fsdp',n):
         need = _bytes_needed(word.replace('hsdp', 'fsdp'), params, trained, state, m, unit)
         if need <= 0.6*free: return word, f"which needs {gib(need)} of {has}"

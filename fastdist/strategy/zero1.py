@@ -125,7 +125,7 @@ class Zero1(Replica):
         if self.sharded is not None and self.sharded.opt is opt and {*self.sharded.owners}=={*params_of(opt)}: return
         self.release()
         if opt is None: return
-        self._check_views(opt)
+        self._check_opt(opt)
         _check_step(opt)
         self.sharded = OwnedOptimizer(opt)
 

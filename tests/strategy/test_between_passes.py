@@ -100,24 +100,8 @@ def own_step(p, lr, n, best, avg, **kwargs): p.data.add_(avg, alpha=-lr*min(1., 
 def own(params, lr, **kwargs): return Optimizer(params, [own_stat, own_step], lr=lr)
 
 
-def row_stat(p, row=None, **kwargs):
-    "A number of each row, which is remembered"
-    mean = p.grad.data.pow(2).reshape(len(p), -1).mean(1)
-    return dict(row=mean if row is None else row*.9+mean*.1)
-def row_step(p, lr, row, **kwargs): p.data.addcdiv_(p.grad.data, row.sqrt().add(1e-3).view(-1, *[1]*(p.dim()-1)), value=-lr)
-def rows(params, lr, **kwargs): return Optimizer(params, [row_stat, row_step], lr=lr)
-
-
-class OwnTorch(torch.optim.Optimizer):
+class Replaces(torch.optim.Optimizer):
     def __init__(self, params, lr): super().__init__(params, dict(lr=lr))
-    @torch.no_grad()
-    def step(self, closure=None):
-        for g in self.param_groups:
-            for p in g['params']:
-                if p.grad is not None: p.sub_(p.grad*(g['lr']*float(p.norm())/(float(p.grad.norm())+.1)))
-
-
-class Replaces(OwnTorch):
     def step(self, closure=None):
         for g in self.param_groups:
             for p in g['params']:
@@ -130,27 +114,7 @@ class Clipping(Optimizer):
     def step(self, closure=None):
         clip(self)
         super().step(closure)
-class ClippingWrapper(OptimWrapper):
-    def step(self):
-        clip(self)
-        self.opt.step()
-class ClippingLookahead(Lookahead):
-    def step(self, closure=None):
-        clip(self)
-        super().step(closure)
 def clipping(params, lr, **kwargs): return Clipping(params, SGD(params, lr, mom=.9).cbs, lr=lr, mom=.9)
-def clips_in_a_hook(params, lr, **kwargs):
-    opt = OptimWrapper(params, torch.optim.SGD, lr=lr)
-    opt.opt.register_step_pre_hook(lambda *_: clip(opt))
-    return opt
-def clips_in_its_place(params, lr, **kwargs):
-    opt = SGD(params, lr)
-    step = opt.step
-    def clipped():
-        clip(opt)
-        step()
-    opt.step = clipped
-    return opt
 
 
 class Clamps(Callback):
@@ -174,13 +138,6 @@ class Copies(Callback):
 
 
 def hooked(learn): learn.model[1][0].weight.register_hook(lambda g: g*.5)
-def half_of(p): p.grad.mul_(.5)
-def hooked_after(learn): learn.model[2].bias.register_post_accumulate_grad_hook(half_of)
-
-
-class HooksLater(Callback):
-    def before_fit(self): self.h = self.model[1][0].weight.register_hook(lambda g: g*.5)
-    def after_fit(self): self.h.remove()
 
 
 class Teacher(nn.Module):
@@ -220,21 +177,17 @@ of_object.loss_divisor = None # a mean over samples
 
 
 CASES = dict(seen=lambda: dict(cbs=Seen()), decides=lambda: dict(cbs=Decides()), signs=lambda: dict(cbs=Signs()),
-             own=lambda: dict(opt=own), rows=lambda: dict(opt=rows), own_torch=lambda: dict(opt=partial(OptimWrapper, opt=OwnTorch)),
-             clipping=lambda: dict(opt=clipping), clipping_wrapper=lambda: dict(opt=partial(ClippingWrapper, opt=torch.optim.SGD)),
-             clipping_lookahead=lambda: dict(opt=lambda params, lr, **kwargs: ClippingLookahead(SGD(params, lr, mom=.9), k=3)),
-             clips_in_a_hook=lambda: dict(opt=clips_in_a_hook), clips_in_its_place=lambda: dict(opt=clips_in_its_place),
+             own=lambda: dict(opt=own), clipping=lambda: dict(opt=clipping),
              replaces=lambda: dict(opt=partial(OptimWrapper, opt=Replaces)), clamps=lambda: dict(cbs=Clamps()), swaps=lambda: dict(cbs=Swaps()),
              assigns=lambda: dict(cbs=Assigns(), model=few_rows), penalty=lambda: dict(cbs=Penalty()), zeroes=lambda: dict(cbs=Zeroes()),
-             copies=lambda: dict(cbs=Copies()), hooked=lambda: dict(before=hooked), hooked_after=lambda: dict(before=hooked_after),
-             hooks_later=lambda: dict(cbs=HooksLater()), others=lambda: dict(cbs=Others()),
+             copies=lambda: dict(cbs=Copies()), hooked=lambda: dict(before=hooked), others=lambda: dict(cbs=Others()),
              teacher=lambda: dict(model=lambda: Teacher().double()), gives_object=lambda: dict(model=lambda: GivesObject().double(), loss=of_object))
 IN_SHARDS = r"rank \d: parameters and gradients are in shards.*use strategy='zero1'"
 OTHERWISE = r"rank \d: with strategy='\w+' .* DTensors .*use strategy='zero1' or 'ddp'"
 HOOKED = r"has a hook .*strategy='\w+'.*use strategy='zero1'"
 SHARDS = dict(assigns=OTHERWISE, zeroes=IN_SHARDS, clamps=IN_SHARDS, swaps=IN_SHARDS, copies=OTHERWISE,
               replaces=r"rank \d: Replaces cannot step parameters of which each worker has a part: use strategy='zero1' or 'ddp'",
-              hooked=f'1.0.weight {HOOKED}', hooked_after=f'2.bias {HOOKED}', hooks_later=f'1.0.weight {HOOKED}',
+              hooked=f'1.0.weight {HOOKED}',
               teacher="t.weight is written to in a forward.*use strategy='zero1'", gives_object=f"GivesObject returns .* use strategy='zero1'|{OTHERWISE}")
 ERRORS = dict(zero1={k: "with strategy='zero1' would have the gradients of some parameters only: .*use strategy='ddp'" for k in CASES if 'clip' in k},
               zero2=SHARDS, fsdp=dict(SHARDS, penalty=IN_SHARDS))

@@ -174,13 +174,6 @@ def test_changed_in_a_fit(world2, strategy, event, what, at, when):
         assert f'{when} of this fit the learner has another model, or other layers' in text and 'between two fits' in text, text
 
 
-@pytest.mark.parametrize('what', ['layer', 'parameter'])
-def test_changed_in_an_epoch(world2, what):
-    "In the last one, too"
-    for at in 0, 2:
-        for r, text in enumerate(world2(changed_in_fit, 'ddp', 'before_batch', what, at)): assert f'rank {r}: at the end of epoch {at} of this fit' in text, text
-
-
 class Tempered(nn.CrossEntropyLoss):
     "Cross entropy with a temperature to learn"
     def __init__(self):
@@ -229,85 +222,3 @@ def test_part_of_a_state_dict(world2, strategy):
     for o in world2(own_seeds, ctx_of(strategy)): assert diff(one, {k: v.detach() for k, v in o.items()}) < 1e-12
 
 
-class Graph(nn.Linear):
-    def __init__(self):
-        super().__init__(4, 3)
-        self.register_buffer('adj', torch.eye(4).to_sparse())
-    def forward(self, x): return super().forward((self.adj.double()@x.t()).t())
-
-
-def sparse_buffer():
-    import fastdist.all
-    try:
-        with learner(model=lambda: Graph().double()).distrib_ctx(): pass
-    except ValueError as e: return str(e)
-
-
-def test_sparse_buffer(world2):
-    for r, o in enumerate(world2(sparse_buffer)): assert f'rank {r}: adj of the model are sparse' in o and 'plain attributes' in o, o
-
-
-class Exports(Callback):
-    def after_epoch(self): self.learn.export('model.pkl')
-
-
-def exporting(path, ctx=None):
-    "Batches of the first epoch wait for a step when `learn.export` is called"
-    import fastdist.all
-    learn = quiet(learner(n=40, bs=8, n_val=8, opt=partial(OptimWrapper, opt=torch.optim.AdamW), lr=.01, path=path))
-    with contextlib.nullcontext() if ctx is None else learn.distrib_ctx(**ctx): learn.fit(2, cbs=[GradientAccumulation(24), Exports()])
-    return weights(learn)
-
-
-@pytest.mark.parametrize('strategy', ['zero1', 'zero2', 'fsdp'])
-def test_export_between_steps(world2, strategy, tmp_path):
-    one = exporting(tmp_path)
-    for o in world2(exporting, tmp_path, ctx_of(strategy)): assert diff(one, o) < 1e-10
-
-
-class Skips(nn.Module):
-    "A layer that the samples of worker 1 have no use for in the last batch; in one process these are every second one"
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(1)
-        self.a, self.b, self.n = nn.Linear(4, 3).double(), nn.Linear(4, 3).double(), 0
-    def forward(self, x):
-        import torch.distributed as dist
-        self.n += self.training
-        if not self.training or self.n != 5: return self.a(x)+self.b(x)
-        if not dist.is_initialized(): return self.a(x)+self.b(x)*(torch.arange(len(x))%2==0)[:, None]
-        return self.a(x) if dist.get_rank()==1 else self.a(x)+self.b(x)
-
-
-def skipping(ctx=None):
-    "The last batch waits for a step that never comes: its gradients are there after the fit"
-    import fastdist.all
-    learn = quiet(learner(n=40, bs=8, model=Skips, opt=partial(OptimWrapper, opt=torch.optim.SGD)))
-    with contextlib.nullcontext() if ctx is None else learn.distrib_ctx(**ctx): learn.fit(1, cbs=GradientAccumulation(16))
-    return {k: p.grad for k, p in learn.model.named_parameters()}
-
-
-def test_unused_in_what_waits(world2):
-    "What is accumulated at the end of a fit, where a worker has no gradient of a layer: gloo ended the process by signal 6"
-    one = skipping()
-    for o in world2(skipping, ctx_of('ddp')): assert diff(one, o) < 1e-7
-
-
-class Weighted(nn.Module):
-    "A loss with weights in a buffer, which its backward needs as they are"
-    def __init__(self):
-        super().__init__()
-        self.register_buffer('weights', torch.tensor([1., 2., 0.5]).double())
-    def forward(self, o, y): return (self.weights*(o-F.one_hot(y, 3))**2).mean().float()
-
-
-def weighted(ctx=None):
-    import fastdist.all
-    learn = quiet(learner(n=40, bs=8, loss=Weighted()))
-    with contextlib.nullcontext() if ctx is None else learn.distrib_ctx(**ctx): learn.fit(1)
-    return weights(learn)
-
-
-def test_buffer_of_a_loss(world2):
-    one = weighted()
-    for o in world2(weighted, ctx_of('ddp')): assert diff(one, o) < 1e-7

@@ -156,8 +156,7 @@ CASES = dict(
     made=lambda: dict(cbs=Made(False)), made_averaged=lambda: dict(cbs=Made(True)),
     two=lambda: dict(cls=TwoBackwards), two_steps=lambda: dict(cls=TwoSteps),
     recorded=lambda: dict(cls=Recorded, cbs=LetGo()),
-    sam_opt=lambda: dict(cls=ClosureStep, opt=torch_opt(SamOpt)),
-    lbfgs=lambda: dict(cls=ClosureStep, opt=torch_opt(torch.optim.LBFGS, max_iter=3), lr=0.3))
+    sam_opt=lambda: dict(cls=ClosureStep, opt=torch_opt(SamOpt)))
 
 
 def fitted(name, ctx=None):
@@ -180,7 +179,7 @@ def all_fitted(names, ctx): return {n: fitted(n, ctx) for n in names}
 
 
 ONE = {}
-CLOSURES, MADE = ['sam_opt', 'lbfgs'], ['made', 'made_averaged']
+CLOSURES, MADE = ['sam_opt'], ['made', 'made_averaged']
 ERRORS = dict(ddp=[], zero1=CLOSURES, zero2=[*CLOSURES, 'gradient_penalty'], fsdp=[*CLOSURES, 'aux_first', 'aux_accumulated', 'penalty', 'gradient_penalty'])
 
 

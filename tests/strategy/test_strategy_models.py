@@ -74,13 +74,13 @@ def run(names, ctx, path):
 REFERENCE = {}
 
 
-def check(world, strategy, names, tmp_path, one=None, **ctx):
+def check(world, strategy, names, tmp_path, **ctx):
     "No worker's result differs from that of one process, nor from another worker's"
     for n in names:
-        if one is None and n not in REFERENCE: REFERENCE.update(run([n], None, tmp_path/'one'))
+        if n not in REFERENCE: REFERENCE.update(run([n], None, tmp_path/'one'))
     every = world(run, names, ctx_of(strategy, **ctx), tmp_path/'many', timeout=300)
     for n in names:
-        want = REFERENCE[n] if one is None else one[n]
+        want = REFERENCE[n]
         for r, m in enumerate(every):
             found = {k: far(want[k], m[n][k]) for k in want if k!='alike'}
             assert want.keys()==m[n].keys() and all(d < TOL[n]*(1 if k=='weights' else 20) for k, d in found.items()), (n, r, found)
@@ -89,68 +89,10 @@ def check(world, strategy, names, tmp_path, one=None, **ctx):
 
 # What a model takes, gives and has
 
-class ManyIn(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b, self.c = nn.Linear(4, 6), nn.Linear(3, 6), nn.Linear(6, 3)
-    def forward(self, x, z, nothing=None):
-        assert nothing is None
-        h = (self.a(x)+self.b(z)).relu()
-        return self.c(h), None, (h, 3)
-
-
-class AddNone(Callback):
-    def before_batch(self): self.learn.xb = (*self.xb, None)
-
-
-@case
-def several_inputs_and_a_tuple(ctx, path):
-    def loss(o, y): return (F.cross_entropy(o[0], y)+0.1*o[2][0].pow(2).mean()*o[2][1]).float()
-    loss.loss_divisor = None
-    learn = made(ManyIn, data(row(), row(3)), loss=loss, cbs=AddNone())
-    with within(learn, ctx): learn.fit(2)
-    return result(learn)
-
-
-class GivesDict(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body, self.head, self.other = nn.Linear(4, 6), nn.Sequential(nn.ReLU(), nn.Linear(6, 3)), nn.Linear(6, 1)
-    def forward(self, x):
-        h = self.body(x['x'])
-        return dict(logits=self.head(h), more=[self.other(h), None], text='a')
-
-
-class TakesDict(Callback):
-    def before_batch(self): self.learn.xb = (dict(x=self.xb[0], text='b', nothing=None),)
-
-
-@case
-def a_dict_in_and_out(ctx, path):
-    def loss(o, y): return (F.cross_entropy(o['logits'], y)+0.1*o['more'][0].pow(2).mean()).float()
-    loss.loss_divisor = None
-    learn = made(GivesDict, loss=loss, cbs=TakesDict(), metrics=AvgMetric(lambda o, y: accuracy(o['logits'], y)))
-    with within(learn, ctx): learn.fit(2)
-    return result(learn)
-
 
 def picture(c=3, s=8):
     from fastai.torch_core import TensorImage
     return lambda g: torch.rand(c, s, s, generator=g, dtype=torch.float64).as_subclass(TensorImage)
-
-
-@case
-def tensor_subclass(ctx, path):
-    "A picture in, a picture out"
-    seen = []
-    class Look(Callback):
-        def after_pred(self): seen.append((type(self.xb[0]).__name__, type(self.pred).__name__))
-    def model(): return nn.Sequential(nn.Sequential(nn.Conv2d(3, 5, 3, padding=1), nn.ReLU()), nn.Conv2d(5, 3, 1))
-    def loss(o, y): return (o-y).pow(2).mean().float()
-    loss.loss_divisor = None
-    learn = made(model, data(picture(), ys=picture()), loss=loss, cbs=Look())
-    with within(learn, ctx): learn.fit(2)
-    return result(learn, seen=sorted(set(seen)))
 
 
 @case
@@ -180,45 +122,6 @@ def language_model(ctx, path):
         learn.unfreeze()
         learn.fit_one_cycle(1, slice(1e-3, 1e-2))
     assert learn.model[1].decoder.weight is learn.model[0].encoder.weight
-    learn.fit(1)
-    return result(learn)
-
-
-@case(tol=2e-6) # in float32
-def tabular(ctx, path):
-    import pandas as pd
-    from fastai.tabular.all import Categorify, Normalize, TabularDataLoaders, tabular_learner
-    g = np.random.default_rng(0)
-    df = pd.DataFrame(dict(a=g.choice(list('xyz'), 24), b=g.normal(size=24), c=g.normal(size=24), y=g.choice(['u', 'v'], 24)))
-    set_seed(7)
-    dls = TabularDataLoaders.from_df(df, path=path, procs=[Categorify, Normalize], cat_names=['a'], cont_names=['b', 'c'], y_names='y', valid_idx=list(range(17, 24)), bs=5)
-    dls.train.drop_last = False
-    set_seed(3)
-    learn = quiet(tabular_learner(dls, layers=[7, 5], metrics=accuracy, lr=0.02, path=path))
-    with within(learn, ctx):
-        learn.fit_one_cycle(2)
-        preds = learn.get_preds()
-        one = learn.predict(df.iloc[3])[2]
-    return result(learn, preds=[*preds], one=one)
-
-
-class BodyHead(nn.Module):
-    "As `vision_learner` makes them"
-    def __init__(self):
-        from fastai.vision.all import XResNet, ResBlock, create_head
-        super().__init__()
-        self.body = nn.Sequential(*list(XResNet(ResBlock, 1, [1, 1], c_in=3, stem_szs=(4, 4, 64), widen=1/16).children())[:-4])
-        self.head = create_head(8, 3, lin_ftrs=[6], ps=0.)
-    def forward(self, x): return self.head(self.body(x))
-
-
-@case
-def vision(ctx, path):
-    learn = made(BodyHead, data(picture(s=16)), metrics=accuracy, splitter=lambda m: [params(m.body), params(m.head)])
-    with within(learn, ctx):
-        learn.freeze()
-        learn.fit_one_cycle(1)
-        learn.fine_tune(1, freeze_epochs=1)
     learn.fit(1)
     return result(learn)
 
@@ -272,17 +175,6 @@ class Recurrent(nn.Module):
     def forward(self, x): return self.head(self.rnn[0](x)[0][:, -1])
 
 
-@case
-def lstm(ctx, path):
-    "It keeps a list of its weights"
-    learn = made(Recurrent, data(lambda g: torch.randn(6, 4, generator=g, dtype=torch.float64)))
-    with within(learn, ctx): learn.fit(1)
-    rnn = learn.model.rnn[0]
-    assert len(rnn._flat_weights)==16 and all(a is b for a, b in zip(rnn._flat_weights, rnn.parameters()))
-    learn.fit(1)
-    return result(learn)
-
-
 def as_cudnn(rnn):
     "On a GPU all weights move into one buffer"
     ws = [w for w in rnn._flat_weights if not hasattr(w, 'full_tensor')]
@@ -301,65 +193,12 @@ def lstm_in_one_buffer(ctx, path):
     finally: nn.RNNBase.flatten_parameters = was
 
 
-class Odd(nn.Module):
-    "A parameter in three places, one with fewer rows than workers, numbers, a frozen layer, and buffers that the forward changes"
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(4, 7)
-        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(7, 7), nn.ReLU()) for _ in range(3)])
-        for b in self.blocks: b[0].weight = self.blocks[0][0].weight
-        self.narrow, self.wide, self.head = nn.Linear(7, 1), nn.Linear(1, 7), nn.Linear(7, 3)
-        self.scale, self.shift = nn.Parameter(torch.tensor(1.5)), nn.Parameter(torch.tensor(0.1))
-        self.frozen = nn.Linear(7, 7).requires_grad_(False)
-        self.fixed = nn.Parameter(torch.tensor(0.9), requires_grad=False)
-        self.register_buffer('n', torch.tensor(0))
-        self.register_buffer('total', torch.zeros(4))
-    def forward(self, x):
-        if self.training:
-            self.n += 1
-            self.total += x.detach().abs().sum(0)
-        x = self.first(x).relu()
-        for b in self.blocks: x = b(x)
-        return self.head(x+self.wide(self.narrow(x)).tanh()+self.frozen(x)*self.fixed)*self.scale+self.shift
+MODELS = [*CASES]
 
 
-def odd(ctx, n=20, cbs=None, **kwargs):
-    "The sum is that of rank 0's share"
-    learn = made(Odd, data(row(), n=n), metrics=accuracy, cbs=cbs, **kwargs)
-    learn.model.shift.requires_grad_(False)
-    with within(learn, ctx):
-        learn.fit(1)
-        learn.model.shift.requires_grad_(True)
-        learn.fit(1)
-    learn.fit(1)
-    res = result(learn)
-    res['alike'] = res['weights'].pop('total')
-    return res
-
-
-@case
-def odd_parameters(ctx, path): return odd(ctx, opt=Lamb)
-
-
-@case
-def empty_shares(ctx, path): return odd(ctx, n=16)
-
-
-@case
-def clip_and_accumulate(ctx, path): return odd(ctx, n=32, cbs=[GradientClip(0.05), GradientAccumulation(12)])
-
-
-MODELS, ODD = [*CASES], ('odd_parameters', 'empty_shares', 'clip_and_accumulate')
-
-
-@pytest.mark.parametrize('some', [0, 1, 2])
 @pytest.mark.parametrize('world', [2, 3])
 @pytest.mark.parametrize('strategy', STRATEGIES)
-def test_models(worlds, tmp_path, strategy, world, some):
-    names = MODELS[some::3]
-    # a model is DDP's under both of these: each has a half, and both those whose parameters are odd, for which the optimizer is shared out
-    if strategy in ('ddp', 'zero1'): names = [o for i, o in enumerate(names) if o in ODD or i % 2 == STRATEGIES.index(strategy)]
-    check(worlds(world), strategy, names, tmp_path)
+def test_models(worlds, tmp_path, strategy, world): check(worlds(world), strategy, MODELS[(world+STRATEGIES.index(strategy)) % 2::2], tmp_path)
 
 
 # Callbacks, and what is asked of a learner in the context
@@ -379,15 +218,6 @@ def hooks(ctx, path):
         summary = str(learn.summary()).split('Callbacks:')[0]
         preds = learn.get_preds()
     return result(learn, stored=stored, summary=summary.split('Total params')[1].split('Optimizer')[0], preds=[*preds])
-
-
-@case(tol=2e-6)
-def mixup(ctx, path):
-    from fastai.callback.mixup import MixUp
-    torch.manual_seed(3)
-    learn = quiet(Learner(data(lambda g: torch.randn(4, generator=g)), net(), loss_func=CrossEntropyLossFlat(), opt_func=Adam, lr=0.02, path=path, cbs=MixUp(0.4)))
-    with within(learn, ctx): learn.fit(2)
-    return result(learn)
 
 
 class EMA(Callback):
@@ -413,30 +243,6 @@ def moving_average(ctx, path):
 
 
 @case
-def predictions(ctx, path):
-    "By all workers; with inputs and losses, decoded, of one sample, and what fastai makes of them"
-    import matplotlib
-    matplotlib.use('agg')
-    from fastai.interpret import ClassificationInterpretation
-    g = torch.Generator().manual_seed(0)
-    items = [(torch.randn(4, generator=g, dtype=torch.float64), 'abc'[i % 3]) for i in range(20)]
-    set_seed(7)
-    dsets = Datasets(items, [[ItemGetter(0)], [ItemGetter(1), Categorize(vocab=list('abc'))]], splits=[list(range(14)), list(range(14, 20))])
-    learn = made(net, dsets.dataloaders(bs=4, num_workers=0, drop_last=False), path=path, metrics=accuracy, loss=CrossEntropyLossFlat())
-    class Float32(Callback):
-        def after_pred(self): self.learn.pred = self.pred.float()
-    learn.add_cb(Float32())
-    with within(learn, ctx):
-        learn.fit(1)
-        res = [*learn.get_preds(with_input=True, with_loss=True, with_decoded=True)]
-        one = [o if isinstance(o, torch.Tensor) else str(o) for o in learn.predict(items[3])]
-        interp = ClassificationInterpretation.from_learner(learn)
-        matrix, top = interp.confusion_matrix().tolist(), [*map(torch.as_tensor, interp.top_losses(3)[:2])]
-        learn.fit(1)
-    return result(learn, preds=[list(o) if isinstance(o, tuple) else o for o in res], one=one, matrix=matrix, top=top)
-
-
-@case
 def nothing_to_train(ctx, path):
     "A model whose parameters are all frozen, as those of adapters that are switched off, evaluates between two fits"
     learn = made(net, metrics=accuracy)
@@ -452,28 +258,13 @@ def nothing_to_train(ctx, path):
     return res
 
 
-@case
-def same_in_all(ctx, path):
-    "What all workers have agrees"
-    from fastdist.callbacks.divergence import DivergenceCheck
-    learn = made(net)
-    with within(learn, ctx): learn.fit(1, cbs=DivergenceCheck() if ctx else [])
-    return result(learn)
-
-
-CALLBACKS = [o for o in CASES if o not in MODELS and o!='mixup']
+CALLBACKS = [o for o in CASES if o not in MODELS]
 
 
 @pytest.mark.parametrize('strategy', STRATEGIES)
 def test_callbacks(world2, tmp_path, strategy):
     names = CALLBACKS[STRATEGIES.index(strategy)::2] if strategy in ('ddp', 'zero1') else CALLBACKS  # as of the models
     check(world2, strategy, names, tmp_path)
-
-
-@pytest.mark.parametrize('strategy', STRATEGIES[1:])
-def test_mixup_is_that_of_ddp(world2, tmp_path, strategy):
-    "Each worker draws for its own share"
-    check(world2, strategy, ['mixup'], tmp_path, one=world2(run, ['mixup'], ctx_of('ddp'), tmp_path)[0])
 
 
 # Recomputed, offloaded and compiled
@@ -559,10 +350,3 @@ def test_arguments(world2, tmp_path, strategy):
     if 'hook' in every[0]: assert 1e-6 < diff(plain.res['weights'], every[0]['hook'].res['weights']) < 0.1
 
 
-def hooked(strategy):
-    bf16 = [DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.BF16)]
-    return arguments(ctx_of(strategy, kwargs_handlers=bf16)).res['weights']
-
-
-def test_hook_is_that_of_ddp(world2):
-    for ddp, zero1 in zip(world2(hooked, 'ddp'), world2(hooked, 'zero1')): assert diff(ddp, zero1) < 1e-9

@@ -138,7 +138,7 @@ ERRORS = {
     'grows': ('ddp zero1 zero2 fsdp', r'rank \d: the buffer ones of the model differs: .*torch.float64 of shape \(\d,\).*Give it the same shape'),
     'dropped, not allowed': ('ddp zero1', 'the loss does not depend on spare.weight, spare.bias, .*find_unused_parameters=True'),
     'dropped at last': ('ddp zero1', 'the loss does not depend on spare.weight, spare.bias, .*find_unused_parameters=True'),
-    'mixed': ('zero2 fsdp', "strategy='(zero2|fsdp)' gathers parameters of one type together, and .*a.weight is of torch.float32.*use strategy='zero1'"),
+    'mixed': ('zero2 fsdp', OTHERWISE),
     'penalty': ('zero2 fsdp', OTHERWISE), 'sparse': ('zero2 fsdp', OTHERWISE), 'of parameters': ('fsdp', OTHERWISE)}
 ONE = {}
 

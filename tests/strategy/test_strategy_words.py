@@ -33,15 +33,6 @@ def placements(ctx):
         return (str(p.placements), p.device_mesh.shape, len(p.to_local()), type(learn.model).__name__) if hasattr(p, 'placements') else (type(p).__name__, len(p))
 
 
-def test_how_parameters_lie(world4):
-    "7 rows: 2 x 2 has 4 and 3, one node of 4 has 2, 2, 2 and 1"
-    ctx = dict(parallelism_config=ParallelismConfig(dp_replicate_size=2, dp_shard_size=2))
-    every = world4(placements, ctx)
-    assert [o[2] for o in every]==[4, 3, 4, 3] and every[0][:2]==('(Replicate(), Shard(dim=0))', (2, 2))
-    assert [o[2] for o in world4(placements, dict(strategy='fsdp'))]==[2, 2, 2, 1]
-    assert [o[2] for o in world4(placements, dict(strategy='zero2'))]==[2, 2, 2, 1]
-
-
 def by_launcher(env):
     import fastdist.all
     old = dict(os.environ)
@@ -80,23 +71,6 @@ def test_auto(world2):
         assert [o[0] for o in every]==[word]*2, (free, every)
         assert f"strategy='auto': '{word}', which needs" in every[0][1] and every[1][1]==''
     assert 'nothing takes less' in every[0][1]
-
-
-def uneven_nodes():
-    "A node of 2 workers, and one of 3, of which one is here"
-    import fastdist.all
-    from unittest.mock import patch
-    from fastdist.strategy import select
-    from fastdist.world import get_rank
-    size = 2 if get_rank() < 2 else 3
-    learn = quiet(learner(n=12, bs=6))
-    with patch.object(select, 'get_local_world_size', lambda: size), patch.object(select, '_bytes_needed', lambda word, *_: 0 if word=='fsdp' else 2**70):
-        with learn.distrib_ctx(strategy='auto'): return learn.distributed_trainer.strategy.name
-
-
-def test_auto_with_uneven_nodes(worlds):
-    "'hsdp' shards within nodes of one size: it is not chosen where they are not"
-    assert worlds(3)(uneven_nodes)==['fsdp']*3
 
 
 def own():
@@ -199,7 +173,3 @@ def test_ignored_modules(world2):
         assert sorted(n for n, o in seen.items() if o=='Parameter')==['head.2.bias', 'head.2.weight', 'scale']
 
 
-def test_ignored_modules_that_are_not_there(world2):
-    for names in ('hed', [nn.Linear(1, 1)], [nn.ReLU()]):
-        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, ignored_modules=names)
-        for o in world2(errors, fsdp_plugin=plugin): assert 'fsdp_plugin.ignored_modules=' in o and 'means no module of Sequential' in o, o
