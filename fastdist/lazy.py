@@ -6,7 +6,7 @@
 __all__ = ['lazy_names']
 
 # %% ../nbs/00_lazy.ipynb #1a2b3c03
-import ast
+import re
 from importlib import import_module
 from pathlib import Path
 
@@ -15,8 +15,7 @@ def lazy_names(package, # `__name__` of the package
                file, # `__file__` of the package: the stub beside it imports each name from its module
               ):
     "`(__getattr__, __all__)` of a package: each name is imported from its module at its first use; an `AttributeError` for others"
-    imports = [o for o in ast.parse(Path(file).with_suffix('.pyi').read_text(encoding='utf-8')).body if isinstance(o, ast.ImportFrom)]
-    home = {a.name:'.'*o.level+o.module for o in imports for a in o.names}
+    home = {name:module for module,name in re.findall(r'(?m)^from (\S+) import (\w+)', Path(file).with_suffix('.pyi').read_text(encoding='utf-8'))}
     def __getattr__(name):
         if name not in home: raise AttributeError(f"module {package!r} has no attribute {name!r}")
         return getattr(import_module(home[name], package), name)

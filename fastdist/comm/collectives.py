@@ -256,8 +256,10 @@ def unpack(flat:Tensor, # Of `pack`
     "What was packed. What no worker of this job has packed is a `SignatureError`"
     return pickle.loads(signed_data(flat.cpu().numpy().data, job_secret(), key, get_rank()))
 
-# %% ../../nbs/comm/00_collectives.ipynb #7290707a
+# %% ../../nbs/comm/00_collectives.ipynb #12bb9657
 _frame_size = 2048 # bytes
+
+def _flat(data): return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8, device='cpu')
 
 def _trim(s, n, end=False):
     "`s`, as much of it as fits into `n` bytes: the first, or the last"
@@ -271,25 +273,23 @@ def _caller():
     f = next((o for o in outside if not is_library(o.f_code.co_filename)), outside[0])
     return _trim(f"{f.f_code.co_filename}:{f.f_lineno} in {f.f_code.co_name}", 200, end=True)
 
-def _frame(name, info=None, payload=None, error=None):
+def _frame(name, info=None, payload=b'', error=None):
     "What a worker says of its call: a line of JSON, and the payload, where that is small"
-    size = None if payload is None else len(payload)
-    text = json.dumps([_trim(name, 100), _caller(), error, info, size], ensure_ascii=False).encode()+b'\n'
-    return text+payload.numpy().tobytes() if size and len(text)+size <= _frame_size else text
+    text = json.dumps([_trim(name, 100), _caller(), error, info, len(payload)], ensure_ascii=False).encode()+b'\n'
+    return text+payload.numpy().tobytes() if 0 < len(payload) <= _frame_size-len(text) else text
 
 def _exchange(frame, n, group):
     "(name, caller, error, info, size, small payload or `None`) of each of the `n` workers of a group"
-    every = [torch.frombuffer(bytearray(frame.ljust(_frame_size, b'\0')), dtype=torch.uint8)]
+    every = _flat(frame.ljust(_frame_size, b'\0')).view(1, -1)
     if dist.is_initialized():
         mine = every[0].to(route(torch.device('cpu'), group))
         every = mine.new_empty(n*_frame_size)
         gather_single(every, mine, group=group)
         every = every.cpu().view(n, -1)
-    pairs = [o.numpy().tobytes().split(b'\n', 1) for o in every]
-    rows = [(json.loads(text), rest) for text,rest in pairs]
-    return [(*o, rest[:o[-1]] if o[-1] is not None and len(rest) >= o[-1] else None) for o,rest in rows]
+    rows = [(json.loads(text), rest) for text,rest in (o.numpy().tobytes().split(b'\n', 1) for o in every)]
+    return [(*o, rest[:o[-1]] if len(rest) >= o[-1] else None) for o,rest in rows]
 
-# %% ../../nbs/comm/00_collectives.ipynb #d9aaaa3c
+# %% ../../nbs/comm/00_collectives.ipynb #292d360c
 class OutOfStep(RuntimeError):
     "The workers of a group are at different calls"
 
@@ -303,28 +303,28 @@ def check_calls(ranks, # Those that called
                ):
     "Raise, in all workers alike, what some have failed in; an `OutOfStep` where they are at different calls"
     at = [f'{n} ({c})' for n,c in zip(names, callers)]
-    failed = {r:(e,a) for r,e,a in zip(ranks, errors, at) if e}
+    failed = {r:f'{a}: {e[0]}: {e[1]}' for r,e,a in zip(ranks, errors, at) if e}
     if failed:
-        (kind,_),_ = next(iter(failed.values()))
-        texts = [f'{a}: {e[0]}: {e[1]}' for e,a in failed.values()]
-        raise _raised_alike.get(kind, RuntimeError)('; '.join(f'{w} failed in {t}' for w,t in _by_rank(failed, texts)))
+        kind = next(e[0] for e in errors if e)
+        raise _raised_alike.get(kind, RuntimeError)('; '.join(f'{w} failed in {t}' for w,t in _by_rank(failed, failed.values())))
     if len(set(names))==1: return
     (who,what),*others = _by_rank(ranks, at)
     first = f"{who} {'are' if who.startswith('ranks') else 'is'} at {what}"
     differ = ', '.join([first]+[f'{w} at {t}' for w,t in others])
     raise OutOfStep(f'{differ}: all workers of a group must make the same calls in the same order')
 
-# %% ../../nbs/comm/00_collectives.ipynb #8f313fa9
+# %% ../../nbs/comm/00_collectives.ipynb #c989d7a1
 class Call:
     "One call that all workers of `group` make; `infos` and `sizes` are what their frames say, in the order of the group"
     def __init__(self, name:str, # Of the call, with the arguments that have to be the same in all workers
                  group, # A process group; `None` for that of all workers
-                 prepare, # Called with this `Call`; returns what JSON can hold, and a payload of bytes (on the CPU) or `None`
+                 prepare, # Called with this `Call`; returns what JSON can hold, and a payload of bytes (on the CPU), or `None` for none
                 ):
         self.name,self.group,self.ranks = name,group,group_ranks(group)
         self.me,error = self.ranks.index(get_rank()),None
         try:
-            info,self.payload = prepare(self)
+            info,payload = prepare(self)
+            self.payload = _flat(b'') if payload is None else payload
             frame = _frame(name, info, self.payload)
         except Exception as e: frame,error = _frame(name, error=(type(e).__name__, _trim(str(e), 400))),e
         names,callers,errors,self.infos,self.sizes,self.small = zip(*_exchange(frame, len(self.ranks), group))
@@ -334,11 +334,9 @@ class Call:
     def parts(self, dst:int=None, # Global rank of the worker that receives them; by default all do
              ):
         "Each worker's payload, as a flat `uint8` tensor; `None` in a worker that does not receive them"
-        if not any(s and o is None for s,o in zip(self.sizes, self.small)):
-            return [torch.frombuffer(bytearray(o), dtype=torch.uint8) if o else torch.empty(0, dtype=torch.uint8) for o in self.small]
-        mine = self.payload if self.payload is not None else torch.empty(0, dtype=torch.uint8)
-        if dist.is_initialized(): mine = mine.to(route(torch.device('cpu'), self.group))
-        return gather_bytes(mine, [s or 0 for s in self.sizes], self.group, dst)
+        if None not in self.small: return list(map(_flat, self.small))
+        mine = self.payload.to(route(torch.device('cpu'), self.group)) if dist.is_initialized() else self.payload
+        return gather_bytes(mine, self.sizes, self.group, dst)
 
     def load(self, part:Tensor, # Its payload, which `pack` has made
              i:int, # Number of the worker in the group
@@ -385,7 +383,7 @@ def gather_tensors(o, # Anything that can be pickled, with tensors in it; of `No
     if parts is None or dst not in (None,get_rank()): return
     return [o if i==c.me else c.load(p, i) if len(p) else None for i,p in enumerate(parts)]
 
-# %% ../../nbs/comm/00_collectives.ipynb #c19c2dfd
+# %% ../../nbs/comm/00_collectives.ipynb #1c6518cb
 def broadcast_object(o=None, # What rank `src` sends; in other workers it does not matter
                      src:int=None, # Global rank of the worker that sends; by default the first of the group
                      group=None, # A process group; by default that of all workers
@@ -399,10 +397,9 @@ def broadcast_object(o=None, # What rank `src` sends; in other workers it does n
     i = c.ranks.index(src)
     if len(c.ranks)==1: return o
     if c.small[i] is None: # too large for the frame
-        flat = c.payload if i==c.me else torch.empty(c.sizes[i], dtype=torch.uint8)
-        flat = flat.to(route(torch.device('cpu'), group))
+        flat = (c.payload if i==c.me else torch.empty(c.sizes[i], dtype=torch.uint8)).to(route(torch.device('cpu'), group))
         dist.broadcast(flat, src, group=group)
-    else: flat = torch.frombuffer(bytearray(c.small[i]), dtype=torch.uint8)
+    else: flat = _flat(c.small[i])
     return o if i==c.me else c.load(flat, i)
 
 # %% ../../nbs/comm/00_collectives.ipynb #39460622

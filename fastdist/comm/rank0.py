@@ -31,12 +31,7 @@ def _value(store, key):
     data = bytearray().join(store.get(f'{key}/{i}') for i in range(o['parts']))
     if data: return unpack(torch.frombuffer(data, dtype=torch.uint8), key)
 
-# %% ../../nbs/comm/02_rank0.ipynb #89fc60e3
-def _ends():
-    "What is raised now may end this process; without a process group, nobody else would let the first failure be printed first"
-    if not dist.is_initialized(): hook_uncaught(shared_store('fault'))
-
-# %% ../../nbs/comm/02_rank0.ipynb #f808a674
+# %% ../../nbs/comm/02_rank0.ipynb #a3e72fdf
 def _lead(func, args, kwargs, store, key, send):
     "In the worker that is first: call `func`, and write what it has returned, or raised"
     try:
@@ -44,14 +39,13 @@ def _lead(func, args, kwargs, store, key, send):
         data = pack(res, key).numpy().tobytes() if send else b''
     except BaseException as e:
         store.set(key, json.dumps(dict(failure=asdict(Failure.of(e)))))
-        _ends()
         raise
     parts = [data[i:i+_part] for i in range(0, len(data), _part)]
     for i,o in enumerate(parts): store.set(f'{key}/{i}', o)
     store.set(key, json.dumps(dict(parts=len(parts))))
     return res
 
-# %% ../../nbs/comm/02_rank0.ipynb #daa0e9a2
+# %% ../../nbs/comm/02_rank0.ipynb #3bf48ee7
 def _follow(store, key, first=0, name='its call'):
     "In the others: wait for as long as it takes, and raise what the first has raised, or that its process has ended. `first`: see `ended`"
     def say(): notice(f"rank {get_rank()} waits for rank 0{'' if first==0 else f' of {first}'}, which is in {name}")
@@ -59,13 +53,10 @@ def _follow(store, key, first=0, name='its call'):
         f = wait_until(lambda: store.check([key]) or ended(first), notice=say, n=get_world_size())
         if not store.check([key]): raise f.as_error() # otherwise it has written that just before its end
         return _value(store, key)
-    except RemoteError as e:
-        _ends()
-        raise
     except dist.DistError as e: raise RemoteError(
         f"rank {get_rank()} waited for the worker that is first, and it, or the launcher, has ended") from e
 
-# %% ../../nbs/comm/02_rank0.ipynb #447bb6cf
+# %% ../../nbs/comm/02_rank0.ipynb #452091cd
 _outer = ContextVar('_outer', default='') # key of the call in whose function this is, with a slash
 
 @contextmanager
@@ -74,6 +65,7 @@ def _next_call(name):
     store,outer = shared_store('rank0'),_outer.get()
     key = f"{outer}{name}/{store.add(f'{outer}calls/{get_rank()}', 1)}"
     token = _outer.set(f'{key}/')
+    hook_uncaught(shared_store('fault')) # where this ends a process, the first failure is to be printed first
     try: yield store,key
     finally: _outer.reset(token)
 
@@ -81,7 +73,7 @@ def _check_func(func, name):
     if not callable(func): raise TypeError(f"rank {get_rank()}: {name} was given a {type(func).__name__}, and no function: "
                                            f"it calls the function itself, as {name}(func, *args), and not {name}(func(*args))")
 
-# %% ../../nbs/comm/02_rank0.ipynb #c459488a
+# %% ../../nbs/comm/02_rank0.ipynb #90c979bc
 def check_outside(what, # All workers do together, in words
                  ):
     "A `RuntimeError` in the function of `rank0_first` or `rank0_read`: rank 0 would wait there for those that wait for it"
@@ -89,7 +81,7 @@ def check_outside(what, # All workers do together, in words
         f"rank {get_rank()}: {what} is for all workers together, and this is in the function of rank0_first, or rank0_read, for whose end "
         "in rank 0 the others wait: call it outside of that function")
 
-# %% ../../nbs/comm/02_rank0.ipynb #c68d710e
+# %% ../../nbs/comm/02_rank0.ipynb #73707d92
 def rank0_first(func, # Called in rank 0 first, and when it is done in all other ranks at once
                 *args, # Passed to `func`
                 per_node:bool=False, # Once on each node first, by its local rank 0: for caches on local disks
@@ -107,7 +99,7 @@ def rank0_first(func, # Called in rank 0 first, and when it is done in all other
         _follow(store, key, first, f'rank0_first({_name(func)})')
         return func(*args, **kwargs)
 
-# %% ../../nbs/comm/02_rank0.ipynb #d42d5974
+# %% ../../nbs/comm/02_rank0.ipynb #e440ae46
 def rank0_read(func, # Called in rank 0 alone
                *args, # Passed to `func`
                **kwargs, # Passed to `func`

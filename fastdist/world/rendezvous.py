@@ -192,8 +192,8 @@ def note_end(store, # torch's store of the job
             ):
     "The process of a rank ends: write that into the store, for those that wait for it"
     o = json.dumps(dict(rank=f.rank, host=f.host, pid=f.pid, text=f.text))
-    for who in (f.rank,*names): store.set(f'gone/{who}', o)
     store.set('gone', '')
+    for who in (*names,f.rank): store.set(f'gone/{who}', o) # its rank last: nothing is written after that
 
 def read_end(store, # torch's store of the job
              who, # A rank, or 'node 2' for the first rank of that node
