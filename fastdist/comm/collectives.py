@@ -283,7 +283,8 @@ def _exchange(frame, n, group):
         every = mine.new_empty(n*_frame_size)
         gather_single(every, mine, group=group)
         every = every.cpu().view(n, -1)
-    rows = [(json.loads(text), rest) for text,rest in (o.numpy().tobytes().split(b'\n', 1) for o in every)]
+    pairs = [o.numpy().tobytes().split(b'\n', 1) for o in every]
+    rows = [(json.loads(text), rest) for text,rest in pairs]
     return [(*o, rest[:o[-1]] if len(rest) >= o[-1] else None) for o,rest in rows]
 
 # %% ../../nbs/comm/00_collectives.ipynb #292d360c

@@ -167,9 +167,8 @@ def _check_all(report, limit):
     n = get_world_size()
     report.doing = f'waiting for {plural(n, "worker")}'
     store = world_store(limit)
-    store.set('check', look())
-    found = store.wait('check', limit, ranks=range(n))
-    if not compare(report, [found[r] for r in range(n)]): return report.row('training', 'none: the workers cannot join a process group')
+    store.set(f'check/{get_rank()}', look())
+    if not compare(report, store.wait([f'check/{r}' for r in range(n)], limit)): return report.row('training', 'none: the workers cannot join a process group')
     report.doing = 'making the process group'
     with fail_together(limit):
         report.doing = 'looking at the folder'
