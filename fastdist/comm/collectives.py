@@ -145,13 +145,10 @@ def gather_bytes(mine:Tensor, # Bytes of this worker, where the backend of `grou
         n = min(_part, max(sizes)-start)
         part = mine[start:start+n]
         part = F.pad(part, (0,n-len(part)))
-        every = mine.new_empty(len(sizes)*n if bufs else 0)
-        rows = list(every.view(-1, n))
-        if dst is None: gather_single(every, part, group=group)
-        else: dist.gather(part, rows if bufs else None, dst, group=group)
-        for b,row in zip(bufs or (), rows):
-            to = b[start:start+n]
-            to.copy_(row[:len(to)])
+        rows = mine.new_empty((len(sizes) if bufs else 0, n))
+        if dst is None: gather_single(rows.view(-1), part, group=group)
+        else: dist.gather(part, list(rows) if bufs else None, dst, group=group)
+        for b,row in zip(bufs or (), rows): b[start:start+n] = row[:max(0, len(b)-start)]
     return bufs
 
 # %% ../../nbs/comm/00_collectives.ipynb #86708f8b
@@ -286,7 +283,8 @@ def _exchange(frame, n, group):
         every = mine.new_empty(n*_frame_size)
         gather_single(every, mine, group=group)
         every = every.cpu().view(n, -1)
-    rows = [(json.loads(text), rest) for text,rest in (o.numpy().tobytes().split(b'\n', 1) for o in every)]
+    pairs = [o.numpy().tobytes().split(b'\n', 1) for o in every]
+    rows = [(json.loads(text), rest) for text,rest in pairs]
     return [(*o, rest[:o[-1]] if len(rest) >= o[-1] else None) for o,rest in rows]
 
 # %% ../../nbs/comm/00_collectives.ipynb #292d360c

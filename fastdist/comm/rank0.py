@@ -89,7 +89,6 @@ def rank0_first(func, # Called in rank 0 first, and when it is done in all other
                ):
     """Result of `func(*args, **kwargs)`, which rank 0 has finished before the others start: for downloads.
     If it raises there, all others raise a `RemoteError` and do not call it"""
-    if not isinstance(per_node, bool): raise ValueError(f"rank {get_rank()}: per_node={per_node!r} is not accepted: it is True or False")
     _check_func(func, 'rank0_first')
     if get_world_size()==1: return func(*args, **kwargs)
     first = f'node {get_node_rank()}' if per_node else 0

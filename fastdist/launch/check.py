@@ -143,10 +143,10 @@ def check(limit # Seconds that workers wait for each other
          ):
     "Check, in each of the workers; the exit status: 1 in rank 0 where there is a fault"
     n,store = get_world_size(),world_store(limit)
-    store.set('check', look()) # before they join a group, which needs the same backend
-    every = store.wait('check', limit, ranks=range(n))
-    findings = [*compare([every[r] for r in range(n)])]
-    if len({o['backend'] for o in every.values()})==1:
+    store.set(f'check/{get_rank()}', look()) # before they join a group, which needs the same backend
+    every = store.wait([f'check/{r}' for r in range(n)], limit)
+    findings = [*compare(every)]
+    if len({o['backend'] for o in every})==1:
         with fail_together(limit):
             findings += check_folder()
             if n > 1: check_speed()

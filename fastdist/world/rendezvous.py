@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['Start', 'first_host', 'slurm_port', 'infer_init_method', 'loopback_env', 'loopback_store', 'loopback_rendezvous',
-           'note_end', 'read_end', 'arrive', 'has_agent', 'meet', 'rendezvous', 'leave', 'reachable']
+           'note_end', 'read_end', 'arrive', 'meet', 'rendezvous', 'leave', 'reachable']
 
 # %% ../../nbs/world/04_rendezvous.ipynb #0e811b74
-import errno,json,os,re,secrets,socket,sys,threading
+import json,os,re,secrets,socket,sys,threading
 from concurrent import futures
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,7 +18,7 @@ from urllib.parse import parse_qsl,urlparse
 
 import psutil, torch, torch.distributed as dist
 from ..env import notice
-from .ranks import check_rank, env_int, from_env, host_name, ranks_on_hosts, use_cpu
+from .ranks import check_rank, env_int, from_env, host_name, use_cpu
 from .store import unset, wait_until
 from .errors import Failure, write_record
 
@@ -235,10 +235,6 @@ def arrive(part, # A part of torch's store that is for this
     _wait_for(s, here, missing, limit, ends)
 
 # %% ../../nbs/world/04_rendezvous.ipynb #a8af2962
-def has_agent():
-    "Does the launcher hold the store of its workers?"
-    return os.environ.get('TORCHELASTIC_USE_AGENT_STORE')=='True'
-
 def meet(raw, # torch's store of the job
          s, # `Start` of this process
          limit, # Seconds
@@ -290,10 +286,7 @@ def _serve(host, port, local, rank, limit):
     "Start torch's store; a `ConnectionError` where it cannot listen. `local`: are all workers on this machine?"
     secs = max(limit, 1)
     try:
-        try:
-            if local: return loopback_store(port, secs)
-        except OSError as e: # by the store, perhaps, of a group that the script has made and destroyed: torch shares it within a process
-            if e.errno!=errno.EADDRINUSE: raise
+        if local: return loopback_store(port, secs)
         return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, multi_tenant=True, timeout=timedelta(seconds=secs))
     except (RuntimeError,ValueError,OSError) as e: raise ConnectionError(
         f"rank {rank} could not open port {port} ({host}): {str(e).splitlines()[0]}. "
@@ -317,7 +310,7 @@ def rendezvous(s, # `Start` that says how
               ):
     """Wait for all workers of the job: torch's `store` that they share, the `name` of this start, the `address` of the store, and
     what is to be done at the end: `serves` this process the store, is it in a `file`?"""
-    u,agent = _place(s),s.init_method=='env://' and has_agent()
+    u,agent = _place(s),s.init_method=='env://' and os.environ.get('TORCHELASTIC_USE_AGENT_STORE')=='True'
     serves,file,address = s.rank==0 and not agent,None,(u.hostname,u.port)
     # an address that means each machine itself; a machine's own name may be one on it, and not on others: it is none
     local = s.local_world_size==s.world_size or (u.hostname or '').startswith(('localhost','::1','127.'))

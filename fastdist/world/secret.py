@@ -48,10 +48,9 @@ def user_secret():
 # %% ../../nbs/world/01_secret.ipynb #02314ec7
 class SignatureError(RuntimeError):
     "What came from another process was not signed by a worker of this job, so it was not opened: its `key`, and the `rank` that did not"
-    def __init__(self, msg, key, rank):
-        super().__init__(msg, key, rank)
+    def __init__(self, msg, key=None, rank=None):
+        super().__init__(msg)
         self.key,self.rank = key,rank
-    def __str__(self): return self.args[0]
 
 def sign(data, # Bytes-like
          secret:bytes, # Of the job

@@ -23,36 +23,6 @@ def test_groups_one_after_another(worlds):
         for res in worlds(size)(groups_again): assert res == [(total, 'gloo')]*6
 
 
-def first(folder):
-    import time
-    from fastdist.all import get_rank, rank0_first
-    def make(name, text='x'):
-        f = Path(folder)/name
-        there = f.exists()
-        if not there:
-            time.sleep(0.5)
-            f.write_text(text)
-        return there
-    return [rank0_first(make, 'a'), rank0_first(partial(make, 'b', text='y')), rank0_first(lambda: get_rank())]
-
-
-def test_rank0_first(world3, tmp_path):
-    assert world3(first, tmp_path) == [[False, False, 0], [True, True, 1], [True, True, 2]]
-
-
-def first_fails():
-    from fastdist.all import get_rank, rank0_first
-    def fail(): raise ValueError('no disk')
-    try: rank0_first(fail)
-    except Exception as e: return type(e).__name__, str(e), rank0_first(get_rank)
-
-
-def test_rank0_first_fails_everywhere(world3):
-    res = world3(first_fails)
-    assert res[0] == ('ValueError', 'no disk', 0)
-    for r in (1, 2): assert res[r][0] == 'RemoteError' and f'rank {r} stopped because rank 0' in res[r][1] and 'no disk' in res[r][1] and res[r][2] == r
-
-
 def within_each_other():
     "Calls in the function of a call, which rank 0 alone makes where that fails, or is `rank0_read`'s; and calls after them"
     from fastdist.all import get_rank, rank0_first, rank0_read
