@@ -65,7 +65,7 @@ def load_plain(file, # Path
     ts = _tensors_in(o)
     return deepcopy(o, {id(ts[i]):ts[i].to(device) for i in elsewhere}) if elsewhere and device is not None else o
 
-# %% ../../nbs/checkpoint/02_state.ipynb #241ce7ab
+# %% ../../nbs/checkpoint/02_state.ipynb #752fa66e
 _not_of_state = 'learn','run','training','start_epoch' # of the learner, the fit, and this process's clock
 
 def _has_state(o): return all(callable(getattr(type(o), nm, None)) for nm in ('state_dict','load_state_dict'))
@@ -112,8 +112,8 @@ def restore(o, # An object like the one that `saved` was taken of
     missing = []
     for k,(kind,v) in saved.items():
         here = vars(o).get(k) if k else o
-        if kind=='data': setattr(o, k, v)
-        elif kind=='numbers': setattr(o, k, list(v.unbind()))
+        if kind=='data': vars(o)[k] = v
+        elif kind=='numbers': vars(o)[k] = list(v.unbind())
         elif kind=='metric' and isinstance(here, Metric): restore(here, v)
         elif _has_state(here): here.load_state_dict(v)
         else: missing.append(k)
