@@ -6,11 +6,12 @@
 __all__ = ['DamagedCheckpoint', 'ForeignCheckpoint', 'file_sum', 'Checkpoint', 'StoredTensors', 'checkpoints', 'readable',
            'best_of', 'ends_of', 'delete_old', 'Saver', 'folder_lock']
 
-# %% ../../nbs/checkpoint/00_files.ipynb #612d2b83
+# %% ../../nbs/checkpoint/00_files.ipynb #dfb4f301
 import fcntl,hashlib,json,math,os,platform,re,shutil,socket,threading,time
 from contextlib import contextmanager, suppress
 from datetime import datetime, timezone
 from functools import cached_property
+from itertools import chain, count
 from pathlib import Path
 
 from .. import __version__
@@ -46,7 +47,7 @@ def _write_json(file, obj):
     _sync(new)
     os.replace(new, file)
 
-# %% ../../nbs/checkpoint/00_files.ipynb #9370e53c
+# %% ../../nbs/checkpoint/00_files.ipynb #30f7143f
 _format = 5 # another number with each change of what stands in the files
 
 class Checkpoint:
@@ -86,11 +87,6 @@ class Checkpoint:
             if now!=want: raise self.damaged(nm, 'has other contents than were written (sha256)')
         return self
 
-    def put_aside(self):
-        "Rename it, so that it is no checkpoint any more, and can be looked at"
-        to = self.path.with_name(f'damaged-{self.path.name}')
-        if not to.exists(): os.rename(self.path, to)
-
     def remove(self):
         "Delete it: first it is no checkpoint any more"
         gone = self.path.with_name(f'.old-{self.path.name}')
@@ -126,7 +122,7 @@ class StoredTensors:
         if len(res)!=end-start: raise self.c.damaged('tensors', f'have not all rows of {nm}')
         return res
 
-# %% ../../nbs/checkpoint/00_files.ipynb #c6b9a632
+# %% ../../nbs/checkpoint/00_files.ipynb #62aaf2bb
 def checkpoints(path # Folder of the checkpoints
                ):
     "All that have been committed there, the newest first, as `Checkpoint`s; whether they are whole is not looked at"
@@ -166,10 +162,10 @@ def delete_old(path, # Folder of the checkpoints
         if o not in stay: o.remove()
 
 def _free_name(path, step):
-    "`step-00000200`; with a number where there is, or was, one of that step"
-    nm,i = f'step-{step:08d}',0
-    while any((path/f'{o}{nm}{f".{i}" if i else ""}').exists() for o in ('','damaged-')): i += 1
-    return path/(f'{nm}.{i}' if i else nm)
+    "`step-00000200`; with a number where there is one of that step"
+    nm = path/f'step-{step:08d}'
+    names = chain([nm], (nm.with_suffix(f'.{i}') for i in count(1)))
+    return next(o for o in names if not o.exists())
 
 # %% ../../nbs/checkpoint/00_files.ipynb #dff3e789
 class Saver:

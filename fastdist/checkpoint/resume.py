@@ -22,7 +22,7 @@ from ..world.errors import refuse
 from ..world.ranks import get_rank, whole_number
 from ..world.store import wait_until
 
-# %% ../../nbs/checkpoint/03_resume.ipynb #b6b4be4c
+# %% ../../nbs/checkpoint/03_resume.ipynb #3b0e1e35
 _others = dict(model='a model of other tensors', opt='another optimizer, or other groups of parameters', n_epoch='a fit of another length',
                metric_names='other metrics')
 
@@ -57,17 +57,15 @@ class SharedFolder:
 
     def newest(self, fit # Number of the fit in the script
               ):
-        "The newest whole `Checkpoint`, or `None` where there is none. Damaged ones are put aside; a `ValueError` if there are no others"
-        def find():
-            for c in checkpoints(self.path):
+        "The newest whole `Checkpoint`, or `None` where there is none. Damaged ones are passed over; a `ValueError` if there are no others"
+        def find_newest():
+            every = checkpoints(self.path)
+            for c in every:
                 try: return (c.verify() if fit <= c.summary['fit'] else c).path.name # of one before the fit nothing is read
                 except ForeignCheckpoint as e: raise self.error(e) from e
-                except DamagedCheckpoint as e:
-                    c.put_aside()
-                    warnings.warn(f"{e}. It is passed over, and the one before it is taken")
-            if gone := sorted(o.name for o in self.path.glob('damaged-step-*')): raise self.error(
-                f"none of the checkpoints is whole ({', '.join(gone[:3])}): to begin anew, delete them, or give this script another folder")
-        name = self.of_rank0(find)
+                except DamagedCheckpoint as e: warnings.warn(f"{e}. It is passed over, and the one before it is taken")
+            if every: raise self.error("none of the checkpoints is whole: to begin anew, delete them, or give this script another folder")
+        name = self.of_rank0(find_newest)
         return name and Checkpoint(self.path/name)
 
     def misfit(self, c, mine):
@@ -79,7 +77,7 @@ class SharedFolder:
                mine, # `signature` of its learner
               ):
         "The `Checkpoint` of its end, or `None` where it is gone, or cannot be used, which is said"
-        def find():
+        def find_end():
             c = ends_of(readable(self.path)).get(fit)
             try: why = self.misfit(c.verify(), mine) if c else "there is none any more (those of the last 8 fits stay)"
             except DamagedCheckpoint as e: why = e
@@ -87,7 +85,7 @@ class SharedFolder:
             warnings.warn(
                 f"rank 0: Resume({str(self.path)!r}): the end of fit {fit} of the script cannot be put back: {why}. What the script does "
                 "between it and the next fit sees other weights than at first; if that matters, begin anew in another folder")
-        name = self.of_rank0(find)
+        name = self.of_rank0(find_end)
         return name and Checkpoint(self.path/name)
 
 # %% ../../nbs/checkpoint/03_resume.ipynb #8223065b
@@ -188,17 +186,7 @@ def _begin(self:Resume):
     if rank==0 and fit.skips: print(f"{newest.path.name}: fit {number} of the script has ended before", flush=True)
     elif rank==0 and fit.place: print(f"Going on from {newest.path.name}: epoch {s['epoch']}, batch {s['batch']}", flush=True)
 
-# %% ../../nbs/checkpoint/03_resume.ipynb #a277f692
-@patch
-def _read_rest(self:Resume):
-    "What a worker has saved beside the tensors: this one, or of another number of workers rank 0; and is it this one?"
-    c,s,shared = self.fit.place,self.fit.place.summary,self.fit.shared
-    same = s['workers']==shared.n
-    # loaders of PyTorch's have no device; parameters may be offloaded from that of a context
-    device = device_of(self.learn) or next((p.device for p in self.learn.model.parameters()), None)
-    rest = load_plain(c.path/f'rank-{shared.rank if same else 0}.pt', device)
-    return rest,same
-
+# %% ../../nbs/checkpoint/03_resume.ipynb #d8914c16
 @patch
 @contextmanager
 def _other_loaders_told(self:Resume):
@@ -210,12 +198,16 @@ def _other_loaders_told(self:Resume):
 
 @patch
 def put_back(self:Resume):
-    "All but the place in the training loader, which is returned"
+    "All but the place in the training loader, which is returned: that of this worker, or of another number of workers rank 0's; and which it is"
     getattr(self.learn.dls, 'n_inp', None) # to find out, fastai reads a sample at the first batch of a process, which may draw
-    rest,same = self._read_rest()
-    put_tensors(self.learn, self.fit.place)
+    c,shared = self.fit.place,self.fit.shared
+    same = c.summary['workers']==shared.n
+    # loaders of PyTorch's have no device; parameters may be offloaded from that of a context
+    device = device_of(self.learn) or next((p.device for p in self.learn.model.parameters()), None)
+    rest = load_plain(c.path/f'rank-{shared.rank if same else 0}.pt', device)
+    put_tensors(self.learn, c)
     with self._other_loaders_told(): missing = put_rest(self.learn, rest, same, metrics=same and not self.fit.skips)
-    text = (f"{', '.join(missing)} of a callback cannot take the state that {self.fit.place.path} has: "
+    text = (f"{', '.join(missing)} of a callback cannot take the state that {c.path} has: "
             "make what has it in __init__, or in before_fit")
     if missing and not self.fit.skips: raise self._error(text)
     if missing: self._warn(text)

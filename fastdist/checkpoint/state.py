@@ -16,7 +16,7 @@ from .weights import sharded_of
 from ..callbacks.fastai_patches import device_of, trainer_of
 from ..comm.collectives import is_dtensor, local
 from ..data.dl import DistributedDL
-from ..data.rng import generator_states, generators_in, set_generator_states, set_stream_states, stream_states
+from ..data.rng import drawers, generator_states, generators_in, set_generator_states, set_stream_states, stream_states
 from ..strategy.base import inner_opt, whole_model
 from ..strategy.zero1 import OwnedOptimizer
 from ..world.ranks import get_rank, get_world_size
@@ -65,7 +65,7 @@ def load_plain(file, # Path
     ts = _tensors_in(o)
     return deepcopy(o, {id(ts[i]):ts[i].to(device) for i in elsewhere}) if elsewhere and device is not None else o
 
-# %% ../../nbs/checkpoint/02_state.ipynb #241ce7ab
+# %% ../../nbs/checkpoint/02_state.ipynb #752fa66e
 _not_of_state = 'learn','run','training','start_epoch' # of the learner, the fit, and this process's clock
 
 def _has_state(o): return all(callable(getattr(type(o), nm, None)) for nm in ('state_dict','load_state_dict'))
@@ -112,8 +112,8 @@ def restore(o, # An object like the one that `saved` was taken of
     missing = []
     for k,(kind,v) in saved.items():
         here = vars(o).get(k) if k else o
-        if kind=='data': setattr(o, k, v)
-        elif kind=='numbers': setattr(o, k, list(v.unbind()))
+        if kind=='data': vars(o)[k] = v
+        elif kind=='numbers': vars(o)[k] = list(v.unbind())
         elif kind=='metric' and isinstance(here, Metric): restore(here, v)
         elif _has_state(here): here.load_state_dict(v)
         else: missing.append(k)
@@ -278,7 +278,7 @@ def _groups(opt):
 
 def _drawing(learn):
     "By loader of its data, what its order is drawn from"
-    return [generators_in(o.dl if isinstance(o, DistributedDL) else o) for o in learn.dls.loaders]
+    return [generators_in(*drawers(o.dl if isinstance(o, DistributedDL) else o)) for o in learn.dls.loaders]
 
 def _randoms(learn):
     "Its `WorkerRandom`s: one in a context, and none otherwise"

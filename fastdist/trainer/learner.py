@@ -340,7 +340,6 @@ def _users_state(trainer, state):
         "call learn.export or learn.save, or leave the context first")
     ours,model,dl = [trainer,*trainer.added],state['model'],state.get('dl')
     cbs = [o for o in trainer.learn.cbs if not any(o is p for p in ours)]
-    if trainer.loggers is not None: cbs = trainer.loggers.put_back(cbs)
     res = {k:v for k,v in state.items() if not any(v is p for p in ours)}
     res.update(cbs=L(cbs), model=model, dls=plain_dls(trainer.learn.dls))
     if isinstance(dl, DistributedDL): res['dl'] = dl.dl

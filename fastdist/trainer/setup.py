@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from fastai.basics import *
 from ..callbacks.fastai_patches import QuickCallback
 from ..callbacks.accumulation import AccumulateSteps
-from ..callbacks.loggers import HiddenLoggers, console_bars, is_logger
+from ..callbacks.loggers import console_bars, is_logger, loggers_hidden
 from ..callbacks.precision import LaunchedPrecision
 from ..checkpoint.weights import is_sharded
 from ..data.loaders import same_data
@@ -34,7 +34,7 @@ class LearnerSetup(QuickCallback):
     device = None # of this worker; `None` in one process, which shares nothing
     undo = shaped = None
     added,strategy,hooks,step = (),None,None,None
-    random = decisions = loggers = None
+    random = decisions = None
     buffers_stale = False # have buffers changed since the workers agreed on them?
 
     @property
@@ -93,14 +93,14 @@ def _share(self:LearnerSetup):
     same_everywhere(whole, learn.opt)
     self.random,self.totals = WorkerRandom(get_rank()),EpochTotals(learn)
     self.decisions = CancelSync(learn, WorkerRandom(get_rank()).entered, is_logger)
-    self.loaders,self.loggers = SharedLoaders(learn, device, self.settings.split_batches),HiddenLoggers(learn)
+    self.loaders = SharedLoaders(learn, device, self.settings.split_batches)
     undo.callback(self.random.exit)
     undo.callback(self._unshape)
     self._shape()
     undo.enter_context(self.loaders.on_learner())
     if get_rank()==0: return
     undo.enter_context(learn.no_logging()) # rank 0 alone shows a progress bar, a graph and a table, and logs
-    undo.enter_context(self.loggers.hidden())
+    undo.enter_context(loggers_hidden(learn))
 
 @patch
 def _choose_strategy(self:LearnerSetup):

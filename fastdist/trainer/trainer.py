@@ -12,6 +12,7 @@ from accelerate import Accelerator
 from fastai.basics import *
 from ..callbacks.fastai_patches import device_losses
 from ..callbacks.data_parallel import ParallelTrainer
+from ..callbacks.loggers import loggers_hidden
 from ..callbacks.precision import autocast_kept, synchronize_rng
 from ..comm.collectives import all_gather_list, from_rank0, same_call
 from ..comm.rank0 import check_outside
@@ -124,7 +125,7 @@ def _begin_fit(self:DistributedTrainer, undo):
     "All workers are at this fit, with the same callbacks, layers, data and weights; `undo` is left at its end"
     learn,strategy = self.learn,self.strategy
     undo.enter_context(self._fail_together())
-    if get_rank() > 0: undo.enter_context(self.loggers.hidden()) # those given to `fit`
+    if get_rank() > 0: undo.enter_context(loggers_hidden(learn)) # those given to `fit`
     undo.callback(self.decisions.end)
     n,dls = getattr(learn, 'n_epoch', 'some'),plain_dls(learn.dls)
     trained = [n for n,p in learn.model.named_parameters() if p.requires_grad]

@@ -87,16 +87,6 @@ def test_fastais_callback(world, n, bs, n_acc, fit):
     for w in world(fitted, True, bs, **kw): assert diff(want, w) < 2e-7
 
 
-class Looks(Callback):
-    "At gradients, and clips them by hand, before it is said that there is no step yet"
-    def after_create(self): self.seen = []
-    def after_backward(self): self.seen += [p.grad.norm().item() for p in self.model.parameters()]
-    def before_step(self):
-        for p in self.model.parameters():
-            self.seen.append(n := p.grad.norm().item())
-            p.grad.mul_(min(1., .1/n))
-
-
 def synced(how):
     "For each batch: were gradients averaged in it?"
     import fastdist.all
@@ -148,46 +138,6 @@ def test_from_the_launcher(world2):
     want = fitted(None, 10)
     for w in world2(from_launcher, '2'): assert diff(want, w) < 2e-7
     assert all("gradient_accumulation_steps (of the launcher)='two'" in o for o in world2(from_launcher, 'two'))
-
-
-class Skips(Callback):
-    "Cancels ahead of `GradientAccumulation`, which then counts nothing of the batch"
-    run_valid = False
-    def __init__(self, exc, at): self.exc, self.at = exc, at
-    def before_step(self):
-        if self.iter == self.at: raise self.exc()
-
-
-@pytest.mark.parametrize('exc,n,bs,n_acc,at', [(CancelStepException, 17, 4, 9, 1), (CancelBatchException, 23, 5, 8, 2)])
-def test_a_callback_cancels_before_it(world, exc, n, bs, n_acc, at):
-    kw = dict(n=n, cbs=lambda: [Skips(exc, at), GradientAccumulation(n_acc)])
-    want = fitted(None, bs, **kw)
-    assert diff(want, fitted(None, bs, n=n, cbs=partial(GradientAccumulation, n_acc))) > 1e-4
-    for w in world(fitted, True, bs, **kw): assert diff(want, w) < 2e-7
-
-
-class Loses(Callback):
-    "Leaves samples out, from the `first` batch on"
-    run_valid = False
-    def __init__(self, first): self.first = first
-    def before_batch(self):
-        if self.train_iter < self.first: return
-        keep = self.xb[0][:, 0] < .3
-        self.learn.xb, self.learn.yb = (self.xb[0][keep],), (self.yb[0][keep],)
-
-
-class EveryThird(Callback):
-    "Accumulates by itself"
-    run_valid = False
-    def before_step(self):
-        if self.train_iter % 3 != 2: raise CancelBatchException()
-
-
-@pytest.mark.parametrize('strategy,first,cb', [('ddp', 0, EveryThird), ('zero2', 2, partial(GradientAccumulation, 8)), ('fsdp', 4, EveryThird)], ids=['ddp', 'zero2', 'fsdp'])
-def test_samples_are_left_out(world, strategy, first, cb):
-    kw = dict(epochs=3, cbs=lambda: [Loses(first), cb()])
-    want = fitted(None, 5, **kw)
-    for w in world(fitted, True, 5, strategy=strategy, **kw): assert diff(want, w) < 2e-7
 
 
 def interrupted(how):

@@ -42,7 +42,7 @@ def fitted(check, ctx=None, **kwargs):
     return weights(learn), [float(o) for o in learn.recorder.losses]
 
 
-CASES = dict(wrapped=dict(opt=partial(OptimWrapper, opt=torch.optim.AdamW)), dropout=dict(model=with_dropout), own_bn_steps=dict(n=36, bs=6, ctx=dict(gradient_accumulation_steps=3, sync_bn=False)))
+CASES = dict(dropout=dict(model=with_dropout), own_bn_steps=dict(n=36, bs=6, ctx=dict(gradient_accumulation_steps=3, sync_bn=False)))
 
 
 @pytest.mark.parametrize('case', CASES)
@@ -67,12 +67,11 @@ def flipped(t):
     "The last bit of the last element of `t`, which is changed in place"
     t.view(-1)[-1:].view(torch.uint8)[0] ^= 1
 
-def nan(t): t.view(-1)[0] = float('nan')
 def swapped(t): t.view(-1)[[0, 1]] = t.view(-1)[[1, 0]]
 
 
-FAULTS = dict(flipped=('parameter', '0.weight', flipped), nan=('parameter', '3.bias', nan), frozen=('parameter', '1.weight', lambda t: t.requires_grad_(False)),
-              grad=('gradient', '3.weight', flipped), stats=('buffer', '1.running_var', flipped), shift=('buffer', '4.shift', swapped))
+FAULTS = dict(flipped=('parameter', '0.weight', flipped), frozen=('parameter', '1.weight', lambda t: t.requires_grad_(False)),
+              grad=('gradient', '3.weight', flipped), shift=('buffer', '4.shift', swapped))
 
 
 def found(fault):

@@ -67,7 +67,7 @@ def fitted(folder, epochs=2, **kwargs):
 
 
 def test_a_fit_goes_on_from_the_one_before(tmp_path, capfd):
-    "A damaged one is put aside; one of another model is passed over, and an error where there is no other; a fit that is called otherwise is named"
+    "A damaged one is passed over; one of another model, optimizer or fit is an error, which says in what"
     want, n = fitted(tmp_path/'a')
     assert n == 12
     shutil.copytree(tmp_path/'a', tmp_path/'b')
@@ -77,7 +77,7 @@ def test_a_fit_goes_on_from_the_one_before(tmp_path, capfd):
     with open(middle/'rank-0.pt', 'r+b') as f: f.write(b'damage')
     (newest/'tensors-0.pt').unlink()
     with pytest.warns(UserWarning, match='step-00000012.1 is damaged: rank-0.pt has other contents'): res, n = fitted(tmp_path/'b')
-    assert n == 2 and not differ(want, res) and (folder/'damaged-step-00000012.1').exists() and (folder/'damaged-step-00000012').exists()
+    assert n == 2 and not differ(want, res)
     other = lambda: nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)).double()
     with pytest.raises(ValueError, match='is of a model of other tensors'): fitted(tmp_path/'b', model=other)
     with pytest.raises(ValueError, match='is of another optimizer'): fitted(tmp_path/'b', opt=SGD)
@@ -85,8 +85,7 @@ def test_a_fit_goes_on_from_the_one_before(tmp_path, capfd):
     every = list(folder.glob('step-*'))
     for o in every: (o/'rank-0.pt').unlink()
     with pytest.raises(ValueError, match='none of the checkpoints is whole'), pytest.warns(UserWarning, match='is damaged'): fitted(tmp_path/'b')
-    with pytest.raises(ValueError, match='none of the checkpoints is whole'): fitted(tmp_path/'b')  # nor when a launcher starts it again
-    for o in folder.glob('damaged-*'): shutil.rmtree(o)
+    for o in folder.glob('step-*'): shutil.rmtree(o)
     res, n = fitted(tmp_path/'b')
     assert n == 12 and not differ(want, res)
 
