@@ -6,12 +6,11 @@
 __all__ = ['collectives_begun', 'Beat', 'own_beat', 'Stall', 'Watch', 'Heartbeats']
 
 # %% ../../nbs/fault/01_watchdog.ipynb #e5d787c7
-import json,math,os,re,sys
+import math,os,re,sys
 from collections import Counter
 from dataclasses import asdict,dataclass,field
 
 import torch.distributed as dist
-from fastcore.basics import patch
 from .stacks import ask_late, end_stopped, frame_text, stack_of, user_frames
 from ..env import notice
 from ..world.errors import Failure, has_ended
@@ -216,7 +215,7 @@ class Heartbeats:
     def gone(self, now, # Seconds, of a clock that never goes back
              lost=False, # Has this rank lost a connection? Then one without a heartbeat has gone, wherever it is, or has left
             ):
-        "Look at the neighbours, or with `lost` at all of few ranks: the `Failure` of one whose process has ended without a word, if one has"
+        "Look at the neighbours, or with `lost` at all of few ranks: the `Failure` of one whose process has ended without a word"
         near = range(self.size) if lost and self.size<=64 else [(self.rank+i)%self.size for i in (-1,1)]
         for b in self.read({*near}-{self.rank}):
             if b.rank not in self.near or self.near[b.rank][0].n!=b.n: self.near[b.rank] = b,now
