@@ -10,7 +10,7 @@ from collections import Counter
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
-import torch, torch.distributed as dist
+import torch
 from fastai.callback.core import (CancelBackwardException, CancelBatchException, CancelEpochException, CancelFitException,
                                   CancelStepException, CancelTrainException, CancelValidException)
 from fastcore.basics import noop, patch
@@ -52,8 +52,8 @@ def _check_consistent(every # Of each rank: (keys of its callbacks, each with wh
     has,trained = [{k for k,_ in cbs} for cbs,_ in every],[set(o) for _,o in every]
     for k in sorted({k for cbs,_ in every for k,asks in cbs if _needed(k, asks)}):
         if lack := _without(k, has): raise RuntimeError(
-            f"rank {get_rank()}: not all workers have the callback {k[1].rpartition('.')[2]} (order {k[0]}), which changes how a learner trains, "
-            f"or waits for all of them: it is missing in {lack}. Give it to the learners of all, whatever their rank")
+            f"rank {get_rank()}: not all workers have the callback {k[1].rpartition('.')[2]} (order {k[0]}), which changes how a learner "
+            f"trains, or waits for all of them: it is missing in {lack}. Give it to the learners of all, whatever their rank")
     for nm in sorted(set.union(*trained)):
         if lack := _without(nm, trained): raise RuntimeError(
             f"rank {get_rank()}: not all workers train the same parameters: {nm} is frozen in {lack}. "
@@ -69,7 +69,7 @@ class CancelSync:
         self.learn,self.aside,self.watches = learn,aside,watches
         m = monitor()
         self.interrupts = Interrupts() if m is None else m.interrupts
-        self.early_stop = None # where a callback has ended an evaluation: (rank, batches it had finished, batches before these in the data set)
+        self.early_stop = None # where a callback has ended an evaluation: (rank, its finished batches, those before in the data set)
         self.alone = False # does a callback run that other ranks do not have?
         self.nested = 0 # evaluations that callbacks make, inside of each other
         self.end()
@@ -164,7 +164,8 @@ def _cancelled(self:CancelSync, cb, event, e):
         self.pending = min(kind, self.pending or kind, key=cancels.index)
     else: raise RuntimeError(
         f"rank {get_rank()}: {type(cb).__name__}.{event} raised {type(e).__name__}, other ranks did not, and have gone on. Let all "
-        "raise it, or set sync_cancel = True in its class: then ranks ask each other after each of its events, and all do what one decides") from e
+        "raise it, or set sync_cancel = True in its class: then ranks ask each other after each of its events, and all do what "
+        "one decides") from e
 
 @patch
 def _ask(self:CancelSync, cb, event):

@@ -146,9 +146,17 @@ def loader_begins():
     signal.pthread_sigmask(signal.SIG_BLOCK, _signals)
     threading.Thread(target=_wait_for_rank, args=(rank.pid,), daemon=True, name='fastdist stop').start()
 
+_forking = threading.local()
+
+def _before_fork(): # until a copy of this process handles signals as it should, they wait
+    _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _signals)
+
+def _unblock(): signal.pthread_sigmask(signal.SIG_SETMASK, _forking.mask)
+
 def _after_fork():
     "In a copy of this process, which is no rank: signals end it"
     for o in _signals:
         if isinstance(getattr(signal.getsignal(o), '__self__', None), StopSignals): signal.signal(o, signal.SIG_DFL)
+    _unblock()
 
-os.register_at_fork(after_in_child=_after_fork)
+os.register_at_fork(before=_before_fork, after_in_parent=_unblock, after_in_child=_after_fork)

@@ -16,7 +16,7 @@ from fastcore.basics import patch
 from ..comm.collectives import same_call
 from .connections import Connections, limit_replies, lost_peer, of_group, own_connection
 from .interrupt import Interrupts, handler_kept, is_default, is_ending
-from .stacks import Stacks, end_stopped, end_with_children, frame_text, stack_of, user_frames
+from .stacks import answer_stacks, end_stopped, end_with_children, frame_text, stack_of, user_frames
 from .watchdog import Heartbeats, collectives_begun, own_beat
 from ..world.group import abort_gpu_collectives, collective_timeout, init_group, note_killed, shared_store, teardown_distrib
 from ..world.errors import Failure, RemoteError, end_after_first, has_ended, in_short, write_record
@@ -265,7 +265,7 @@ def _look(self:Monitor, i):
 def _watch(self:Monitor, i, now):
     "Report what a rank cannot report itself"
     beats,stall = self.beats,None
-    if i%10==3 and self.limits and (f := beats.gone(now)) is not None: self.write('broken', f)
+    if i%10==3 and (f := beats.gone(now)) is not None and self.limits: self.write('broken', f)
     if i%10==6 and self.limit is not None: stall = beats.silent(now, self.limit)
     if i%10==9 and beats.watches(): stall = beats.late(now)
     if stall is not None: stall.end(lambda f: self.write('broken', f))
@@ -274,7 +274,7 @@ def _watch(self:Monitor, i, now):
 def _run(self:Monitor):
     i,last = 0,time.monotonic()
     while not self.stop_now.wait(self.tick):
-        if time.monotonic()-last > 5: self.beats.watch,self.beats.seen = None,{} # this process was stopped itself, and has heard of nobody
+        if time.monotonic()-last > 5: self.beats.watch,self.beats.near = None,{} # this process was stopped itself, and has heard of nobody
         i,last = i+1,time.monotonic()
         try: self._look(i)
         except Exception as e:
@@ -318,7 +318,8 @@ def start(self:Monitor):
         self.old_handler,self.old_hook = signal.signal(signal.SIGURG, self._on_signal),sys.excepthook
         sys.excepthook = self._uncaught
         self.interrupts.take()
-    self.stacks,self.thread = Stacks(),threading.Thread(target=self._run, daemon=True, name='fastdist monitor')
+    answer_stacks()
+    self.thread = threading.Thread(target=self._run, daemon=True, name='fastdist monitor')
     self._publish()
     self.thread.start()
 
@@ -329,7 +330,6 @@ def stop(self:Monitor):
     self.thread.join(self.patience) # it may be ending connections, whose numbers a new group would get
     left = "it has stopped because of another rank" if self.broken else _leaves(stack_of(self.main))
     self.attempt(lambda: self.beats.write(self.main, left=left))
-    self.stacks.close()
     if not self.in_main: return
     may = threading.current_thread() is threading.main_thread() # else the handlers stay, for which nothing is left to do
     if may and signal.getsignal(signal.SIGURG)==self._on_signal: signal.signal(signal.SIGURG, self.old_handler)

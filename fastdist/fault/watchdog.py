@@ -6,12 +6,11 @@
 __all__ = ['collectives_begun', 'Beat', 'own_beat', 'Stall', 'Watch', 'Heartbeats']
 
 # %% ../../nbs/fault/01_watchdog.ipynb #e5d787c7
-import json,math,os,re,sys
+import math,os,re,sys
 from collections import Counter
 from dataclasses import asdict,dataclass,field
 
 import torch.distributed as dist
-from fastcore.basics import patch
 from .stacks import ask_late, end_stopped, frame_text, stack_of, user_frames
 from ..env import notice
 from ..world.errors import Failure, has_ended
@@ -194,7 +193,7 @@ class Heartbeats:
                  tick=0.1, # Seconds between two looks of a rank
                 ):
         self.records,self.rank,self.size,self.tick = Records(store),get_rank(),get_world_size(),tick
-        self.n,self.seen = 0,{} # the last heartbeat of the neighbours, and when that was new
+        self.n,self.near = 0,{} # by rank, the last `Beat` of the neighbours, and when that was new
         self.watch,self.noticed = None,False # the `Watch`, while this rank looks after all; has it said that ranks wait?
 
     def write(self, thread, # Number of the thread that trains
@@ -213,21 +212,14 @@ class Heartbeats:
         "What other ranks, 64 at most, were doing a moment ago: the `state` of each"
         return [b.state() for b in self.read(r for r in range(min(self.size, 64)) if r!=self.rank)]
 
-    def neighbours(self, now, # Seconds, of a clock that never goes back
-                   lost=False, # Has this rank lost a connection? Then any of few ranks may have gone
-                  ):
-        "Of the rank before this one, and of the one after it: (`Beat`, seconds since it was new)"
-        near = range(self.size) if lost and self.size<=64 else [(self.rank+i)%self.size for i in (-1,1)]
-        for b in self.read({*near}-{self.rank}):
-            n,since = self.seen.get(b.rank, (None,now))
-            if n!=b.n: self.seen[b.rank],since = (b.n,now),now
-            yield b,now-since
-
     def gone(self, now, # Seconds, of a clock that never goes back
              lost=False, # Has this rank lost a connection? Then one without a heartbeat has gone, wherever it is, or has left
             ):
-        "The `Failure` of a neighbour whose process has ended without a word, if one has"
-        for b,quiet in self.neighbours(now, lost):
+        "Look at the neighbours, or with `lost` at all of few ranks: the `Failure` of one whose process has ended without a word"
+        near = range(self.size) if lost and self.size<=64 else [(self.rank+i)%self.size for i in (-1,1)]
+        for b in self.read({*near}-{self.rank}):
+            if b.rank not in self.near or self.near[b.rank][0].n!=b.n: self.near[b.rank] = b,now
+            quiet = now-self.near[b.rank][1]
             if b.left and lost: return b.failure('ended', f"does not take part any more: {b.left}")
             if b.left: continue
             # one that is stopped has no heartbeat either
@@ -237,13 +229,13 @@ class Heartbeats:
     def silent(self, now, # Seconds, of a clock that never goes back
                limit, # Those that ranks may wait
               ):
-        "The `Stall` of neighbours that have no heartbeat any more, or `None`"
-        late = {b.rank:(b,quiet) for b,quiet in self.neighbours(now) if quiet > limit and not b.left}
-        if late: return Stall([b for b,_ in late.values()], self.read([self.rank]), max(quiet for _,quiet in late.values()), 'silent')
+        "The `Stall` of neighbours that had no new heartbeat when they were looked at, or `None`"
+        late = [(b,since) for b,since in list(self.near.values()) if now-since > limit and not b.left]
+        if late: return Stall([b for b,_ in late], self.read([self.rank]), now-min(since for _,since in late), 'silent')
 
     def watches(self):
         "Does this rank look after all? The first does that has not left"
-        return self.rank==0 or any(b.left for b in self.read([self.rank-1]))
+        return self.rank==0 or self.rank-1 in self.near and bool(self.near[self.rank-1][0].left)
 
     def late(self, now # Seconds, of a clock that never goes back
             ):
@@ -251,7 +243,8 @@ class Heartbeats:
         if self.watch is None: self.watch = Watch()
         for b in self.read(range(self.size)): self.watch.update(b, now)
         found = self.watch.stalled(now, _a_while)
-        if found and not self.noticed: notice(f"{found.report()}\nfastdist: that may be all right; "
-            f"after {_limit(found.waiting or found.late):g} s the watchdog ends the job")
+        limit = _limit(found.waiting or found.late) if found else 0
+        if found and not self.noticed: notice(f"{found.report()}\nfastdist: that may be all right; " + (
+            "nothing ends it, as at the end of a context" if limit==math.inf else f"after {limit:g} s the watchdog ends the job"))
         self.noticed = found is not None
         return self.watch.stalled(now)

@@ -98,8 +98,8 @@ def check_folder():
     with tempfile.NamedTemporaryFile(dir='.', prefix='.fastdist-check-') if is_master() else nullcontext() as f:
         path = Path(broadcast_object(f and os.path.abspath(f.name)))
         every = all_gather_list((host_name(), bool(wait_until(path.exists, 10)))) # some file systems take a while
-    blind = ', '.join(dict.fromkeys(h for h,ok in every if not ok))
-    _row('folder', f"{path.parent}: {_gib(shutil.disk_usage('.').free)} free, {f'not seen on {blind}' if blind else 'shared by all workers'}")
+    blind,free = ', '.join(dict.fromkeys(h for h,ok in every if not ok)),_gib(shutil.disk_usage('.').free)
+    _row('folder', f"{path.parent}: {free} free, {f'not seen on {blind}' if blind else 'shared by all workers'}")
     if blind: yield ('FAULT', f'what rank 0 writes in {path.parent} is not seen on {blind}',
                      'models and checkpoints have to be in a folder that all hosts share (NFS, Lustre); go there')
 

@@ -25,8 +25,8 @@ keys = dict(
     distributed_world_size=_Key(1, int, "how many workers train together, on all machines; 1 trains in one process, and makes no process "
                                 "group", 1),
     use_cuda_if_available=_Key(True, bool, "train on GPUs, one for each worker, where there are any; otherwise all workers are on the CPU"),
-    distributed_init_method=_Key('env://', str, "the rendezvous of the workers: env:// leaves it to the launcher; otherwise tcp://host:port, or "
-        "file:///path, of a file that is not there yet in a folder that all machines share"),
+    distributed_init_method=_Key('env://', str, "the rendezvous of the workers: env:// leaves it to the launcher; otherwise tcp://host:port, "
+        "or file:///path, of a file that is not there yet in a folder that all machines share"),
     nodes=_Key(1, int, "how many machines the command is started on, once on each", 1),
     node_rank=_Key(None, int, "the number of this machine, from 0; most often given on the command line", 0),
     precision=_Key('fp32', str, "fp16 and bf16 are fastai's mixed precision, on GPUs", choices=('fp32','fp16','bf16')),
@@ -103,8 +103,8 @@ def _override(word, given, origin):
     key,eq,text = word.partition('=')
     (*tables,last),wrong = key.split('.'),f"fastdist train: argument {word}: "
     if not eq: raise SystemExit(f"{wrong}what follows the config is like key=value, as epochs=3")
-    if text in ('True','False','None'): raise SystemExit(
-        f"{wrong}{text} is no TOML, where it is true, false, 0.5 or \"text\", and what is None is left out") # as a text it would count as true
+    if text in ('True','False','None'): raise SystemExit( # as a text it would count as true
+        f"{wrong}{text} is no TOML, where it is true, false, 0.5 or \"text\", and what is None is left out")
     try: v = tomllib.loads(f'x = {text}')['x']
     except tomllib.TOMLDecodeError: v = text
     if key in keys and keys[key].kind is str and not isinstance(v, str): v = text

@@ -1,6 +1,6 @@
 """One worker fails, is killed, or gets a Ctrl-C while a context begins, or as it ends: the others hear of it at once, all have whole models, and can
 train together after it"""
-import os, signal, sys, time, types, warnings
+import os, signal, sys, time, warnings
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -74,47 +74,6 @@ def test_ctrl_c_as_it_begins(world, strategy, step):
     for error, secs, change, told, same, w in (found := world(fails, 'context', strategy, step, True)):
         assert error[0] == 'KeyboardInterrupt' and secs < 6 and same
         assert not (change or told) and not diff(w, found[0][-1])
-
-
-def pressed(place):
-    "In rank 1 a Ctrl-C arrives in `place`: errors"
-    import fastdist.all
-    from fastdist.fault import interrupt, supervisor
-    from fastdist.trainer import setup
-    from fastdist.world import get_rank, teardown_distrib
-    at = dict(start=(supervisor.Monitor, '_publish'), close=(interrupt.Interrupts, 'pop'), gather=(setup, 'close_strategy'))
-    teardown_distrib()
-    learn, error, start, mine = quiet(learner(n=24, bn=True, opt=Adam)), None, time.monotonic(), get_rank() == 1
-    def patch(o, nm):
-        plain, calls = getattr(o, nm), []
-        def f(*args, **kwargs):
-            calls.append(1)
-            if place == 'close' and len(calls) == 1: return plain(*args, **kwargs)  # the second one is after all that a context does
-            setattr(o, nm, plain)
-            os.kill(os.getpid(), signal.SIGINT)
-            return plain(*args, **kwargs)
-        # as if the signal found the code of that module
-        setattr(o, nm, types.FunctionType(f.__code__, {**f.__globals__, '__name__': o.__module__}, closure=f.__closure__) if place == 'close' else f)
-    class Deleted:
-        def __del__(self): os.kill(os.getpid(), signal.SIGINT)
-    try:
-        if mine and place == 'start': patch(*at[place])
-        with learn.distrib_ctx(watchdog=60, strategy='zero1'):
-            learn.fit(1)
-            if mine and place in ('close', 'gather'): patch(*at[place])
-            if place == 'deleted':
-                if mine: Deleted()
-                learn.fit(100)
-    except BaseException as e: error = type(e).__name__
-    return error, time.monotonic()-start, learn.recorder.log[0] if place == 'deleted' else 0
-
-
-@pytest.mark.parametrize('place', ['start', 'close', 'gather', 'deleted'])
-def test_no_ctrl_c_is_lost(world, place):
-    "Where an exception would be dropped, or keep something from ending as it should, it counts soon after"
-    others = dict(start='RemoteError', gather='KeyboardInterrupt', deleted='KeyboardInterrupt')  # at the very end they have ended too
-    for r, (error, secs, epoch) in enumerate(world(pressed, place)):
-        assert error == ('KeyboardInterrupt' if r == 1 else others.get(place)) and secs < 20 and epoch == 0
 
 
 KILLED = f'''

@@ -4,19 +4,15 @@ from strategies import *
 
 
 class Fails(Callback):
-    "In the third batch of a fit, or in the second of an evaluation, in these ranks; or when the workers have put its results together, if `late`"
+    "In the third batch of a fit, or in a late one of an evaluation, in these ranks"
     order = 3000
-    def __init__(self, ranks, late): self.ranks, self.late = ranks, late
-    def fail(self, now):
-        from fastdist.world import get_rank
-        if now and get_rank() in self.ranks: raise ValueError('no such image')
+    def __init__(self, ranks): self.ranks = ranks
     def before_batch(self):
         from fastdist.world import get_rank
-        self.fail(not self.late and self.iter == (2 if self.training else get_rank()+3))
-    def after_validate(self): self.fail(self.late)
+        if get_rank() in self.ranks and self.iter == (2 if self.training else get_rank()+3): raise ValueError('no such image')
 
 
-def caught(ranks, calls, distrib=True, late=False):
+def caught(ranks, calls, distrib=True):
     "What has come of `calls` of a learner, of which the first fails in `ranks`, and of the end of their context"
     import fastdist.all
     learn, res = quiet(learner(n=23, n_val=43, bs=5, bn=True)), []
@@ -25,7 +21,7 @@ def caught(ranks, calls, distrib=True, late=False):
         except Exception as e: res.append((type(e).__name__, getattr(e, 'rank', None), str(e)))
     def run():
         with learn.distrib_ctx(split_batches=True) if distrib else contextlib.nullcontext():
-            for i, nm in enumerate(calls): call(getattr(learn, nm), *[2-i][:nm == 'fit'], cbs=[Fails(ranks, late)][i:])
+            for i, nm in enumerate(calls): call(getattr(learn, nm), *[2-i][:nm == 'fit'], cbs=[Fails(ranks)][i:])
     call(run)
     return res, weights(learn)
 
@@ -48,14 +44,6 @@ def test_by_one(world3, calls):
         for o in others: assert o[0] == ('RuntimeError' if rank == 1 else 'RemoteError') and 'no such image' in o[2], res
 
 
-def test_by_one_at_the_end(world3):
-    "The others have what the evaluation gives by then, or not; it is said at what they call next, and at the end of the context"
-    for rank, (res, _) in enumerate(world3(caught, [1], ['get_preds', 'fit'], late=True)):
-        kinds = [o[:2] for o in res]
-        assert len(kinds) == 3 and (kinds == [('ValueError', None), *[('RuntimeError', None)]*2] if rank == 1 else kinds[1:] == [('RemoteError', 1)]*2), res
-        assert all('no such image' in o[2] for o in (res if rank == 1 else res[1:]))
-
-
 def raised_again(what):
     """What ends a context that rank 1 leaves by an error that the others have, too, and have caught: one of a fit in it, which all had; the one of an
     `earlier` context; or that rank 1 `leaves` where they train. And the weights of a fit after that"""
@@ -63,7 +51,7 @@ def raised_again(what):
     from fastdist.world import get_rank, get_world_size
     learn, errors, first = quiet(learner(n=23, n_val=43, bs=5)), [], get_rank() == 1
     def fit(*ranks):
-        try: learn.fit(1, cbs=Fails(ranks, False))
+        try: learn.fit(1, cbs=Fails(ranks))
         except Exception as e: errors.append(e)
     try:
         if what == 'earlier':

@@ -161,28 +161,6 @@ def test_loads_shards_between_fits(world, strategy):
     for error, _ in world(between_fits, 'load', strategy): assert error[0] == 'RuntimeError' and f'only some workers have changed the weights' in error[1]
 
 
-def loads_first(strategy):
-    import fastdist.all
-    from fastdist.world import get_rank
-    learn = quiet(learner(n=24))
-    with tempfile.TemporaryDirectory() as tmp:
-        path = Path(tmp)/'first'
-        learn.save(path, with_opt=False)
-        with torch.no_grad(): [p.mul_(2) for p in learn.model.parameters()]
-        with learn.distrib_ctx(watchdog=60, split_batches=True, strategy=strategy):
-            if get_rank() == 0: learn.load(path)
-            error = caught(lambda: learn.fit(1))
-    return error, weights(learn)
-
-
-@pytest.mark.parametrize('strategy', [None, 'fsdp'])
-def test_loads_before_the_first_fit(world, strategy):
-    _, one = loads_first(None)
-    for (kind, text, _), w in world(loads_first, strategy):
-        if strategy is None: assert kind is None and diff(one, w) < 1e-6
-        else: assert kind == 'RuntimeError' and 'only some workers have changed the weights' in text
-
-
 @pytest.mark.parametrize('what', ['split', 'batches'])
 def test_other_data_between_fits(world, what):
     for error, _ in world(between_fits, what): assert error[0] == 'ValueError' and 'has other data than that of rank 0, or batches it otherwise' in error[1] and error[2] < 30
@@ -209,21 +187,6 @@ def test_what_rank0_logs_is_shared_with_nobody(world, tmp_path):
         assert not diff(w, found[0][1])
     saved = world(logged, tmp_path, True)
     for _, w in saved: assert not diff(w, found[0][1])
-
-
-@pytest.mark.parametrize('strategy', ['fsdp'])
-def test_detaches_early(world, strategy):
-    def early():
-        import fastdist.all
-        from fastdist.world import get_rank
-        learn = quiet(learner(n=24, bn=True))
-        before = parts(learn)
-        def run():
-            learn.to_distributed(watchdog=60, strategy=strategy)
-            try: [learn.fit(1) for _ in range(1 if get_rank() == 1 else 2)]
-            finally: learn.detach_distributed()
-        return caught(run), parts(learn) == before, weights(learn)
-    told(world(early), 'OutOfStep', 'rank 1 at detach_distributed (', 'at a fit of 1 epoch (')
 
 
 def busy_before_the_end(secs, watchdog):
