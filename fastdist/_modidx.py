@@ -1443,8 +1443,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                           'fastdist.metrics.metrics._BatchOf.dl': ( 'metrics/metrics.html#_batchof.dl',
                                                                                     'fastdist/metrics/metrics.py'),
                                           'fastdist.metrics.metrics._added': ('metrics/metrics.html#_added', 'fastdist/metrics/metrics.py'),
-                                          'fastdist.metrics.metrics._copied': ( 'metrics/metrics.html#_copied',
-                                                                                'fastdist/metrics/metrics.py'),
                                           'fastdist.metrics.metrics._has': ('metrics/metrics.html#_has', 'fastdist/metrics/metrics.py'),
                                           'fastdist.metrics.metrics._is_mean': ( 'metrics/metrics.html#_is_mean',
                                                                                  'fastdist/metrics/metrics.py'),

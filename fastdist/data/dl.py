@@ -18,8 +18,7 @@ from ..comm.gather import interleave
 from .fastai_dl import FastaiShard, reads_rows
 from .loaders import n_batches
 from .partition import Counts, Plan
-from .rng import (OtherLoader, WorkerRandom, generator_states, generators_in, seed_of, set_generator_states,
-                               set_stream_states, shared_order, stream_states)
+from .rng import OtherLoader, WorkerRandom, generators_in, seed_of, set_stream_states, shared_order, stream_states
 from .torch_dl import TorchDataLoader, TorchShard
 from ..world.ranks import check_rank, current_world, get_rank, get_world_size
 
@@ -209,9 +208,7 @@ def _draw(self:DistributedDL, new=True):
         if p.seed is None: p.seed = seed_of(p.number) # that of processes which are gone is not in the state
         it,seed = self._start()
     p.random.restart(seed)
-    if pending and p.streams is not None: # of an epoch that goes on
-        set_stream_states(p.streams, p.random)
-        if 'now' in pending and not self.is_stream: set_generator_states(self._gens, pending['now']) # a stream draws as it is read
+    if pending and p.streams is not None: set_stream_states(p.streams, p.random) # of an epoch that goes on
     p.number,p.steps,p.ended = pending['epoch'] if pending else p.number+1,0,False
     p.pending = p.streams = None
     return it
@@ -303,8 +300,7 @@ def state_dict(self:DistributedDL):
     if p.pending: return p.pending
     state = dict(mode=self.mode, world_size=self.world_size, global_bs=self.global_bs)
     if p.number >= 0 and not p.ended and (self.unsized or p.steps < len(p.plan)):
-        at = {**p.began, 'now':generator_states(self._gens)} # a callback may have drawn since
-        return dict(epoch=p.number, offset=p.plan.done(p.steps), n=p.plan.n, **at, **state)
+        return dict(epoch=p.number, offset=p.plan.done(p.steps), n=p.plan.n, **p.began, **state)
     with shared_order(self._gens, sync=False) as now: pass
     return dict(epoch=p.number+1, offset=0, n=self.expected_n, rng=now, seeded=self.draws_seed, order=None, **state)
 

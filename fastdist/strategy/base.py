@@ -227,20 +227,17 @@ def check_values(model # A model that workers are to share, or `Resume` to save
     are many workers, also one of `check_shares`"""
     if get_world_size() > 1: check_shares(model)
     named = [*model.named_parameters(),*model.named_buffers()]
-    lazy = [n for n,t in named if is_lazy(t)]
-    if lazy: raise ValueError(
-        f"rank {get_rank()}: {', '.join(lazy[:5])} of the model have no shape yet, as a lazy layer gets it in its first forward, "
-        "so the workers cannot begin with the same weights, nor Resume save them: run a batch through the model before, as in "
-        "learn.model(x) or learn.summary()")
-    sparse = [n for n,t in named if t.layout!=torch.strided]
-    if sparse: raise ValueError(
-        f"rank {get_rank()}: {', '.join(sparse[:5])} of the model are sparse tensors, which workers cannot send each other, nor Resume "
-        "save: make them plain attributes of their module, which each worker has for itself, or dense (to_dense())")
-    meta = [n for n,t in named if t.is_meta]
-    if meta: raise ValueError(
-        f"rank {get_rank()}: {', '.join(meta[:5])}{' and more' if len(meta) > 5 else ''} of the model have no values, being on "
-        "torch's meta device: build the model on the CPU, or give it values there, by learn.model.to_empty(device='cpu') and a checkpoint "
-        "(learn.model.load_state_dict) or its own initialisation. strategy='fsdp' takes it from there to the GPUs part by part")
+    for bad,why in (
+        (is_lazy, "have no shape yet, as a lazy layer gets it in its first forward, so the workers cannot begin with the same weights, nor "
+            "Resume save them: run a batch through the model before, as in learn.model(x) or learn.summary()"),
+        (lambda t: t.layout!=torch.strided, "are sparse tensors, which workers cannot send each other, nor Resume save: make them plain "
+            "attributes of their module, which each worker has for itself, or dense (to_dense())"),
+        (lambda t: t.is_meta, "have no values, being on torch's meta device: build the model on the CPU, or give it values there, by "
+            "learn.model.to_empty(device='cpu') and a checkpoint (learn.model.load_state_dict) or its own initialisation. strategy='fsdp' "
+            "takes it from there to the GPUs part by part")):
+        names = [n for n,t in named if bad(t)]
+        if names: raise ValueError(
+            f"rank {get_rank()}: {', '.join(names[:5])}{' and more' if len(names) > 5 else ''} of the model {why}")
 
 # %% ../../nbs/strategy/00_base.ipynb #a05e8b04
 def check_shares(model # A model each of whose batches workers are to share
