@@ -640,6 +640,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                            'fastdist/data/fastai_dl.py'),
                                          'fastdist.data.fastai_dl.FastaiShard.is_fixed': ( 'data/fastai_dl.html#fastaishard.is_fixed',
                                                                                            'fastdist/data/fastai_dl.py'),
+                                         'fastdist.data.fastai_dl.FastaiShard.is_known': ( 'data/fastai_dl.html#fastaishard.is_known',
+                                                                                           'fastdist/data/fastai_dl.py'),
                                          'fastdist.data.fastai_dl.FastaiShard.new': ( 'data/fastai_dl.html#fastaishard.new',
                                                                                       'fastdist/data/fastai_dl.py'),
                                          'fastdist.data.fastai_dl.FastaiShard.sample': ( 'data/fastai_dl.html#fastaishard.sample',

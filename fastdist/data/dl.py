@@ -199,7 +199,7 @@ def _draw(self:DistributedDL, new=True):
         try: order = self._order(new)
         finally: p.drawing = False
         digest = _digest(order)
-        if synced: _check_order(digest, self.name)
+        if synced and not self.is_known: _check_order(digest, self.name)
         if not new: return order
         if pending and pending['offset'] and not self.is_stream and tuple(pending['order'])!=digest: raise self._other(
             f"it had {pending['n']} samples or batches in another order than the {digest[0]} of this one. Make it of the same data, and "
@@ -313,14 +313,15 @@ def load_state_dict(self:DistributedDL,
                     streams=None, # What `streams` returned in this worker: go on with its random numbers too
                    ):
     "Go on there at the next iteration, with the same global batches if a step is as large; a `ValueError` says what does not fit"
-    begun,had,have = bool(state['offset']),len(state['rng'][3]),len(self._gens)
+    begun,had,have,n = bool(state['offset']),len(state['rng'][3]),len(self._gens),self.expected_n
     for bad,why in (
         (had!=have, f"it had {had} random number generators of its own, this one has {have}: build the loader and its sampler in the "
             "same way"),
         (state['mode']!=self.mode, f"it was cut in {state['mode']}, this one is in {self.mode} (split_batches, evaluate)"),
         (self.mode=='slices' and state['world_size']!=self.world_size, f"it had slices for {state['world_size']} workers, not "
             f"{self.world_size}; use split_batches=True or False to change their number"),
-        (begun and self.in_processes, "it reads an iterable data set in several processes, each at its own position: use num_workers=0")):
+        (begun and self.in_processes, "it reads an iterable data set in several processes, each at its own position: use num_workers=0"),
+        (begun and self.is_known and not self.unsized and state['n']!=n, f"it had {state['n']} samples or batches, this one has {n}")):
         if bad: raise self._other(why)
     self.part.pending,self.part.streams = dict(state),streams
 

@@ -171,10 +171,7 @@ def test_state_that_does_not_fit():
     dl = DistributedDL(loader(50, 6), 0, 2, split_batches=True)
     for b in dl: break
     state = dl.state_dict()
-    with pytest.raises(ValueError, match='it had 50 samples or batches in another order than the 40'):
-        other = DistributedDL(loader(40, 6), 0, 2, split_batches=True)
-        other.load_state_dict(state)
-        next(iter(other))
+    with pytest.raises(ValueError, match='it had 50 samples or batches, this one has 40'): DistributedDL(loader(40, 6), 0, 2, split_batches=True).load_state_dict(state)
     with pytest.raises(ValueError, match='it was cut in steps, this one is in slices'): DistributedDL(loader(50, 6), 0, 2).load_state_dict(state)
     dl = DistributedDL(loader(50, 6), 0, 2)
     next(iter(dl))
