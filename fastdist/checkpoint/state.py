@@ -16,7 +16,7 @@ from .weights import sharded_of
 from ..callbacks.fastai_patches import device_of, trainer_of
 from ..comm.collectives import is_dtensor, local
 from ..data.dl import DistributedDL
-from ..data.rng import drawers, generator_states, generators_in, set_generator_states, set_stream_states, stream_states
+from ..data.rng import generator_states, generators_in, set_generator_states, set_stream_states, stream_states
 from ..strategy.base import inner_opt, whole_model
 from ..strategy.zero1 import OwnedOptimizer
 from ..world.ranks import get_rank, get_world_size
@@ -278,7 +278,7 @@ def _groups(opt):
 
 def _drawing(learn):
     "By loader of its data, what its order is drawn from"
-    return [generators_in(*drawers(o.dl if isinstance(o, DistributedDL) else o)) for o in learn.dls.loaders]
+    return [generators_in(o.dl if isinstance(o, DistributedDL) else o) for o in learn.dls.loaders]
 
 def _randoms(learn):
     "Its `WorkerRandom`s: one in a context, and none otherwise"

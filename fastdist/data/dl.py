@@ -18,8 +18,7 @@ from ..comm.gather import interleave
 from .fastai_dl import FastaiShard, reads_rows
 from .loaders import n_batches
 from .partition import Counts, Plan
-from .rng import (OtherLoader, WorkerRandom, generator_states, generators_in, seed_of, set_generator_states,
-                               set_stream_states, shared_order, stream_states)
+from .rng import OtherLoader, WorkerRandom, generators_in, seed_of, set_stream_states, shared_order, stream_states
 from .torch_dl import TorchDataLoader, TorchShard
 from ..world.ranks import check_rank, current_world, get_rank, get_world_size
 
@@ -200,7 +199,7 @@ def _draw(self:DistributedDL, new=True):
         try: order = self._order(new)
         finally: p.drawing = False
         digest = _digest(order)
-        if synced: _check_order(digest, self.name)
+        if synced and not self.is_known: _check_order(digest, self.name)
         if not new: return order
         if pending and pending['offset'] and not self.is_stream and tuple(pending['order'])!=digest: raise self._other(
             f"it had {pending['n']} samples or batches in another order than the {digest[0]} of this one. Make it of the same data, and "
@@ -209,9 +208,7 @@ def _draw(self:DistributedDL, new=True):
         if p.seed is None: p.seed = seed_of(p.number) # that of processes which are gone is not in the state
         it,seed = self._start()
     p.random.restart(seed)
-    if pending and p.streams is not None: # of an epoch that goes on
-        set_stream_states(p.streams, p.random)
-        if 'now' in pending and not self.is_stream: set_generator_states(self._gens, pending['now']) # a stream draws as it is read
+    if pending and p.streams is not None: set_stream_states(p.streams, p.random) # of an epoch that goes on
     p.number,p.steps,p.ended = pending['epoch'] if pending else p.number+1,0,False
     p.pending = p.streams = None
     return it
@@ -303,8 +300,7 @@ def state_dict(self:DistributedDL):
     if p.pending: return p.pending
     state = dict(mode=self.mode, world_size=self.world_size, global_bs=self.global_bs)
     if p.number >= 0 and not p.ended and (self.unsized or p.steps < len(p.plan)):
-        at = {**p.began, 'now':generator_states(self._gens)} # a callback may have drawn since
-        return dict(epoch=p.number, offset=p.plan.done(p.steps), n=p.plan.n, **at, **state)
+        return dict(epoch=p.number, offset=p.plan.done(p.steps), n=p.plan.n, **p.began, **state)
     with shared_order(self._gens, sync=False) as now: pass
     return dict(epoch=p.number+1, offset=0, n=self.expected_n, rng=now, seeded=self.draws_seed, order=None, **state)
 
@@ -317,14 +313,15 @@ def load_state_dict(self:DistributedDL,
                     streams=None, # What `streams` returned in this worker: go on with its random numbers too
                    ):
     "Go on there at the next iteration, with the same global batches if a step is as large; a `ValueError` says what does not fit"
-    begun,had,have = bool(state['offset']),len(state['rng'][3]),len(self._gens)
+    begun,had,have,n = bool(state['offset']),len(state['rng'][3]),len(self._gens),self.expected_n
     for bad,why in (
         (had!=have, f"it had {had} random number generators of its own, this one has {have}: build the loader and its sampler in the "
             "same way"),
         (state['mode']!=self.mode, f"it was cut in {state['mode']}, this one is in {self.mode} (split_batches, evaluate)"),
         (self.mode=='slices' and state['world_size']!=self.world_size, f"it had slices for {state['world_size']} workers, not "
             f"{self.world_size}; use split_batches=True or False to change their number"),
-        (begun and self.in_processes, "it reads an iterable data set in several processes, each at its own position: use num_workers=0")):
+        (begun and self.in_processes, "it reads an iterable data set in several processes, each at its own position: use num_workers=0"),
+        (begun and self.is_known and not self.unsized and state['n']!=n, f"it had {state['n']} samples or batches, this one has {n}")):
         if bad: raise self._other(why)
     self.part.pending,self.part.streams = dict(state),streams
 

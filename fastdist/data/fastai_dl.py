@@ -87,6 +87,12 @@ def is_fixed(self:FastaiShard):
     "Do all workers have this order without a message?"
     return not (self.dl.shuffle or self.is_stream or _own(self.dl, 'get_idxs') or type(self).get_idxs is not FastaiShard.get_idxs)
 
+@patch(as_prop=True)
+def is_known(self:FastaiShard):
+    "Does the order follow from nothing but the shared state, as that of fastai's own loaders does?"
+    users = type(self).get_idxs is not FastaiShard.get_idxs or any(_is_users(self.dl, o) for o in ('get_idxs','shuffle_fn'))
+    return self.is_stream or not users
+
 @patch
 def before_iter(self:FastaiShard): self.dl.before_iter() # which finds the loader's own transforms, whatever is in front of them
 

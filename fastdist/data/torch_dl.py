@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from fastai.torch_core import to_device
 from torch.utils.data import (DataLoader as TorchDataLoader, DistributedSampler, IterableDataset, IterDataPipe, MapDataPipe,
-                              SequentialSampler, default_collate)
+                              RandomSampler, SequentialSampler, default_collate)
 
 from .fastai_dl import LoaderHook
 from .partition import local_rows
@@ -63,6 +63,7 @@ class TorchShard:
     is_batched = property(lambda self: self.dl.batch_sampler is not None)
     is_made = property(lambda self: self.is_batched and self.dl.batch_size is None, doc="Does a given batch sampler make them?")
     is_fixed = property(lambda self: not self.is_stream and not self.is_made and type(self.dl.sampler) is SequentialSampler)
+    is_known = property(lambda self: self.is_stream or not self.is_made and type(self.dl.sampler) in (RandomSampler,SequentialSampler))
     unsized = property(lambda self: self.is_stream and type(self.dl).__len__ is TorchDataLoader.__len__
                        and not hasattr(self.dl.dataset, '__len__'), doc="Is the length unknown?")
     draws_seed = property(lambda self: self.part.reader is None or self.part.reader._iterator is None) # processes that persist keep theirs

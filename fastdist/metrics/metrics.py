@@ -6,8 +6,6 @@
 __all__ = ['metric_kind', 'EpochTotals', 'GatheredPreds']
 
 # %% ../../nbs/metrics/00_metrics.ipynb #b8e5e875
-from copy import copy,deepcopy
-
 import torch.distributed as dist
 from fastai.basics import *
 from fastai.learner import AvgMetric, AvgLoss, Metric
@@ -85,18 +83,11 @@ class _BatchOf:
             "read those of the first batch as well")
         return getattr(self.learn, nm)
 
-def _copied(m):
-    try: return deepcopy(m)
-    except Exception: # it holds what cannot be copied
-        m = copy(m)
-        m.reset()
-        return m
-
 def _read_by(mets, learn):
     "What else than predictions and targets `mets` read of a batch: its inputs, or what a callback has set for it"
     seen = _BatchOf(learn, {o:getattr(learn, o) for o in _of_batch}, probe=True)
     for m in mets:
-        try: _copied(m).accumulate(seen)
+        try: deepcopy(m).accumulate(seen)
         except Exception: seen.read.add('xb') # it says what is wrong itself, soon
     read = {'xb' if o=='x' else o for o in seen.read}
     return [o for o in read if o=='xb' or isinstance(getattr(learn, o, None), (int,float,str,Tensor))]
@@ -137,7 +128,7 @@ class EpochTotals:
 
     def _begin(self, rows):
         # before the recorder feeds the metrics themselves, with what this worker has
-        if self.copies is None: self.copies = [_copied(m) for m in self.fed(rows)]
+        if self.copies is None: self.copies = [deepcopy(m) for m in self.fed(rows)]
 
     def add_batch(self, counts=True, # Does this worker's batch count, or does it only fill up?
                   rows=False, # Was each batch split between all workers, rather than whole batches given to each?

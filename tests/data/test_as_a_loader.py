@@ -151,17 +151,3 @@ def test_processes_that_persist_are_kept():
     ddl.close()
 
 
-class Negative(DistributedDL):
-    def after_item(self, o): return -super().after_item(o)
-
-
-@pytest.mark.parametrize('kind,cls', [('processes', Negative), ('torch_persistent', DistributedDL)])
-def test_processes_that_are_spawned(kind, cls):
-    "They bring what those that are forked do; fastai's loader was sent with a generator, and they ended with 'unable to resize file'"
-    import multiprocessing
-    def read(method):
-        multiprocessing.set_start_method(method, force=True)
-        return [listed(cls(made(kind), 1, 2, split_batches=True)) for _ in range(2)]
-    was = multiprocessing.get_start_method(allow_none=True)
-    try: assert read('spawn') == read('fork')
-    finally: multiprocessing.set_start_method(was, force=True)

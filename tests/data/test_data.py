@@ -171,10 +171,7 @@ def test_state_that_does_not_fit():
     dl = DistributedDL(loader(50, 6), 0, 2, split_batches=True)
     for b in dl: break
     state = dl.state_dict()
-    with pytest.raises(ValueError, match='it had 50 samples or batches in another order than the 40'):
-        other = DistributedDL(loader(40, 6), 0, 2, split_batches=True)
-        other.load_state_dict(state)
-        next(iter(other))
+    with pytest.raises(ValueError, match='it had 50 samples or batches, this one has 40'): DistributedDL(loader(40, 6), 0, 2, split_batches=True).load_state_dict(state)
     with pytest.raises(ValueError, match='it was cut in steps, this one is in slices'): DistributedDL(loader(50, 6), 0, 2).load_state_dict(state)
     dl = DistributedDL(loader(50, 6), 0, 2)
     next(iter(dl))
@@ -182,26 +179,6 @@ def test_state_that_does_not_fit():
     dl = DistributedDL(FastaiDL(Numbers(50), bs=6, num_workers=2), 0, 2, split_batches=True)
     for b in dl: break
     with pytest.raises(ValueError, match='use num_workers=0'): dl.load_state_dict(dl.state_dict())
-
-
-def test_balance_of_sorted_texts():
-    "At each step all workers have texts of about one length; contiguous slices of the order would not"
-    g = np.random.RandomState(0)
-    lens = (g.lognormal(5.2, .7, 8000).astype(int)+1).clip(1, 2000)  # as long as film reviews are
-    class Lengths:
-        def __len__(self): return len(lens)
-        def __getitem__(self, i): return TensorText(torch.zeros(lens[i], dtype=torch.long)), 0
-    def padded_to(size, shuffle, **kwargs):
-        res = []
-        for r in range(size):
-            set_seed(1)
-            dl = DistributedDL(SortedDL(Lengths(), res=list(lens), bs=16, shuffle=shuffle, num_workers=0, create_item=lambda i: int(lens[i])), r, size, **kwargs)
-            res.append([len(b)*max(b) for b in dl])
-        return np.array(res)
-    for shuffle in (True, False):
-        padded, slices = padded_to(8, shuffle, split_batches=False), padded_to(8, shuffle)
-        waits = lambda p: p.max(0).sum()/p.mean(0).sum()  # a step takes as long as the longest part of it
-        assert waits(padded) < 1.1 and waits(padded) < waits(slices) and np.median(padded.max(0)/padded.min(0)) < 1.05
 
 
 def test_loading_an_item_twice_is_not_needed():

@@ -143,18 +143,3 @@ def test_looking_at_a_loader_in_one_rank(world2):
     assert diff(a, b) == 0
 
 
-def peeked():
-    "`one_batch` in rank 0 alone shuffles the documents there once more"
-    import fastdist.all
-    from fastdist.all import get_rank
-    set_seed(1)
-    learn = language_model(1)
-    with learn.distrib_ctx(split_batches=True):
-        if get_rank() == 0: learn.dls.train.one_batch()
-        learn.fit(1)
-        return list(learn.dls.train.items.idxs)
-
-
-def test_documents_agree_after_a_look_in_one_rank(world2):
-    a, b = world2(peeked)
-    assert a == b
