@@ -36,6 +36,10 @@ class ParallelTrainer(Callback):
         if v is None and self.learn is not None: self.after_fit() # it is removed, and an error may have kept it from that
         vars(self)['_learn'] = v
 
+    def before_fit(self):
+        "torch's wrapper asks for no GPU where there is none"
+        check_device_ids(self.device_ids)
+
     def before_batch(self):
         "The model is wrapped here, as an evaluation that a callback makes in a fit ends as a fit does"
         if isinstance(model := self.learn.model, DataParallel): return

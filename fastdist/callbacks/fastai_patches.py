@@ -102,6 +102,11 @@ def _batch_rows(learn):
     return find_bs(learn.yb) if share is None or share.global_rows is None else share.global_rows
 
 @patch
+def before_fit(self:GradientAccumulation):
+    "fastai's, which counts anew, but for an evaluation that one worker makes alone"
+    if not getattr(getattr(trainer_of(self.learn), 'decisions', None), 'alone', False): self.count = 0
+
+@patch
 def after_loss(self:GradientAccumulation):
     "fastai's, by the samples of all workers"
     self.learn.loss_grad = self.learn.loss_grad*(_batch_rows(self.learn)/self.n_acc)

@@ -11,8 +11,7 @@ import math
 import torch
 from fastcore.foundation import L
 from torch import Tensor
-from .collectives import all_gather_list, bytes_in, gather_tensors, same_and_most, tensors_in
-from ..world.ranks import get_rank
+from .collectives import all_gather_list, bytes_in, gather_tensors
 
 # %% ../../nbs/comm/01_gather.ipynb #21aa7f54
 def gather_chunks(items:list, # This worker's; workers may have different numbers of them

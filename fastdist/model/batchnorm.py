@@ -68,22 +68,28 @@ class _KernelNorm(torch.autograd.Function):
     "`_formula`, where each worker's batch counts"
     @staticmethod
     def forward(ctx, x, weight, bias, eps, update):
-        mean,invstd = torch.batch_norm_stats(x, eps)
+        if x.numel(): mean,invstd = torch.batch_norm_stats(x, eps)
+        else: # a part of a model may have no values
+            mean = x.new_zeros(x.shape[1], dtype=torch.promote_types(x.dtype, torch.float32))
+            invstd = torch.full_like(mean, eps**-.5)
         mean,var,n = _combined(mean, invstd.double().pow(-2)-eps, x.numel()//x.shape[1])
         update(mean, var, n)
         mean,invstd = (o.to(invstd.dtype) for o in (mean,(var+eps).rsqrt()))
         ctx.save_for_backward(x, weight, mean, invstd, n)
-        return torch.batch_norm_elemt(x, weight, bias, mean, invstd, eps)
+        return torch.batch_norm_elemt(x, weight, bias, mean, invstd, eps) if x.numel() else x.clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx, g):
-        (x,weight,mean,invstd,n),g,affine = ctx.saved_tensors,_dense(g),ctx.needs_input_grad[1]
-        sums,products,gw,gb = torch.batch_norm_backward_reduce(g, x, mean, invstd, weight, True, affine, affine)
+        (x,weight,mean,invstd,n),g = ctx.saved_tensors,_dense(g)
+        if x.numel(): sums,products,gw,_ = torch.batch_norm_backward_reduce(g, x, mean, invstd, weight, True, ctx.needs_input_grad[1], False)
+        else: sums,products,gw = torch.zeros_like(mean),torch.zeros_like(mean),torch.zeros_like(mean) if ctx.needs_input_grad[1] else None
+        gb = sums if ctx.needs_input_grad[2] else None # the gradient of the bias is the sum of `g`
         sums,products = (Reduced(torch.cat([sums,products])).wait()/n).to(mean.dtype).chunk(2)
         one = torch.ones(1, dtype=torch.int32, device=x.device) # what are means already the kernel divides by the count of one worker
         w = None if weight is None else weight.to(mean.dtype)
-        return torch.batch_norm_backward_elemt(g, x, mean, invstd, w, sums, products, one),gw if affine else None,gb if affine else None,None,None
+        gx = torch.batch_norm_backward_elemt(g, x, mean, invstd, w, sums, products, one) if x.numel() else g
+        return gx,gw,gb,None,None
 
 # %% ../../nbs/model/00_batchnorm.ipynb #8b6178e3
 norm_scope = SimpleNamespace(source='local', counts=True, some_empty=False) # of the batch that goes forward in this process
