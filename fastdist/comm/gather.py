@@ -35,8 +35,10 @@ def interleave(parts # For each worker its rows of one batch, as tensors in any 
     first = parts[0]
     if isinstance(first, dict): return type(first)({k:interleave([p[k] for p in parts]) for k in first})
     if isinstance(first, (list,tuple,L)): return type(first)(map(interleave, zip(*parts)))
+    if not isinstance(first, Tensor): return first
+    if not first.dim(): return torch.stack(parts)
     n,k = sum(map(len, parts)),len(parts)
-    if not isinstance(first, Tensor) or [len(p) for p in parts]!=[len(range(r, n, k)) for r in range(k)]:
+    if [len(p) for p in parts]!=[len(range(r, n, k)) for r in range(k)]:
         from fastai.torch_core import to_concat # as fastai does it for batches that cannot be one tensor
         return to_concat(parts)
     res = first.new_empty((n, *first.shape[1:]))

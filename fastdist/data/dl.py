@@ -100,7 +100,8 @@ class DistributedDL:
         grouped = rank is None
         place = Place(get_rank(), get_world_size()) if grouped else Place(rank, world_size)
         check_rank(place.rank, place.world_size)
-        if split_batches not in (None,False,True): raise ValueError(f"rank {rank}: {split_batches=} must be None, False or True")
+        if split_batches not in (None,False,True) or evaluate not in (False,True): raise ValueError(
+            f"rank {get_rank()}: {split_batches=} must be None, False or True, and {evaluate=} False or True")
         self.part = Part(self.dl, place, grouped, split_batches, evaluate, None, self.part.given)
         self._prepare()
         if device is not None: self.move_to(device)

@@ -53,8 +53,9 @@ def _plain(o):
 
 def _some_items(o, n=64):
     "Up to `n` items of a list, or rows of an array or a frame, that lie evenly in it"
-    if isinstance(o, (pd.DataFrame,pd.Series)): o = o.reset_index().values
-    return [_plain(o[i]) for i in range(0, len(o), max(1, len(o)//n))]
+    every = max(1, len(o)//n)
+    if not isinstance(o, (pd.DataFrame,pd.Series)): return [_plain(o[i]) for i in range(0, len(o), every)]
+    return [_plain([k,v]) for k,v in zip(o.index[::every].tolist(), o.iloc[::every].values.tolist())]
 
 def _samples(dl):
     "Some names or numbers, and a digest of more of them; looked at once: a data set may keep what it has read, each worker its own"

@@ -137,16 +137,16 @@ class LossRoute:
     that of its share, which is a mean over samples, a sum of them, or divides by `loss_divisor`"""
     def __init__(self, learn # `Learner` that trains
                 ):
-        self.learn,self.func,self.is_global,self.declared = learn,None,False,False
+        self.learn,self.func,self.of_samples,self.is_global,self.declared = learn,None,False,False,False
 
     def choose(self, rows # Of the global batch, about
               ):
         "After the forward: by the loss function that the learner has now, and its first batch. All workers choose alike"
         f = self.learn.loss_func
         f = getattr(getattr(f, '__self__', None), 'old_lf', f) # fastai's `MixUp` stands before it
-        if f==self.func: return
         of_samples = f is not self.learn.loss_func
-        self.func,self.is_global = f,isinstance(f, GlobalBatchLoss)
+        if (f,of_samples)==(self.func,self.of_samples): return
+        self.func,self.of_samples,self.is_global = f,of_samples,isinstance(f, GlobalBatchLoss)
         self.declared = any(hasattr(o, 'loss_divisor') for o in (f,_inner(f)))
         if self.is_global and of_samples: raise ValueError(
             f"rank {get_rank()}: MixUp and CutMix take the mean of the losses of the samples (reduction='none'), and GlobalBatchLoss "

@@ -128,7 +128,7 @@ class EpochTotals:
 
     def _begin(self, rows):
         # before the recorder feeds the metrics themselves, with what this worker has
-        if self.copies is None: self.copies = [deepcopy(m) for m in self.fed(rows)]
+        if self.copies is None: self.copies = [_copied(m) for m in self.fed(rows)]
 
     def add_batch(self, counts=True, # Does this worker's batch count, or does it only fill up?
                   rows=False, # Was each batch split between all workers, rather than whole batches given to each?
@@ -149,13 +149,12 @@ class EpochTotals:
         self.batches = []
 
     def combine(self, rows=True, # Was each batch split between all workers, rather than whole batches given to each in turn?
-                also=(), # What has a `total` and a `count` to be summed over all workers, beside the metrics
                ):
         "Give each metric, on each worker, its state in one process: in a number of collectives that does not depend on that of the batches"
         by = groupby(self.metrics(), partial(metric_kind, rows=rows))
         plan = ', '.join(f"{k}: {' '.join(type(m).__name__ for m in ms)}" for k,ms in by.items() if k is not None)
         sums = by.get('sum', [])
-        if plan or also: _sum_up([*sums,*also], [*map(_summed, sums),*[('total','count')]*len(also)], f'the metrics ({plan})')
+        if plan: _sum_up(sums, [*map(_summed, sums)], f'the metrics ({plan})')
         for m in by.get('accum', []):
             every = [o for parts in gather_chunks(list(zip(m.preds, m.targs))) for o in in_turn(parts)]
             m.preds,m.targs = [o[0] for o in every],[o[1] for o in every]

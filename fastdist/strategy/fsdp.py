@@ -21,6 +21,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_leaves, tree_map
 from ..comm.collectives import as_bytes, buckets, gather_single, is_dtensor, local
+from ..fault.connections import lost_peer
 from ..model.units import units
 from .backward import Backwards, average_used
 from .base import Strategy, check_trainable, inner_opt, modules_of, unused_error
@@ -483,7 +484,8 @@ _words = r'torch/distributed/(tensor|fsdp|_composable)|DTensor|for sparse tensor
 def _about_shards(error):
     "Does `error`, or what it comes from, tell of torch's `DTensor`s, or of a module that it has sharded?"
     modules = [f.f_globals.get('__name__', '') for f,_ in traceback.walk_tb(error.__traceback__)]
-    if isinstance(error, (torch.OutOfMemoryError,dist.DistError)) or modules and modules[-1].startswith('fastdist.'): return False
+    if isinstance(error, (torch.OutOfMemoryError,dist.DistError)) or lost_peer(error): return False
+    if modules and modules[-1].startswith(('fastdist.','torch.distributed.distributed_c10d')): return False
     return bool(re.search(_words, ''.join(traceback.format_exception(error))))
 
 # %% ../../nbs/strategy/05_fsdp.ipynb #0fa453da

@@ -149,6 +149,10 @@ def _launched_fsdp():
     version = os.environ.get('FSDP_VERSION') or '1'
     if version!='2': refuse('fsdp_version', version, "(of the launcher) torch replaces it by version 2: --fsdp_version 2, or "
                             "`fsdp_version: 2` in the file of `accelerate config`")
+    for k,ok in dict(SHARDING_STRATEGY='FULL_SHARD 1', BACKWARD_PREFETCH='NO_PREFETCH', FORWARD_PREFETCH='FALSE', USE_ORIG_PARAMS='TRUE',
+                     SYNC_MODULE_STATES='TRUE').items():
+        v = os.environ.get(f'FSDP_{k}') or ok.split()[0]
+        if v.upper() not in ok.split(): refuse(f'fsdp_{k.lower()}', v, "(of the launcher) it has no effect in version 2: leave it out")
     return _launched(FullyShardedDataParallelPlugin)
 
 _taken = {'fsdp_version','reshard_after_forward','mixed_precision_policy','cpu_offload','ignored_modules','activation_checkpointing',

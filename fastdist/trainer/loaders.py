@@ -146,7 +146,7 @@ def on_learner(self:SharedLoaders):
     first,*others = user.loaders
     shared.loaders = [self.part(first, False), *map(self.evaluate, others)]
     if self.device is not None: shared._device = self.device
-    learn.dls,parts = shared,[*shared.loaders]
+    learn.dls,parts,noted = shared,[*shared.loaders],dict(vars(shared))
     had = [(vars(dl), {*vars(dl)}) for dl in parts if isinstance(dl, FastaiDataLoader)]
     try: yield
     finally:
@@ -154,7 +154,7 @@ def on_learner(self:SharedLoaders):
         else:
             learn.dls = user
             # what a script has set there stays
-            vars(user).update({k:v for k,v in vars(shared).items() if k not in ('loaders','_device')})
+            vars(user).update({k:v for k,v in vars(shared).items() if k!='loaders' and noted.get(k, noted) is not v})
             if [*map(id, shared.loaders)]!=[*map(id, parts)]: user.loaders = plain_dls(shared).loaders
         for dl in parts: getattr(dl, 'close', noop)()
         for attrs,before in had: # what fastai notes at the first pass over a loader

@@ -1,3 +1,2 @@
 # Where each name of this package is: for type checkers, and for `lazy_names`
 from .launcher import launch_in_notebook as launch_in_notebook
-from .fork import check_fork as check_fork
