@@ -14,7 +14,6 @@ from copy import deepcopy
 
 import numpy as np
 import torch, torch.distributed as dist
-from fastai.torch_core import set_seed
 from fastcore.all import ReindexCollection
 from ..comm.collectives import from_rank0, same_text
 from ..world.ranks import current_world, get_rank, get_world_size
@@ -49,6 +48,14 @@ def seed_of(*parts # What the seed follows from: numbers, texts, bytes
     "A seed, of 32 bits"
     return int.from_bytes(hashlib.sha256(pickle.dumps(parts)).digest()[:4], 'little')
 
+def _seed(s # Of 32 bits
+         ):
+    "Begin the streams of Python, NumPy and torch at seed `s`, as fastai's `set_seed` does"
+    random.seed(s)
+    np.random.seed(s%(2**32-1))
+    # where there is no GPU yet torch notes, for each call, from which lines it came: half a millisecond
+    (torch.manual_seed if torch.accelerator.is_available() else torch.default_generator.manual_seed)(s)
+
 # %% ../../nbs/data/00_rng.ipynb #232328ce
 def _streams(): return random.getstate(),np.random.get_bit_generator(),*_torch_state()
 
@@ -72,7 +79,7 @@ class WorkerRandom:
         if self.local is None:
             seed = seed_of(self.rank, random.getstate(), torch.get_rng_state().numpy().tobytes())
             np.random.set_bit_generator(np.random.MT19937(0))
-            set_seed(seed)
+            _seed(seed)
         else: _go_to(*self.local)
         WorkerRandom.active = self
 
@@ -96,7 +103,7 @@ class WorkerRandom:
     def restart(self, seed # The stream follows from this number and from the rank
                ):
         "Begin the stream again, if this is the one that is entered"
-        if WorkerRandom.active is self: set_seed(seed_of(seed, self.rank))
+        if WorkerRandom.active is self: _seed(seed_of(seed, self.rank))
 
     def reset(self):
         "Begin it again where the shared stream is when it is entered next"
@@ -190,7 +197,7 @@ def begin_process(rank, # The worker whose loader's process it is
                  ):
     "Begin a loader process: with a stream of the worker's own, and the shared one where a data set is iterable"
     WorkerRandom.active = None # forked from a worker's
-    set_seed(seed)
+    _seed(seed)
     if world_size==1: return
     random = WorkerRandom(rank)
     random.enter()
@@ -199,7 +206,7 @@ def begin_process(rank, # The worker whose loader's process it is
 def begin_batch(seed # All that this loader process draws for a batch follows from it, and from the worker
                ):
     "In a loader process: begin the stream again, so that it does not matter which batches the process has made before"
-    set_seed(seed if WorkerRandom.active is None else seed_of(seed, WorkerRandom.active.rank))
+    _seed(seed if WorkerRandom.active is None else seed_of(seed, WorkerRandom.active.rank))
 
 # %% ../../nbs/data/00_rng.ipynb #bbf5f660
 def _text(state): return repr((*state[:2], state[2].numpy().tobytes().hex()))

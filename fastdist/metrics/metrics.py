@@ -83,11 +83,18 @@ class _BatchOf:
             "read those of the first batch as well")
         return getattr(self.learn, nm)
 
+def _copied(m):
+    try: return deepcopy(m)
+    except Exception: # it holds what cannot be copied
+        m = copy(m)
+        m.reset()
+        return m
+
 def _read_by(mets, learn):
     "What else than predictions and targets `mets` read of a batch: its inputs, or what a callback has set for it"
     seen = _BatchOf(learn, {o:getattr(learn, o) for o in _of_batch}, probe=True)
     for m in mets:
-        try: deepcopy(m).accumulate(seen)
+        try: _copied(m).accumulate(seen)
         except Exception: seen.read.add('xb') # it says what is wrong itself, soon
     read = {'xb' if o=='x' else o for o in seen.read}
     return [o for o in read if o=='xb' or isinstance(getattr(learn, o, None), (int,float,str,Tensor))]
