@@ -94,7 +94,7 @@ FAULTS = [Fault(*o) for o in [
      ['tests/callbacks/test_divergence.py::test_found[2-flipped]']),
     ('failed-gradients-stay', 'P1', "gradients that a fit has left in one worker, when it failed, go into a step of the next one",
      '    else: self.strategy.drop_grads()\n', '',
-     ['tests/fault/test_caught.py::test_gradients_of_a_fit_that_has_failed[ddp-at1-False]']),
+     ['tests/fault/test_caught.py::test_gradients_of_a_fit_that_has_failed[ddp-at0-False]']),
     # P2: never a silent hang
     ('watchdog-never-fires', 'P2', "the watchdog does not go by the limit of the context",
      'for o in reversed(self.limits) if o is not None), None)', 'for o in self.limits[1:] if o is not None), None)',
