@@ -127,6 +127,7 @@ def _faults(c):
          'workers of several machines need a rendezvous: give "tcp://host:port", of the first of them'),
         (nodes > 1 and c.node_rank is None, 'node_rank', "it is the number of this machine, from 0: add node_rank=0 on the first"),
         (n%nodes, 'distributed_world_size', f"it is the number of workers on all {nodes} machines, and cannot be divided by it"),
+        ('resume_every' in c.given and not c.resume, 'resume_every', "there is no resume: add resume='ckpt', the folder to save to"),
         (not os.path.isdir(os.path.dirname(c.save or '') or '.'), 'save', "there is no such folder: make it first")) if is_so]
 
 def read_config(path, # File of the config
