@@ -168,7 +168,8 @@ def _check_all(report, limit):
     report.doing = f'waiting for {plural(n, "worker")}'
     store = world_store(limit)
     store.set(f'check/{get_rank()}', look())
-    if not compare(report, store.wait([f'check/{r}' for r in range(n)], limit)): return report.row('training', 'none: the workers cannot join a process group')
+    found = store.wait([f'check/{r}' for r in range(n)], limit)
+    if not compare(report, found): return report.row('training', 'none: the workers cannot join a process group')
     report.doing = 'making the process group'
     with fail_together(limit):
         report.doing = 'looking at the folder'
