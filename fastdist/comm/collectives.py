@@ -254,7 +254,7 @@ def unpack(flat:Tensor, # Of `pack`
     return pickle.loads(signed_data(flat.cpu().numpy().data, job_secret(), key, get_rank()))
 
 # %% ../../nbs/comm/00_collectives.ipynb #12bb9657
-_frame_size = 2048 # bytes
+_frame_size = 1024 # bytes
 
 def _flat(data): return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8, device='cpu')
 
@@ -324,7 +324,7 @@ class Call:
             info,payload = prepare(self)
             self.payload = _flat(b'') if payload is None else payload
             frame = _frame(name, info, self.payload)
-        except Exception as e: frame,error = _frame(name, error=(type(e).__name__, _trim(str(e), 400))),e
+        except Exception as e: frame,error = _frame(name, error=(type(e).__name__, _trim(str(e), 300))),e
         names,callers,errors,self.infos,self.sizes,self.small = zip(*_exchange(frame, len(self.ranks), group))
         if error: raise error
         check_calls(self.ranks, names, callers, errors)
@@ -401,10 +401,21 @@ def broadcast_object(o=None, # What rank `src` sends; in other workers it does n
     return o if i==c.me else c.load(flat, i)
 
 # %% ../../nbs/comm/00_collectives.ipynb #39460622
+_small = 1016 # bytes that travel with their number
+
 def from_rank0(o # What rank 0 sends; in other workers it does not matter
               ):
-    "Rank 0's object, in all workers, as it is in one process"
-    return o if get_world_size()==1 else broadcast_object(o, 0)
+    "Rank 0's object, in all workers, which are at the same line: one message where it is small, and else two"
+    if get_world_size()==1: return o
+    to,first = route(torch.device('cpu'), None),is_master()
+    flat = pack(o) if first else _flat(b'')
+    size = torch.tensor([len(flat)], device='cpu').view(torch.uint8) # 8 bytes
+    head = F.pad(torch.cat([size,flat[:_small]]), (0,_small-min(_small, len(flat)))).to(to)
+    dist.broadcast(head, 0)
+    n = head[:8].cpu().view(torch.int64).item()
+    rest = (flat[_small:] if first else torch.empty(max(0, n-_small), dtype=torch.uint8)).to(to)
+    if len(rest): dist.broadcast(rest, 0)
+    return o if first else unpack(torch.cat([head[8:],rest])[:n])
 
 # %% ../../nbs/comm/00_collectives.ipynb #1855c9d9
 _decide = dict(any=any, all=all, rank0=lambda votes: votes[0])

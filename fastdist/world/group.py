@@ -99,7 +99,7 @@ def world_store(timeout=None, # Seconds that the first call waits for all worker
     return KeyValueStore(shared_store('user', seconds(timeout)), get_rank())
 
 def job_secret():
-    "The secret by which the workers of this job know each other, as bytes: another for each start, so what an earlier one has sent counts no more"
+    "The secret by which the workers of a job know each other, as bytes; each start has another, so what an earlier one sent is void"
     def derive():
         if get_world_size()==1: return secrets.token_bytes(32)
         shared_store('secret') # which finds the others
@@ -389,7 +389,8 @@ def _spawn(s, main, args, kwargs):
     _check_main(main)
     from accelerate.utils import patch_environment
     if not use_cpu(): check_gpus(s.spawn, torch.cuda.device_count(), 'set ACCELERATE_USE_CPU=true')
-    env = dict(WORLD_SIZE=max(s.world_size, s.spawn), LOCAL_WORLD_SIZE=s.spawn, GROUP_RANK=s.node_rank, FASTDIST_LAUNCHER='call_main', **hash_env())
+    env = dict(WORLD_SIZE=max(s.world_size, s.spawn), LOCAL_WORLD_SIZE=s.spawn, GROUP_RANK=s.node_rank, FASTDIST_LAUNCHER='call_main',
+               **hash_env())
     if s.world_size > 1: host,_,port = s.init_method.partition('//')[2].rpartition(':') # whose rank 0 holds the store
     else:
         store = loopback_store()

@@ -60,7 +60,7 @@ def in_slurm_step():
 def _first_int(*names): return next((n for o in names if (n := env_int(o, 1))), None)
 
 def _slurm_ranks():
-    "(rank, world size, local rank, local world size, node rank) of a task, of which the rendezvous finds out how uneven tasks lie on their nodes"
+    "(rank, world size, local rank, local world size, node rank) of a task. How uneven tasks lie on nodes finds out the rendezvous"
     size,nodes = _first_int('SLURM_NTASKS', 'SLURM_NPROCS'),_first_int('SLURM_STEP_NUM_NODES', 'SLURM_NNODES')
     rank = env_int('SLURM_PROCID')
     if size is None: raise ValueError(f"SLURM_PROCID={rank} is set but SLURM_NTASKS is not: start the script with `srun`, "

@@ -59,7 +59,8 @@ def _place(s):
 def _of_slurm(e, port):
     "`Start` of a task of Slurm's"
     host = os.environ.get('MASTER_ADDR') or first_host(os.environ.get('SLURM_STEP_NODELIST') or os.environ.get('SLURM_JOB_NODELIST', ''))
-    if not host: raise ValueError(f"rank {e.rank}: SLURM_PROCID is set and SLURM_JOB_NODELIST is not: start the script with `srun`, or set MASTER_ADDR")
+    if not host: raise ValueError(
+        f"rank {e.rank}: SLURM_PROCID is set and SLURM_JOB_NODELIST is not: start the script with `srun`, or set MASTER_ADDR")
     url = _url(host, port or env_int('MASTER_PORT', 1, 65535) or slurm_port())
     why = f"Slurm started this as task {e.rank} of {e.world_size}; the rendezvous is {url}"
     n = torch.cuda.device_count() if e.local_world_size==1 and not use_cpu() else 1
@@ -106,8 +107,9 @@ def _alone(e):
 def _check_url(url):
     "Its parts, of `urlparse`"
     u = urlparse(str(url))
-    if u.scheme=='env' or u.scheme=='tcp' and u.hostname and u.port or u.scheme=='file' and u.path and u.netloc in ('','localhost'): return u
-    raise ValueError(f"init_method={url!r} is not accepted: it is env://, or like tcp://host:29500, or, from the root on, file:///shared/path")
+    needs = dict(env=True, tcp=u.hostname and u.port, file=u.path and u.netloc in ('','localhost'))
+    if needs.get(u.scheme): return u
+    raise ValueError(f"init_method={url!r} is not accepted: it is env://, or like tcp://host:29500 or file:///shared/path")
 
 def _given(url, rank, size, e):
     "`Start` of a URL, or of a rank and a world size, that the user gave"
@@ -120,8 +122,8 @@ def _given(url, rank, size, e):
     check_rank(rank, size)
     missing = [o for o in ('MASTER_ADDR','MASTER_PORT') if o not in os.environ]
     if missing and u.scheme=='env' and (size > 1 or url is None): raise ValueError(
-        f"rank {rank}: init_method={url or 'env://'!r} says that the environment has the rendezvous, and {' and '.join(missing)} is not set: "
-        "set MASTER_ADDR and MASTER_PORT, or give init_method (tcp://host:port, or file:///shared/path)")
+        f"rank {rank}: init_method={url or 'env://'!r} says that the environment has the rendezvous, and {' and '.join(missing)} "
+        "is not set: set MASTER_ADDR and MASTER_PORT, or give init_method (tcp://host:port, or file:///shared/path)")
     same = (rank,size)==(e.rank,e.world_size) and e.launcher!='none'
     on_node = (0,1,0) if size==1 else (e.local_rank,e.local_world_size,e.node_rank) if same else (None,None,None)
     url = (url or 'env://').partition('?')[0]
@@ -167,7 +169,8 @@ def loopback_store(port=0, # 0 for any that is free
                   ):
     "A `TCPStore` that this process holds, and only processes of this machine reach; an `OSError` where the port is taken"
     sock = socket.create_server(('127.0.0.1', port))
-    return dist.TCPStore('127.0.0.1', sock.getsockname()[1], None, True, timedelta(seconds=limit), wait_for_workers=False, master_listen_fd=sock.detach())
+    return dist.TCPStore('127.0.0.1', sock.getsockname()[1], None, True, timedelta(seconds=limit), wait_for_workers=False,
+                         master_listen_fd=sock.detach())
 
 # %% ../../nbs/world/04_rendezvous.ipynb #d394b1c2
 @cache
@@ -273,9 +276,9 @@ def _client(host, port, rank, limit):
     def connect():
         try: found.set_result(dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=max(limit, 1))))
         except Exception as e: found.set_exception(e)
-    if not wait_until(listens, limit, lambda: notice(f"rank {rank} looks for rank 0 at {host}:{port}, and finds nobody there yet ({error})")):
-        raise ConnectionError(f"rank {rank} found nobody at {host}:{port} within {limit} s ({error}): is rank 0 running there, and may others "
-                              "reach that port?")
+    def say(): notice(f"rank {rank} looks for rank 0 at {host}:{port}, and finds nobody there yet ({error})")
+    if not wait_until(listens, limit, say): raise ConnectionError(
+        f"rank {rank} found nobody at {host}:{port} within {limit} s ({error}): is rank 0 running there, and may others reach that port?")
     threading.Thread(target=connect, daemon=True, name='fastdist rendezvous').start()
     try: return found.result(secs := min(limit, _reply_seconds))
     except (futures.TimeoutError,dist.DistError) as e: raise ConnectionError(

@@ -35,11 +35,12 @@ def _of_file(path):
         finally: new.unlink(missing_ok=True)
     with open(os.open(path, os.O_RDONLY|os.O_NOFOLLOW), 'rb') as f:
         s,res = os.fstat(f.fileno()),f.read()
-    if s.st_uid!=os.geteuid() or s.st_mode & 0o077 or len(res) < 16: raise PermissionError(f'{path} is not a secret of this user alone (chmod 600)')
+    if s.st_uid!=os.geteuid() or s.st_mode & 0o077 or len(res) < 16: raise PermissionError(
+        f'{path} is not a secret of this user alone (chmod 600)')
     return res
 
 def user_secret():
-    "The secret that all jobs of this user have on this machine where `FASTDIST_SECRET` is not set; a `RuntimeError` where there can be none"
+    "The secret of all jobs of this user on this machine that have no `FASTDIST_SECRET`; a `RuntimeError` where there can be none"
     try: return _of_file(Path.home()/'.cache'/'fastdist'/'secret')
     except (OSError,RuntimeError) as e: raise RuntimeError( # there is no home, or it cannot be written
         f"no file for the secret by which workers know each other can be made ({e}): set FASTDIST_SECRET to the "
@@ -68,5 +69,5 @@ def signed_data(signed, # Bytes-like: a signature, and what it is for
                ):
     "What a worker of this job has signed; a `SignatureError` where none has"
     if hmac.compare_digest(bytes(signed[:32]), sign(signed[32:], secret, key)): return signed[32:]
-    raise SignatureError(f"rank {rank}: {key} has not the signature of this job, so it was not opened. Somebody else may have written it; or "
-                         "workers have not the same secret: set FASTDIST_SECRET to the same text for all of them, on every host", key, rank)
+    raise SignatureError(f"rank {rank}: {key} has not the signature of this job, so it was not opened. Somebody else may have written "
+                         "it; or workers have not the same secret: set FASTDIST_SECRET to the same text for all, on every host", key, rank)

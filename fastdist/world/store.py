@@ -73,7 +73,7 @@ class KeyValueStore:
         "Set `key` for all workers; the last one to set it counts"
         try: v = json.dumps(value)
         except (TypeError,ValueError) as e: raise TypeError(
-            f"rank {self.rank}: the value of {key!r} is no JSON ({e}): send objects by broadcast_object, all_gather_list or rank0_read") from None
+            f"rank {self.rank}: the value of {key!r} is no JSON ({e}): send objects by broadcast_object or all_gather_list") from None
         if len(v) > _most: raise ValueError( # torch's would end the connection
             f"rank {self.rank}: the value of {key!r} has {len(v)} bytes, and the store takes no more than 8 MiB at once: send it by "
             "broadcast_object or all_gather_list, or write a file, and set its name")
