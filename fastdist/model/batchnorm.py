@@ -83,7 +83,8 @@ class _KernelNorm(torch.autograd.Function):
         sums,products = (Reduced(torch.cat([sums,products])).wait()/n).to(mean.dtype).chunk(2)
         one = torch.ones(1, dtype=torch.int32, device=x.device) # what are means already the kernel divides by the count of one worker
         w = None if weight is None else weight.to(mean.dtype)
-        return torch.batch_norm_backward_elemt(g, x, mean, invstd, w, sums, products, one),gw if affine else None,gb if affine else None,None,None
+        if not affine: gw = gb = None
+        return torch.batch_norm_backward_elemt(g, x, mean, invstd, w, sums, products, one),gw,gb,None,None
 
 # %% ../../nbs/model/00_batchnorm.ipynb #8b6178e3
 norm_scope = SimpleNamespace(source='local', counts=True, some_empty=False) # of the batch that goes forward in this process
