@@ -45,7 +45,7 @@ class SharedFolder:
         return run
 
     def take(self):
-        "No other run has it from now on; an `OSError` where rank 0 cannot write there, or another one does not see that. The name of this run"
+        "The name of this run, from which on no other one has it; an `OSError` where rank 0 cannot write there, or a worker does not see it"
         run = self.of_rank0(self._hold)
         mark = self.path/f'.run-{run}'
         seen = self.rank==0 or wait_until(mark.exists, 10)
@@ -198,7 +198,7 @@ def _other_loaders_told(self:Resume):
 
 @patch
 def put_back(self:Resume):
-    "All but the place in the training loader, which is returned: that of this worker, or of another number of workers rank 0's; and which it is"
+    "All but the place in the training loader, which is returned, and is it of this worker? Of another number of workers it is rank 0's"
     getattr(self.learn.dls, 'n_inp', None) # to find out, fastai reads a sample at the first batch of a process, which may draw
     c,shared = self.fit.place,self.fit.shared
     same = c.summary['workers']==shared.n

@@ -149,8 +149,9 @@ def _callbacks(learn):
     return res
 
 def _objects(learn):
-    "By name, what may remember something: callbacks, metrics, and the modules of the model, and of the loss function, whatever is around it"
-    res = _callbacks(learn) | {f'metric {i}':m for i,m in enumerate(learn.metrics)} | {f'model {nm}':m for nm,m in learn.model.named_modules()}
+    "By name, what may remember something: callbacks, metrics, modules of the model and of the loss function, whatever is around it"
+    res = _callbacks(learn) | {f'metric {i}':m for i,m in enumerate(learn.metrics)}
+    res |= {f'model {nm}':m for nm,m in learn.model.named_modules()}
     f,i = learn.loss_func,0
     f = getattr(getattr(f, '__self__', None), 'old_lf', f) # that which `MixUp` stands in front of
     while hasattr(f, '__dict__'):
@@ -162,8 +163,8 @@ def not_saved(learn # `Learner`
              ):
     "What users' callbacks have that is no data, as 'Callback.attribute', but for what a script makes again: functions, classes, modules"
     made_anew = type(noop),type,partial,type(print),Learner,Callback,nn.Module
-    return [f'{type(cb).__name__}.{k}' for cb in _callbacks(learn).values() if type(cb).__module__.split('.')[0] not in ('fastai','fastdist')
-            for k in remembered(cb)[1] if not isinstance(vars(cb)[k], made_anew)]
+    users = [cb for cb in _callbacks(learn).values() if type(cb).__module__.split('.')[0] not in ('fastai','fastdist')]
+    return [f'{type(cb).__name__}.{k}' for cb in users for k in remembered(cb)[1] if not isinstance(vars(cb)[k], made_anew)]
 
 # %% ../../nbs/checkpoint/02_state.ipynb #7f52721b
 def worker_of(learn # Any `Learner`

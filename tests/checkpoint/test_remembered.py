@@ -112,19 +112,6 @@ class PerEpoch(Counts, torch.utils.data.Sampler):
         return iter(torch.randperm(self.n, generator=torch.Generator().manual_seed(sum(self.seen))).tolist())
 
 
-class Forgets(PerEpoch): state_dict = None
-
-
-def test_a_sampler_that_counts_and_has_no_state(tmp_path):
-    "Its order is another one after a restart, so that it cannot go on in the middle of it"
-    def make(folder):
-        learn = simple(folder)
-        learn.dls.loaders[0] = T.DataLoader(learn.dls.train_ds, 4, sampler=Forgets(22))
-        return learn
-    fitted(tmp_path, make, None, 9, 1)
-    with pytest.raises(ValueError, match='in another order than the 22 of this one. Make it of the same data, and give a sampler'): fitted(tmp_path, make, None, None, 1)
-
-
 class Scaled(nn.Linear):
     "By how often it has been trained, which is no tensor"
     n = 0
