@@ -293,6 +293,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                   'fastdist/checkpoint/state.py'),
                                            'fastdist.checkpoint.state._has_state': ( 'checkpoint/state.html#_has_state',
                                                                                      'fastdist/checkpoint/state.py'),
+                                           'fastdist.checkpoint.state._is_library': ( 'checkpoint/state.html#_is_library',
+                                                                                      'fastdist/checkpoint/state.py'),
                                            'fastdist.checkpoint.state._leaves': ( 'checkpoint/state.html#_leaves',
                                                                                   'fastdist/checkpoint/state.py'),
                                            'fastdist.checkpoint.state._named_tensors': ( 'checkpoint/state.html#_named_tensors',

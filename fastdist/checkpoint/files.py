@@ -188,7 +188,7 @@ class Saver:
         self.thread = threading.Thread(target=self._save, args=(summary, tensors, rest), name='fastdist-checkpoint', daemon=True)
         self.thread.start()
 
-    def finish(self, patience=math.inf # Seconds for what other workers write; after a failure they may have gone
+    def finish(self, patience=1800 # Seconds for what other workers write; after a failure they may have gone
               ):
         "Wait for what is being written. Is it saved, as far as this worker knows? What failed has been said"
         if self.thread is not None:

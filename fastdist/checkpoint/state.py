@@ -66,7 +66,9 @@ def load_plain(file, # Path
     return deepcopy(o, {id(ts[i]):ts[i].to(device) for i in elsewhere}) if elsewhere and device is not None else o
 
 # %% ../../nbs/checkpoint/02_state.ipynb #752fa66e
-_not_of_state = 'learn','run','training','start_epoch' # of the learner, the fit, and this process's clock
+_not_of_state = 'learn','training','start_epoch' # of the learner, the fit, and this process's clock
+
+def _is_library(o): return type(o).__module__.split('.')[0] in ('fastai','fastdist')
 
 def _has_state(o): return all(callable(getattr(type(o), nm, None)) for nm in ('state_dict','load_state_dict'))
 
@@ -90,20 +92,19 @@ def remembered(o, # A callback, a metric, a module or a loss function
                shared=frozenset(), # From `memory_of` the learner's tensors
               ):
     "(What it remembers, by name; the names of public attributes that are no data)"
+    res,left = {},[]
     if _has_state(o) and not isinstance(o, nn.Module):
-        state = o.state_dict()
-        if odd := _odd(state): raise TypeError(
+        res[''] = 'state',o.state_dict()
+        if odd := _odd(res[''][1]): raise TypeError(
             f"rank {get_rank()}: {type(o).__name__}.state_dict returns what cannot be saved (a {odd}): let it return numbers, texts, "
             "tensors, arrays, and lists, tuples, sets and dicts of them")
-        return {'':('state',state)},[]
-    res,left = {},[]
     for k,v in vars(o).items():
-        if k.startswith('_') or k in _not_of_state: continue
+        if k.startswith('_') or k in _not_of_state or k=='run' and _is_library(o): continue # their `run` follows from the fit
         kind,what = _value(v, shared)
         if kind=='state' and not what or memory_of(_tensors_in(what)) & shared: continue
         if _odd(what): left.append(k)
         else: res[k] = kind,what
-    return res,left
+    return res,[] if '' in res else left # which its `state_dict` sees to
 
 def restore(o, # An object like the one that `saved` was taken of
             saved, # What `remembered` has returned first
