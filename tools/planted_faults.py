@@ -116,7 +116,7 @@ FAULTS = [Fault(*o) for o in [
      "prefix='.fastdist-check-')", "prefix='.fastdist-check-', delete=False)",
      ['tests/launch/test_check.py::test_good']),
     ('cancel-of-one-alone', 'P2', "a Cancel exception counts only where all workers raise it; the others go on by themselves",
-     "Reduced(torch.tensor([n], device=self.device), 'max')", "Reduced(torch.tensor([n], device=self.device), 'min')",
+     "AsyncReduce(torch.tensor([n], device=self.device), 'max')", "AsyncReduce(torch.tensor([n], device=self.device), 'min')",
      ['tests/fault/test_decisions.py::test_cancelled_by_some_of_two[outside-subset0]']),
     ('left-without-a-word', 'P2', "a worker leaves a context while others train in it",
      "leave_together('the end of distrib_ctx')", "noop('the end of distrib_ctx')",

@@ -17,7 +17,7 @@ from ..callbacks.fastai_patches import device_of, trainer_of
 from ..comm.collectives import is_dtensor, local
 from ..data.dl import DistributedDL
 from ..data.rng import generator_states, generators_in, set_generator_states, set_stream_states, stream_states
-from ..strategy.base import inner_opt, whole_model
+from ..strategy.base import inner_opt, full_model
 from ..strategy.zero1 import OwnedOptimizer
 from ..world.ranks import get_rank, get_world_size
 
@@ -179,7 +179,7 @@ def _named_tensors(learn):
     "The parameters and buffers of the model, and of what is trained beside it, by name; where they are sharded they are `DTensor`s"
     strategy = getattr(trainer_of(learn), 'strategy', None)
     if strategy is not None: strategy.sync_params()
-    whole = whole_model(learn)
+    whole = full_model(learn)
     beside = [] if whole is learn.model else list(whole)[1:]
     named = {f'{nm}.{k}':t for nm,m in [('model',learn.model), *((f'beside.{i}',m) for i,m in enumerate(beside))]
              for k,t in (*m.named_parameters(), *m.named_buffers())}

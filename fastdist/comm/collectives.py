@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['bucket_bytes', 'tensors_in', 'bytes_in', 'buckets', 'as_bytes', 'byte_array', 'checksum', 'checksums', 'is_dtensor',
-           'local', 'named', 'gather_single', 'group_ranks', 'route', 'gather_bytes', 'Reduced', 'same_and_most',
-           'same_text', 'least', 'who_has', 'first_other', 'pack', 'unpack', 'OutOfStep', 'check_calls', 'Call',
-           'same_call', 'all_gather_list', 'gather_tensors', 'broadcast_object', 'from_rank0', 'agree', 'rank0_only',
-           'print_in_order', 'all_reduce', 'all_reduce_dict', 'all_gather_tensors']
+           'local', 'named', 'gather_single', 'group_ranks', 'comm_device', 'gather_bytes', 'AsyncReduce',
+           'same_and_most', 'same_text', 'all_min', 'who_has', 'first_other', 'pack', 'unpack', 'OutOfStep',
+           'check_calls', 'Call', 'same_call', 'all_gather_list', 'gather_tensors', 'broadcast_object', 'from_rank0',
+           'agree', 'rank0_only', 'print_in_order', 'all_reduce', 'all_reduce_dict', 'all_gather_tensors']
 
 # %% ../../nbs/comm/00_collectives.ipynb #da82582f
 import hashlib,io,json,pickle,sys,traceback,zlib
@@ -118,7 +118,7 @@ def group_ranks(group # A process group; `None` for that of all workers
         f"rank {get_rank()}: {get_world_size()} workers were started, but they have no process group yet: call setup_distrib() first")
     return [get_rank()]
 
-def route(device:torch.device, # Of a tensor
+def comm_device(device:torch.device, # Of a tensor
           group, # A process group; `None` for that of all workers
          ):
     "The device by which `group` sends what is on `device`"
@@ -155,7 +155,7 @@ def gather_bytes(mine:Tensor, # Bytes of this worker, where the backend of `grou
 _few = 8 # workers, up to which rows of all of them are sent
 _over_rows = dict(sum='sum', max='amax', min='amin') # the methods of tensors
 
-class Reduced:
+class AsyncReduce:
     "A tensor of some KB, reduced over all workers while they go on: `wait` gives what comes of it, the same in all to the last bit"
     def __init__(self, t, # `(n,)`, where the backend of `group` takes tensors from; it may be changed
                  op:str='sum', # Or 'max', 'min'
@@ -181,8 +181,8 @@ def same_and_most(text, # What this worker has
     if not dist.is_initialized(): return True,list(ns)
     digest = torch.frombuffer(bytearray(hashlib.sha256(text.encode(errors='replace')).digest()), dtype=torch.int64)
     # the greatest digest, and the least
-    both = torch.cat([digest, ~digest, torch.tensor(ns, dtype=torch.int64, device='cpu')]).to(route(torch.device('cpu'), group))
-    both = Reduced(both, 'max', group).wait()
+    both = torch.cat([digest, ~digest, torch.tensor(ns, dtype=torch.int64, device='cpu')]).to(comm_device(torch.device('cpu'), group))
+    both = AsyncReduce(both, 'max', group).wait()
     return both[:4].equal(~both[4:8]),both[8:].tolist()
 
 def same_text(text, # What this worker has
@@ -191,7 +191,7 @@ def same_text(text, # What this worker has
     "Is `text` the same in all workers, which are at the same line? One message of 64 bytes"
     return same_and_most(text, group=group)[0]
 
-def least(*ns # Integers of this worker
+def all_min(*ns # Integers of this worker
          ):
     "Of each of `ns` the least of all workers, which are at the same line: one message"
     return [-o for o in same_and_most('', *[-o for o in ns])[1]]
@@ -279,7 +279,7 @@ def _exchange(frame, n, group):
     "(name, caller, error, info, size, small payload or `None`) of each of the `n` workers of a group"
     every = _flat(frame.ljust(_frame_size, b'\0')).view(1, -1)
     if dist.is_initialized():
-        mine = every[0].to(route(torch.device('cpu'), group))
+        mine = every[0].to(comm_device(torch.device('cpu'), group))
         every = mine.new_empty(n*_frame_size)
         gather_single(every, mine, group=group)
         every = every.cpu().view(n, -1)
@@ -333,7 +333,7 @@ class Call:
              ):
         "Each worker's payload, as a flat `uint8` tensor; `None` in a worker that does not receive them"
         if None not in self.small: return list(map(_flat, self.small))
-        mine = self.payload.to(route(torch.device('cpu'), self.group)) if dist.is_initialized() else self.payload
+        mine = self.payload.to(comm_device(torch.device('cpu'), self.group)) if dist.is_initialized() else self.payload
         return gather_bytes(mine, self.sizes, self.group, dst)
 
     def load(self, part:Tensor, # Its payload, which `pack` has made
@@ -395,7 +395,7 @@ def broadcast_object(o=None, # What rank `src` sends; in other workers it does n
     i = c.ranks.index(src)
     if len(c.ranks)==1: return o
     if c.small[i] is None: # too large for the frame
-        flat = (c.payload if i==c.me else torch.empty(c.sizes[i], dtype=torch.uint8)).to(route(torch.device('cpu'), group))
+        flat = (c.payload if i==c.me else torch.empty(c.sizes[i], dtype=torch.uint8)).to(comm_device(torch.device('cpu'), group))
         dist.broadcast(flat, src, group=group)
     else: flat = _flat(c.small[i])
     return o if i==c.me else c.load(flat, i)
@@ -407,7 +407,7 @@ def from_rank0(o # What rank 0 sends; in other workers it does not matter
               ):
     "Rank 0's object, in all workers, which are at the same line: one message where it is small, and else two"
     if get_world_size()==1: return o
-    to,first = route(torch.device('cpu'), None),is_master()
+    to,first = comm_device(torch.device('cpu'), None),is_master()
     flat = pack(o) if first else _flat(b'')
     size = torch.tensor([len(flat)], device='cpu').view(torch.uint8) # 8 bytes
     head = F.pad(torch.cat([size,flat[:_small]]), (0,_small-min(_small, len(flat)))).to(to)
@@ -473,7 +473,7 @@ def _reduce(ts, op, group):
     "Tensors of one dtype, reduced by one collective"
     flat = torch.cat([t.detach().as_subclass(Tensor).flatten() for t in ts])
     if dist.is_initialized():
-        flat = flat.to(route(flat.device, group))
+        flat = flat.to(comm_device(flat.device, group))
         if op=='mean': flat /= dist.get_world_size(group) # before: a sum of half precision may be too large where the mean is not
         dist.all_reduce(flat, _reduce_ops[op], group=group)
     return [o.clone().view(t.shape) for t,o in zip(ts, flat.split([t.numel() for t in ts]))] # to save one must not save all

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['rng_state', 'set_rng_state', 'seed_of', 'WorkerRandom', 'OtherLoader', 'generators_in', 'generator_states',
            'set_generator_states', 'stream_states', 'set_stream_states', 'begin_process', 'begin_batch', 'shared_order',
-           'rank0_stream', 'rejoin_streams']
+           'rank0_stream', 'resync_streams']
 
 # %% ../../nbs/data/00_rng.ipynb #ce285dfc
 import hashlib,itertools,pickle,random,warnings
@@ -233,7 +233,7 @@ def rank0_stream():
     finally:
         if _text(first)!=_text(mine): set_rng_state(mine)
 
-def rejoin_streams():
+def resync_streams():
     "Take rank 0's shared stream again, and warn, where callbacks have drawn other numbers of random numbers than in rank 0"
     mine = rng_state()
     if same_text(_text(mine)): return

@@ -14,7 +14,7 @@ import torch
 from fastai.callback.core import (CancelBackwardException, CancelBatchException, CancelEpochException, CancelFitException,
                                   CancelStepException, CancelTrainException, CancelValidException)
 from fastcore.basics import noop, patch
-from ..comm.collectives import Call, Reduced, pack, route, same_text
+from ..comm.collectives import Call, AsyncReduce, pack, comm_device, same_text
 from .interrupt import Interrupts
 from .same_call import gone_on
 from .supervisor import monitor
@@ -87,7 +87,7 @@ class CancelSync:
         """Share which callbacks there are, and which of them ask; an `OutOfStep` where ranks are at different calls. Is all of it,
         and `also`, the same?"""
         self.end()
-        self.device,seen = route(torch.device('cpu'), None),Counter() # there to wait is to wait for no GPU
+        self.device,seen = comm_device(torch.device('cpu'), None),Counter() # there to wait is to wait for no GPU
         for cb in self.learn.cbs:
             self.keys[id(cb)] = (cb.order,_name(cb),seen[_name(cb)])
             seen[_name(cb)] += 1
@@ -141,7 +141,7 @@ def end_together(self:CancelSync, exc # A class of `ending`, which the flags of 
 def agree(self:CancelSync, n # An integer
          ):
     "The largest `n` of all ranks"
-    return Reduced(torch.tensor([n], device=self.device), 'max').wait().item()
+    return AsyncReduce(torch.tensor([n], device=self.device), 'max').wait().item()
 
 # %% ../../nbs/fault/06_cancel.ipynb #48013219
 @patch

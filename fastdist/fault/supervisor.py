@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['watchdog_time', 'Monitor', 'running_monitor', 'monitor', 'root_cause', 'check_watchdog', 'scope', 'catchable',
-           'fail_together', 'interrupt_deferred', 'rejoin', 'raise_root_cause', 'leave_together']
+           'fail_together', 'interrupt_deferred', 'resync', 'raise_root_cause', 'leave_together']
 
 # %% ../../nbs/fault/04_supervisor.ipynb #7a684ea8
 import json,math,os,signal,sys,threading,time,traceback
@@ -419,7 +419,7 @@ def interrupt_deferred():
     m = monitor()
     return nullcontext() if m is None else m.interrupts.hold()
 
-def rejoin():
+def resync():
     "Before what all ranks do together: an error if something before it has failed in some of them alone, and has been caught"
     if (m := monitor()) is not None and m.limits: m.check()
 
@@ -435,7 +435,7 @@ def leave_together(what # The end of what ranks have shared, in words
                   ):
     """Wait until all ranks are at `what`, as long as it takes: one of them may have business of its own before it. An `OutOfStep` in all
     where some are at another call"""
-    rejoin()
+    resync()
     if (m := monitor()) is None: return
     m.limits.append(math.inf)
     try:

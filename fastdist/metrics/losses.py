@@ -12,7 +12,7 @@ from fastai.learner import AvgLoss
 from fastai.losses import BaseLoss, LabelSmoothingCrossEntropy
 from fastai.metrics import LossMetric
 from ..comm.gather import gather_tensors, interleave
-from ..comm.collectives import bytes_in, least, tensors_in
+from ..comm.collectives import bytes_in, all_min, tensors_in
 from ..world.errors import refuse
 from ..world.ranks import get_rank
 
@@ -157,7 +157,7 @@ class LossRoute:
         batch,n = (self.learn.pred,*self.learn.yb),find_bs(self.learn.yb)
         nbytes = bytes_in(batch)/max(n, 1)*rows
         small = nbytes <= _gathered_at_most and all(o.dim() and len(o)==n for o in tensors_in(batch))
-        self.is_global = least(int(small))==[1] # each pads its own share, so sizes may differ: one message a loss function
+        self.is_global = all_min(int(small))==[1] # each pads its own share, so sizes may differ: one message a loss function
         if not self.is_global: raise _untold(
             self.func, f"nobody knows the loss function {_name_of(self.func)}, and predictions and targets ({nbytes/2**20:.2g} MB in a step) "
             "are large, or have no row for each sample")

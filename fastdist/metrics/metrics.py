@@ -11,7 +11,7 @@ from fastai.basics import *
 from fastai.learner import AvgMetric, AvgLoss, Metric
 from fastai.metrics import (AccumMetric, CorpusBLEUMetric, Dice, DiceMulti, LossMetric, accuracy, accuracy_multi,
                             error_rate, mae, mse, msle, top_k_accuracy)
-from ..comm.collectives import all_gather_list, gather_tensors, route, same_call
+from ..comm.collectives import all_gather_list, gather_tensors, comm_device, same_call
 from ..comm.gather import gather_chunks, in_turn, interleave
 from ..world.ranks import get_rank
 
@@ -59,7 +59,7 @@ def _sum_up(mets, names, what):
     if not vs: return
     if not same or None in shapes: sums = [_added(o) for o in zip(*all_gather_list(vs))]
     else:
-        flat = torch.cat([t.cpu().double().reshape(-1) for t in ts]).to(route(torch.device('cpu'), None))
+        flat = torch.cat([t.cpu().double().reshape(-1) for t in ts]).to(comm_device(torch.device('cpu'), None))
         dist.all_reduce(flat)
         sums = [o.view(s) for o,s in zip(flat.cpu().split([t.numel() for t in ts]), shapes)]
     sums = iter([int(s) if isinstance(v, int) and not getattr(s, 'shape', ()) and float(s).is_integer() else s for v,s in zip(vs, sums)])

@@ -13,7 +13,7 @@ import torch.distributed as dist, torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 from fastai.basics import *
-from ..comm.collectives import Reduced
+from ..comm.collectives import AsyncReduce
 from ..world.ranks import current_world, get_rank
 
 _torch_batch_norm = F.batch_norm # torch's own, whatever stands in its place meanwhile
@@ -85,7 +85,7 @@ class _KernelNorm(torch.autograd.Function):
         if x.numel(): sums,products,gw,_ = torch.batch_norm_backward_reduce(g, x, mean, invstd, weight, True, ctx.needs_input_grad[1], False)
         else: sums,products,gw = torch.zeros_like(mean),torch.zeros_like(mean),torch.zeros_like(mean) if ctx.needs_input_grad[1] else None
         gb = sums if ctx.needs_input_grad[2] else None # the gradient of the bias is the sum of `g`
-        sums,products = (Reduced(torch.cat([sums,products])).wait()/n).to(mean.dtype).chunk(2)
+        sums,products = (AsyncReduce(torch.cat([sums,products])).wait()/n).to(mean.dtype).chunk(2)
         one = torch.ones(1, dtype=torch.int32, device=x.device) # what are means already the kernel divides by the count of one worker
         w = None if weight is None else weight.to(mean.dtype)
         gx = torch.batch_norm_backward_elemt(g, x, mean, invstd, w, sums, products, one) if x.numel() else g

@@ -9,7 +9,7 @@ __all__ = ['average_buffers']
 import torch.distributed as dist
 from torch.nn.modules.batchnorm import _BatchNorm
 from fastai.basics import *
-from ..comm.collectives import checksum, least
+from ..comm.collectives import checksum, all_min
 from ..world.ranks import current_world, get_rank, get_world_size
 
 # %% ../../nbs/model/03_buffers.ipynb #3f0fe811
@@ -21,7 +21,7 @@ def average_buffers(model # Whose buffers have the same names and shapes in all 
              for o,b in m.named_buffers(recurse=False) if b.numel()]
     if not named: return
     sums = [checksum(b) for _,b in named]
-    low = least(*sums, *(-s for s in sums))
+    low = all_min(*sums, *(-s for s in sums))
     differ = {nm:b for (nm,b),lo,hi in zip(named, low, low[len(sums):]) if lo!=-hi}
     for b in differ.values():
         if not b.is_floating_point(): continue

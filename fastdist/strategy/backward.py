@@ -10,13 +10,13 @@ import threading
 
 import torch.distributed as dist
 from fastai.basics import *
-from ..comm.collectives import buckets, route
+from ..comm.collectives import buckets, comm_device
 from ..world.ranks import current_world
 
 # %% ../../nbs/strategy/01_backward.ipynb #60d4a528
 class Backwards:
     "Looks after the backward passes of a training batch: weighs them, and tells the strategy when they begin and end"
-    def __init__(self, strategy # Its `share_scale`, `begin_backward` and `end_backward` are called
+    def __init__(self, strategy # Its `grad_weight`, `begin_backward` and `end_backward` are called
                 ):
         self.strategy,self.previous,self.running = strategy,None,False
         self.loss = None # the batch's own
@@ -53,7 +53,7 @@ class Backwards:
         finally: self.running = False
 
     def _weighed(self, root):
-        scale = self.strategy.share_scale(root)
+        scale = self.strategy.grad_weight(root)
         return root if not isinstance(scale, Tensor) and scale==1 else (root*scale).to(root.dtype)
 
     def _reaches_parameters(self, roots, args, kwargs):
@@ -116,7 +116,7 @@ def used_elsewhere(params, # The same in all workers
                   )->list:
     "Those of `params` of which another worker has a gradient, and this one has none"
     # to wait for a message on the CPU is to wait for no GPU
-    anywhere = torch.tensor(here, dtype=torch.uint8, device='cpu').to(route(torch.device('cpu'), None))
+    anywhere = torch.tensor(here, dtype=torch.uint8, device='cpu').to(comm_device(torch.device('cpu'), None))
     dist.all_reduce(anywhere, dist.ReduceOp.MAX)
     return [p for p,mine,o in zip(params, here, anywhere.tolist()) if o and not mine]
 

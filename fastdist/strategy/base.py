@@ -4,14 +4,14 @@
 
 # %% auto #0
 __all__ = ['Strategy', 'check_trainable', 'unused_error', 'callback_results', 'callbacks_of', 'sync_buffers', 'modules_of',
-           'whole_model', 'inner_opt', 'state_tensors', 'check_values', 'check_shares', 'same_everywhere']
+           'full_model', 'inner_opt', 'state_tensors', 'check_values', 'check_shares', 'same_everywhere']
 
 # %% ../../nbs/strategy/00_base.ipynb #5b63bd4c
 import torch.distributed as dist
 from fastai.basics import *
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
-from ..comm.collectives import all_gather_list, as_bytes, bucket_bytes, checksums, from_rank0, route, same_text, tensors_in, who_has
+from ..comm.collectives import all_gather_list, as_bytes, bucket_bytes, checksums, from_rank0, comm_device, same_text, tensors_in, who_has
 from ..model.batchnorm import has_global_stats
 from ..model.buffers import average_buffers
 from ..world.ranks import get_rank, get_world_size
@@ -23,9 +23,9 @@ class Strategy:
     shards_state = False # Has each worker a part of the optimizer's state, so that `close` needs the others?
     own = None # the learner's own model, where `learn.model` is a copy
     shards_params = False # Has it shards of the parameters too, in a copy that `setup` brings to the device? Else the model is there, whole
-    loose = () # parameters that the optimizer has beside the model's
+    extra_params = () # parameters that the optimizer has beside the model's
     unsynced = False # are gradients still this worker's own?
-    share_scale = staticmethod(lambda root=None: 1.) # what is propagated backward of this worker's share is multiplied by
+    grad_weight = staticmethod(lambda root=None: 1.) # what is propagated backward of this worker's share is multiplied by
     learn = model = device = None # from `setup` on
     def setup(self, learn, # `Learner` whose context begins; its weights are the same in all workers
               device, # This worker's `torch.device`
@@ -34,7 +34,7 @@ class Strategy:
         self.learn,self.model,self.device = learn,learn.model,device
     def set_opt(self, opt):
         "When the learner has an optimizer, another one, or none any more (`None`): shape it"
-        self._find_loose(opt)
+        self._find_extra_params(opt)
 
     # In each batch that is trained
     def begin_batch(self, sync # As for `forward`
@@ -60,7 +60,7 @@ class Strategy:
 
     def all_params(self):
         "The parameters of the model, and those that the optimizer has beside them, as of a loss function"
-        return [*self.model.parameters(), *self.loose]
+        return [*self.model.parameters(), *self.extra_params]
     def own_params(self):
         "The parameters of the learner's own model, also while `learn.model` is a copy"
         return [*self.model.parameters()]
@@ -72,12 +72,12 @@ class Strategy:
         for p in self.all_params(): p.grad = None
         self.unsynced = False
 
-    def _find_loose(self, opt, known=()):
+    def _find_extra_params(self, opt, known=()):
         "Which parameters of `opt` the model has not; all workers begin with rank 0's"
-        ids,old = {id(p) for p in (*self.model.parameters(), *known)},{id(p) for p in self.loose}
+        ids,old = {id(p) for p in (*self.model.parameters(), *known)},{id(p) for p in self.extra_params}
         every = [] if opt is None else [p for pg in opt.param_lists for p in pg]
-        self.loose = [p for p in every if id(p) not in ids]
-        new = [p for p in self.loose if id(p) not in old]
+        self.extra_params = [p for p in every if id(p) not in ids]
+        new = [p for p in self.extra_params if id(p) not in old]
         if new: _broadcast(new)
 
 # %% ../../nbs/strategy/00_base.ipynb #ec32838c
@@ -116,7 +116,7 @@ def callbacks_of(learn, # Any `Learner`
 def _broadcast(ts # Tensors, in the same order, shapes and kinds of device in all workers
               ):
     "Overwrite `ts` with rank 0's, in place"
-    def to(t): return route(t.device, None)
+    def to(t): return comm_device(t.device, None)
     here,elsewhere = partition([t.detach() for t in ts if t.numel()], lambda t: to(t).type==t.device.type)
     for some in (here, *([t] for t in elsewhere)): # one by one: the device that they are sent from may not have room for all
         # as bytes: gloo knows neither bfloat16 nor bool, and takes no strides
@@ -164,7 +164,7 @@ def modules_of(*objects # Any, as callbacks
                 if isinstance(next(iter(vs), None), nn.Module): res += [m for m in vs if isinstance(m, nn.Module)] # other lists may be long
     return res
 
-def whole_model(learn # Any `Learner`
+def full_model(learn # Any `Learner`
                ):
     "`learn.model`; in a list with the modules of the loss function and, where the optimizer trains them, of callbacks, if there are any"
     opt,loss = learn.opt,learn.loss_func

@@ -78,7 +78,7 @@ class Replica(Strategy):
         if not self.sync: return
         if not (own and self._by_ddp()): return self._average_all()
         self._check_used()
-        average_used([*self.sparse, *self.loose])
+        average_used([*self.sparse, *self.extra_params])
 
     def _drop_ddp(self):
         # Not left to the garbage collector: where an error comes between its call and the end of the backward, its hooks wait for others
@@ -107,7 +107,7 @@ def average(self:Replica):
 def _average_all(self:Replica):
     if self.allows_unused: return average_used(self.all_params())
     average_grads(self.model.parameters())
-    average_used(self.loose)
+    average_used(self.extra_params)
 
 @patch
 def after_batch(self:Replica):
@@ -142,4 +142,4 @@ def _check_opt(self:Replica, opt):
 def set_opt(self:Replica, opt):
     "All workers have the same parameters beside the model's"
     self._check_opt(opt)
-    self._find_loose(opt)
+    self._find_extra_params(opt)

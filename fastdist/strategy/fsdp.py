@@ -383,7 +383,7 @@ def _add_hooks(self:FullyShard):
     def penalty(g):
         "The gradient of a loss of the shards, as it would be without the share's weight"
         if not self.backwards.running: return
-        if not (scale := self.share_scale()): raise RuntimeError(
+        if not (scale := self.grad_weight()): raise RuntimeError(
             f"rank {get_rank()}: strategy={self.name!r}, a penalty on the parameters, and a batch of which this worker has no sample, so "
             "that its rows would get none: drop the last batch (drop_last=True), use weight decay (wd), or strategy='zero1'")
         return g/scale
@@ -435,7 +435,7 @@ def end_backward(self:FullyShard, own):
     if own and not self.checked and self._gathered(self.model): raise RuntimeError(
         f"rank {get_rank()}: {type(self.own).__name__} returns its tensors in an object in which torch does not find them, so "
         f"strategy={self.name!r} cannot train it: return a tensor, or a tuple or dict of tensors, or use strategy='zero1'")
-    average_used([*[p for p in self.replicated if p.requires_grad], *self.loose])
+    average_used([*[p for p in self.replicated if p.requires_grad], *self.extra_params])
 
 @patch
 def check_used(self:FullyShard):
@@ -506,7 +506,7 @@ def own_params(self:FullyShard): return [*self.model.parameters(), *(() if self.
 @patch
 def set_opt(self:FullyShard, opt):
     "Give `opt` the sharded parameters, and shard its state"
-    self._find_loose(opt, self.new)
+    self._find_extra_params(opt, self.new)
     if self.sharded is not None and self.sharded.opt is opt: return
     self.release()
     if opt is None: return

@@ -11,7 +11,7 @@ import dataclasses
 import psutil
 from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
 from fastai.basics import *
-from ..comm.collectives import all_gather_list, least, same_text
+from ..comm.collectives import all_gather_list, all_min, same_text
 from ..fault.supervisor import monitor
 from .base import Strategy
 from .ddp import Replica
@@ -161,7 +161,7 @@ def close_strategy(strategy # A `Strategy` that has been set up
         "load a checkpoint before you go on with this learner")
     # an error has ended the fit: gradients that differ between workers, or are garbage, must not get into the next
     if strategy.unsynced or aborted:
-        for p in (*strategy.model.parameters(), *strategy.loose): p.grad = None
+        for p in (*strategy.model.parameters(), *strategy.extra_params): p.grad = None
 
 # %% ../../nbs/strategy/06_select.ipynb #bec02c6b
 def _bytes_needed(word, params, trained, state, n, unit=0):
@@ -182,7 +182,7 @@ def choose(learn, # `Learner` that is to be trained
     params,trained = sum(p.nbytes for p in ps),sum(p.nbytes for p in ps if p.requires_grad)
     there = sum(p.nbytes for p in ps if p.device.type==device.type) # already
     node,n = get_local_world_size(),get_world_size()
-    free,smallest,largest = least(int(free+there), node, -node)
+    free,smallest,largest = all_min(int(free+there), node, -node)
     state,unit,has = 2*trained,params/8,f"the {gib(free)} that a worker has, for a model of {gib(params)}"
     for word,m in ('ddp',1),('zero1',n),('zero2',n),*([('hsdp',node)] if 1<smallest==-largest<n else []),('fsdp',n):
         need = _bytes_needed(word.replace('hsdp', 'fsdp'), params, trained, state, m, unit)

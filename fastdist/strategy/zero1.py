@@ -121,7 +121,7 @@ class Zero1(Replica):
 
     def set_opt(self, opt):
         "Shard the steps and the state of `opt`"
-        self._find_loose(opt)
+        self._find_extra_params(opt)
         if self.sharded is not None and self.sharded.opt is opt and {*self.sharded.owners}=={*params_of(opt)}: return
         self.release()
         if opt is None: return

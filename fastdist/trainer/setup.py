@@ -20,7 +20,7 @@ from ..fault.cancel import CancelSync
 from ..metrics.metrics import EpochTotals
 from ..model.units import checkpoint_activations, compile_model, select
 from ..model.batchnorm import global_batch_norm
-from ..strategy.base import check_values, same_everywhere, sync_buffers, whole_model
+from ..strategy.base import check_values, same_everywhere, sync_buffers, full_model
 from ..strategy.select import close_strategy, drop_strategy, make_strategy, open_strategy
 from .args import check_args_consistent
 from .loaders import SharedLoaders, back_on_device, move_learner
@@ -86,7 +86,7 @@ def _share(self:LearnerSetup):
     learn,device,undo = self.learn,self.device,self.undo
     check_args_consistent(self.settings, self.precision)
     same_data(learn.dls) # first: vocabularies, and so models, may differ by it
-    check_values(whole := whole_model(learn))
+    check_values(whole := full_model(learn))
     undo.enter_context(back_on_device(learn, device)) # undone last, when the strategy has given back what it has
     undo.callback(self._drop_strategy)
     self._choose_strategy()
@@ -121,7 +121,7 @@ def _shape(self:LearnerSetup):
     if settings.sync_bn: undo.enter_context(global_batch_norm(learn.model))
     if self.strategy is None: self._choose_strategy() # the model has changed
     strategy,ddp = self.strategy,settings.ddp
-    strategy.share_scale = lambda root=None: self.step.share_scale(root)
+    strategy.grad_weight = lambda root=None: self.step.grad_weight(root)
     # what the last batch does not use would not be averaged
     self.hooks = StepHooks(self, strategy, each=ddp is not None and (ddp.find_unused_parameters or ddp.static_graph))
     self.add(self.hooks, undo)
@@ -165,7 +165,7 @@ def _unshape(self:LearnerSetup):
 @patch
 def _note_model(self:LearnerSetup):
     self.strategy.sync_params()
-    whole = whole_model(self.learn)
+    whole = full_model(self.learn)
     ps,modules = [*whole.parameters()],[*whole.modules()][1:] # the first one may be a list, made anew each time
     self.noted = [*[p.dtype for p in ps], self.learn.model, *modules, *ps] # no module first: these are not what `modules_of` looks for
 
@@ -183,7 +183,7 @@ def rewrap_if_changed(self:LearnerSetup):
     self.strategy.check_unchanged()
     self.strategy.average() # what has been accumulated stays, in all workers
     self._unshape()
-    check_values(whole := whole_model(self.learn))
+    check_values(whole := full_model(self.learn))
     same_everywhere(whole, self.learn.opt)
     self._shape()
 
@@ -198,5 +198,5 @@ def check_unchanged(self:LearnerSetup, when # In words, for the error
 @patch
 def agree_buffers(self:LearnerSetup):
     "Buffers that a forward changes differ between workers: let all have the same, once an epoch"
-    if self.buffers_stale: sync_buffers(whole_model(self.learn))
+    if self.buffers_stale: sync_buffers(full_model(self.learn))
     self.buffers_stale = False

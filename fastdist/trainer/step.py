@@ -13,7 +13,7 @@ from fastai.callback.rnn import RNNRegularizer
 from fastai.callback.training import GradientAccumulation
 from ..callbacks.fastai_patches import QuickCallback, send_to_host
 from ..callbacks.accumulation import AccumulateSteps, grads_of, looked_at, scale_all
-from ..comm.collectives import Reduced, all_gather_list, checksum, first_other, is_dtensor, same_text, tensors_in
+from ..comm.collectives import AsyncReduce, all_gather_list, checksum, first_other, is_dtensor, same_text, tensors_in
 from ..fault.cancel import ending
 from ..metrics.losses import LossRoute, gather_batch, is_summed, kept_labels, loss_divisor, loss_parts
 from ..metrics.metrics import metric_kind
@@ -103,7 +103,7 @@ class LossMean:
         if not share.counts: divisor,self.remaining,self.rows = None if divisor is None else 0.,0.,0
         self.divisor = self.remaining if divisor is None else divisor if on_gpu else float(divisor)
         if share.total is None or not self.summed and (divisor is not None or on_gpu or agree):
-            sums = Reduced(_numbers(device, self.divisor, self.remaining, self.rows)).wait()
+            sums = AsyncReduce(_numbers(device, self.divisor, self.remaining, self.rows)).wait()
             self.sums = sums if on_gpu else sums.tolist()
             if share.total is None: share.total = int(sums[1])
             if share.global_rows is None or not on_gpu: share.global_rows = int(sums[2])
@@ -134,7 +134,7 @@ class LossMessage:
         self.sums = self.agreed = self.copied = None # from `receive` on
         samples = share.samples*share.counts
         parts = [x for v in self.parts.values() for x in ((0.,0.) if v is None else (_sum_of(v, mean.divisor),mean.divisor))]
-        self.sent = Reduced(_numbers(device, _sum_of(learn.loss, samples), mean.remaining, mean.rows, samples, *flags,
+        self.sent = AsyncReduce(_numbers(device, _sum_of(learn.loss, samples), mean.remaining, mean.rows, samples, *flags,
             sum(callback_results(learn, 'wish')), *((0.,)*4 if fingerprint is None else fingerprint.numbers()), *parts))
 
     def receive(self, before=None # The message of the batch before
@@ -174,7 +174,7 @@ class TrainingStep:
     @property
     def wished(self): return self.message.wished if self.message else 0
 
-    def share_scale(self, root=None # Tensor that is propagated backward; by default some loss that is computed anew
+    def grad_weight(self, root=None # Tensor that is propagated backward; by default some loss that is computed anew
                    ):
         "The share's weight for `root`: one that is not made of the batch's loss divides by what that did before it was multiplied"
         ratio,weight = self.mean.ratio,self.share.weight
@@ -370,7 +370,7 @@ class StepHooks(QuickCallback):
         "All other callbacks have had their say in the loss"
         learn = self.learn
         # a strategy of the user's looks after no backward passes
-        if not hasattr(self.strategy, 'backwards'): learn.loss_grad = learn.loss_grad*self.trainer.step.share_scale(learn.loss_grad)
+        if not hasattr(self.strategy, 'backwards'): learn.loss_grad = learn.loss_grad*self.trainer.step.grad_weight(learn.loss_grad)
         self.strategy.before_backward()
 
     def before_step(self):

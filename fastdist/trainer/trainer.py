@@ -17,10 +17,10 @@ from ..callbacks.precision import autocast_kept, synchronize_rng
 from ..comm.collectives import all_gather_list, from_rank0, same_call
 from ..comm.rank0 import check_outside
 from ..data.loaders import data_of, same_data
-from ..data.rng import rank0_stream, rejoin_streams
-from ..fault.supervisor import catchable, handler_kept, interrupt_deferred, raise_root_cause, rejoin, scope
+from ..data.rng import rank0_stream, resync_streams
+from ..fault.supervisor import catchable, handler_kept, interrupt_deferred, raise_root_cause, resync, scope
 from ..model.batchnorm import norm_scope_of, set_norm_scope
-from ..strategy.base import same_everywhere, state_tensors, whole_model
+from ..strategy.base import same_everywhere, state_tensors, full_model
 from .args import check_args, check_precision, launched_precision, takes_arguments, worker_device
 from .evaluation import Evaluation
 from .loaders import plain_dls
@@ -149,7 +149,7 @@ def _take_rank0s(learn, strategy):
     if strategy.shards_state: raise RuntimeError(
         f"rank {get_rank()}: only some workers have changed the weights or the optimizer's state since the last fit, as learn.load does, "
         f"which strategy={strategy.name!r} shares out: do it in all workers, whatever their rank")
-    same_everywhere(whole_model(learn), learn.opt)
+    same_everywhere(full_model(learn), learn.opt)
 
 @patch
 def _fit_failed(self:DistributedTrainer, cls, error, *_):
@@ -199,7 +199,7 @@ def before_fit(self:DistributedTrainer):
     "Begin with the optimizer that the learner has now, and with other random numbers after another seed"
     check_precision(self.learn)
     if self.nested: return
-    rejoin()
+    resync()
     self.in_training = False
     self.rewrap_if_changed()
     self.random.reset()
@@ -233,7 +233,7 @@ def before_train(self:DistributedTrainer):
         self.rewrap_if_changed() # other callbacks may have changed it before the fit
         if self.step is not None: self.step.message = None # what was pressed in an earlier fit is no stop of this one
     self.in_training = True
-    if not self.decisions.nested: rejoin_streams()
+    if not self.decisions.nested: resync_streams()
     with self.random.entered(): synchronize_rng(self.settings.rng_types)
     self.learn.dl = self.train_dl = self.loaders.train(self.learn.dl)
     self.hooks.begin_epoch()
