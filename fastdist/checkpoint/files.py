@@ -76,11 +76,9 @@ class Checkpoint:
             f"format {_format}. Take the version that has made it, or give this script a folder of its own")
         return res
 
-    def verify(self, part=0, # Look at every `of`-th file, from this one on
-               of=1, # Into how many parts workers divide the files
-              ):
+    def verify(self):
         "`DamagedCheckpoint` if a file is missing, or has changed since it was written"
-        for nm,want in sorted(self.summary['files'].items())[part::of]:
+        for nm,want in sorted(self.summary['files'].items()):
             try: now = file_sum(self.path/nm)
             except FileNotFoundError: raise self.damaged(nm, 'is not there') from None
             if now['size']!=want['size']: raise self.damaged(nm, f"has {now['size']} bytes, and had {want['size']}")
@@ -157,7 +155,8 @@ def delete_old(path, # Folder of the checkpoints
     "Delete all but the newest, the best one, and the ends of the last 8 fits"
     every = readable(path)
     ends = ends_of(every)
-    stay = {best_of(every), *every[:keep], *(ends[fit] for fit in sorted(ends)[-8:])}
+    newest = sorted(every, key=lambda o: o.summary['saved'], reverse=True)[:keep] # damaged ones of later steps may lie there
+    stay = {best_of(every), *newest, *(ends[fit] for fit in sorted(ends)[-8:])}
     for o in every:
         if o not in stay: o.remove()
 

@@ -92,7 +92,7 @@ class SharedFolder:
 def every_of(every # As `Resume` takes it
             ):
     "(Its unit: 'steps', 'seconds' or 'epochs'; how many)"
-    n = whole_number(every)
+    n = whole_number(int(every) if isinstance(every, str) and every.strip().isdigit() else every)
     text = '1 epoch' if every is None else f'{n} steps' if n else every if isinstance(every, str) else ''
     m = re.fullmatch(r'\s*(?:(\d+)\s*(step|epoch)s?|(\d+(?:\.\d+)?)\s*([smh]))\s*', text)
     if m is None or not float(m[1] or m[3]): refuse(
@@ -133,7 +133,7 @@ class Resume(QuickCallback):
         self.folder,self.keep,self.default = real_folder(path),whole_number(keep),default
         if self.keep is None: refuse('keep', keep, "it is a number of checkpoints, 1 or more")
         self.signals,(self.unit,self.every) = StopSignals(partial(self.request, stop=True), status),every_of(every)
-        self.fit,self.step,self.asked = None,0,0 # `fit`: a `_FitState`, in a fit
+        self.fit,self.step,self.asked,self.sent = None,0,0,0 # `fit`: a `_FitState`, in a fit; what was asked, and is not heard yet
 
     def request(self, stop=False # Ask all workers to end after it?
                ):
@@ -207,8 +207,7 @@ def put_back(self:Resume):
     rest = load_plain(c.path/f'rank-{shared.rank if same else 0}.pt', device)
     put_tensors(self.learn, c)
     with self._other_loaders_told(): missing = put_rest(self.learn, rest, same, metrics=same and not self.fit.skips)
-    text = (f"{', '.join(missing)} of a callback cannot take the state that {c.path} has: "
-            "make what has it in __init__, or in before_fit")
+    text = f"{', '.join(missing)} cannot take the state that {c.path} has: make what has it in __init__, or a callback in before_fit"
     if missing and not self.fit.skips: raise self._error(text)
     if missing: self._warn(text)
     return rest['loader'],same
@@ -234,6 +233,7 @@ def wish(self:Resume):
     if self.unit=='seconds' and self.fit.shared.rank==0 and time.monotonic() >= self.fit.next_time:
         self.fit.next_time = time.monotonic()+self.every
         res = max(res, 1)
+    self.sent = max(self.sent, res)
     return res
 
 @patch
@@ -241,6 +241,7 @@ def _heed(self:Resume, wished):
     "What workers have asked for is due in all"
     self.fit.due |= wished > 0
     self.fit.stops |= wished >= 2**20
+    if wished: self.sent = 0
 
 @patch
 def before_batch(self:Resume):
@@ -258,7 +259,7 @@ def after_batch(self:Resume):
     "Save, if it is time, and the batch was the last of a step"
     fit = self.fit
     if not self.training or fit is None: return
-    self._heed(trainer_of(self.learn).step.wished if self.many else self.wish())
+    self._heed(trainer_of(self.learn).step.wished if self.many else self.wish()) # on a GPU a batch late
     fit.due |= fit.stepped and self.unit=='steps' and self.step%self.every==0
     if not fit.due or not fit.stepped or not isinstance(getattr(fit.loop, 'dl', None), DistributedDL): return
     if self.many and trainer_of(self.learn).totals.copies: return self._warn(
@@ -270,7 +271,8 @@ def after_epoch(self:Resume):
     "Save, if it is time; the end of the last epoch is that of the fit"
     fit = self.fit
     if fit is None or fit.depth > 1: return
-    self._heed(self._agree(self.wish()))
+    self.wish()
+    self._heed(self._agree(self.sent))
     done = fit.epoch+1
     fit.due |= self.unit=='epochs' and done%self.every==0
     if fit.due and fit.stepped and (done < self.learn.n_epoch or fit.stops): self._save(done, 0, validated=True)

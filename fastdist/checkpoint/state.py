@@ -93,18 +93,18 @@ def remembered(o, # A callback, a metric, a module or a loss function
               ):
     "(What it remembers, by name; the names of public attributes that are no data)"
     res,left = {},[]
-    if _has_state(o) and not isinstance(o, nn.Module):
-        res[''] = 'state',o.state_dict()
-        if odd := _odd(res[''][1]): raise TypeError(
-            f"rank {get_rank()}: {type(o).__name__}.state_dict returns what cannot be saved (a {odd}): let it return numbers, texts, "
-            "tensors, arrays, and lists, tuples, sets and dicts of them")
     for k,v in vars(o).items():
         if k.startswith('_') or k in _not_of_state or k=='run' and _is_library(o): continue # their `run` follows from the fit
         kind,what = _value(v, shared)
         if kind=='state' and not what or memory_of(_tensors_in(what)) & shared: continue
         if _odd(what): left.append(k)
         else: res[k] = kind,what
-    return res,[] if '' in res else left # which its `state_dict` sees to
+    if not _has_state(o) or isinstance(o, nn.Module): return res,left
+    res[''] = 'state',o.state_dict() # last, as it is put back
+    if odd := _odd(res[''][1]): raise TypeError(
+        f"rank {get_rank()}: {type(o).__name__}.state_dict returns what cannot be saved (a {odd}): let it return numbers, texts, "
+        "tensors, arrays, and lists, tuples, sets and dicts of them")
+    return res,[]
 
 def restore(o, # An object like the one that `saved` was taken of
             saved, # What `remembered` has returned first

@@ -158,7 +158,9 @@ def _cancelled(self:CancelSync, cb, event, e):
     if isinstance(e, KeyboardInterrupt) and self.interrupts.holds and not self.interrupted and not _is_library(cb):
         self.interrupts.held = True # the others learn of it soon
     elif isinstance(e, KeyboardInterrupt) or self.nested or _is_library(cb): raise e
-    elif self.on_all_ranks(cb) and gone_on(f'{_name(cb)}.{event}') is None: raise e
+    elif self.on_all_ranks(cb) and gone_on(f'{_name(cb)}.{event}') is None:
+        most = self.agree(_code(e))
+        raise e if most==_code(e) else cancels[-most]("agreed with another rank")
     elif isinstance(e, ending):
         kind = cancels[-_code(e)]
         self.pending = min(kind, self.pending or kind, key=cancels.index)

@@ -266,9 +266,10 @@ def _watch(self:Monitor, i, now):
     "Report what a rank cannot report itself"
     beats,stall = self.beats,None
     if i%10==3 and (f := beats.gone(now)) is not None and self.limits: self.write('broken', f)
-    if i%10==6 and self.limit is not None: stall = beats.silent(now, self.limit)
+    limit = next((o for o in reversed(self.limits) if o not in (None,math.inf)), None) # at the end of a context, too: see `leave_together`
+    if i%10==6 and limit is not None: stall = beats.silent(now, limit)
     if i%10==9 and beats.watches(): stall = beats.late(now)
-    if stall is not None: stall.end(lambda f: self.write('broken', f))
+    if stall is not None and not self.attempt(lambda: self.store.check(['broken'])): stall.end(lambda f: self.write('broken', f))
 
 @patch
 def _run(self:Monitor):

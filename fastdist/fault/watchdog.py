@@ -91,8 +91,8 @@ def own_beat(n, # Goes up with each
     polls = [i for i,f in enumerate(stack) if _is_in(f, 'world/store', 'wait_until')]
     stack = stack[polls[-1]+1 if polls else 0:]
     # a GPU is waited for at any line
-    waits = (any('torch/distributed' in f[0] for f in stack[:6]) or any(_is_in(f, 'fault/same_call', 'gone_on') for f in stack[:1]) or
-             dist.is_initialized() and 'nccl' in dist.get_backend())
+    waits = (any('torch/distributed' in f[0] for f in stack[:6]) or any(_is_in(f, 'fault/same_call', o) for f in stack[:1] for o in ('gone_on','after_rank0')) or
+             not polls and dist.is_initialized() and 'nccl' in dist.get_backend())
     return Beat(n, get_rank(), host_name(), os.getpid(), _sequence_numbers(), stack, None if limit is None else float(limit), waits, left)
 
 # %% ../../nbs/fault/01_watchdog.ipynb #26f7881c
@@ -133,8 +133,9 @@ class Stall:
         "Print who is late, and end it for all"
         silent = self.why=='silent'
         ask_late(self.late, silent)
-        text = (f"{self.report()}\nThe watchdog ends what takes longer than watchdog={_limit(self.waiting or self.late):g} s; "
-                "give it more where that is right, or watchdog=None.")
+        limit,text = _limit(self.waiting or self.late),self.report()
+        if limit < math.inf: text += (f"\nThe watchdog ends what takes longer than watchdog={limit:g} s; "
+                                      "give it more where that is right, or watchdog=None.")
         print(f"fastdist: {text}", file=sys.stderr, flush=True)
         first,*others = (*self.late,*self.waiting)
         f = first.failure('stalled', text, others[:64]) # of more it would be no report
@@ -177,6 +178,8 @@ class Watch:
         if any(now-self.moved[b.rank] <= limit_of(every) for b in every): return
         at = {b.rank:repr((b.call,(user_frames(b.stack) or b.stack)[:1])) for b in every}
         (place,n),*_ = Counter(at.values()).most_common(1)
+        communicates = any('torch/distributed' in f[0] or 'fastdist/fault' in f[0] for b in every for f in b.stack[:6])
+        if n==len(every) and not communicates: return # all in one call of their own, as to read a large file
         most = [b for b in every if at[b.rank]==place and len(every) > n > len(every)/2]
         return Stall([b for b in every if b not in most], most, now-max(self.moved.values()), 'apart')
 

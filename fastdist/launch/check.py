@@ -77,7 +77,7 @@ def compare(found # What `look` returns, for each rank
            ):
     "Print what the machines are; yields findings about them, as (kind, what, what to do)"
     _row('versions', ', '.join(f'{k} {v}' for k,v in found[0]['versions'].items()))
-    hosts,backends = _by(found, 'host'),_by(found, 'backend')
+    hosts,backends = _by(found, 'host'),_by([dict(backend=o['backend'].partition(':')[0]) for o in found], 'backend')
     _row('workers', f"{len(found)} on {plural(len(hosts), 'host')}, started by {get_launcher()}, by {found[0]['backend']}")
     for h,ranks in list(hosts.items())[:16]: # more would be no table
         of = [o for o in found if o['host']==h]
@@ -146,7 +146,7 @@ def check(limit # Seconds that workers wait for each other
     store.set(f'check/{get_rank()}', look()) # before they join a group, which needs the same backend
     every = store.wait([f'check/{r}' for r in range(n)], limit)
     findings = [*compare(every)]
-    if len({o['backend'] for o in every})==1:
+    if len({o['backend'].partition(':')[0] for o in every})==1:
         with fail_together(limit):
             findings += check_folder()
             if n > 1: check_speed()

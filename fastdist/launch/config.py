@@ -149,7 +149,9 @@ def _named(c, key, # Of the name
           ):
     "What the name stands for; ends the process where that is not there"
     module,_,func = name.partition(':')
-    with c.checked(key, ModuleNotFoundError): found = importlib.import_module(module)
+    if not (module and func): c.fail(key, 'it is like "module:function"')
+    try: found = importlib.import_module(module)
+    except ModuleNotFoundError as e: c.fail(key, e)
     with c.checked(key, AttributeError): return getattr(found, func)
 
 def _bind(c, key, # Of the arguments
@@ -167,6 +169,7 @@ def _callbacks(c):
         key,cls = f'callbacks.{name}',known.get(name)
         if cls is None and ':' not in name:
             c.fail(key, f"""there is no such callback: {nearest(name, list(known), 'any other is named as "module:class"')}""")
+        if not isinstance(args, dict): c.fail(key, "a table of its arguments is needed, such as {}")
         with c.checked(key): return _bind(c, key, cls or _named(c, key, name), **args)()
     return [make(*o) for o in c.callbacks.items()]
 

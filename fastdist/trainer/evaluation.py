@@ -71,6 +71,9 @@ class Evaluation:
     def finish(self):
         "Put metrics and predictions of all workers together"
         if not self.shared: return
+        if self.decisions.early_stop is None and not self.by_rows: # as in one process
+            n = n_batches(self.learn.dl.dl)
+            self.learn.iter,self.learn.n_iter = n-1,n
         for o in self.preds: o.finish(self.decisions.early_stop)
         self.totals.combine(self.by_rows)
         if self.by_rows: self.losses.give(self.totals.metrics())

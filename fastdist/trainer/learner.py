@@ -186,6 +186,15 @@ def parallel_ctx(self:Learner,
     try: yield self
     finally: self.detach_parallel()
 
+# %% ../../nbs/trainer/06_learner.ipynb #09de0e3a
+class _AllOrNone(ContextManagers):
+    "fastcore's; where one cannot be entered, those before it are left: fastai's evaluations wait for the lock of a learner, which is one"
+    def __enter__(self):
+        try: super().__enter__()
+        except BaseException:
+            self.stack.__exit__(*sys.exc_info())
+            raise
+
 # %% ../../nbs/trainer/06_learner.ipynb #0e8eb529
 def _warn_apart():
     "Warn, once, of a fit by which each worker trains a model of its own: that may be meant, and most often is not"
@@ -252,7 +261,7 @@ def validation_context(self:Learner, cbs=None, inner=False):
     res,decisions,trainer = _validation_context(self, cbs, inner),_decisions(self),trainer_of(self)
     own = [] if trainer is None else [trainer.inside()]
     if decisions is not None: own.append(decisions.inside())
-    return ContextManagers([*own, *res.default])
+    return _AllOrNone([*own, *res.default])
 
 # %% ../../nbs/trainer/06_learner.ipynb #7665ca29
 _fastai_set_device = Learner._set_device

@@ -164,7 +164,7 @@ class TrainingStep:
         self.route = LossRoute(learn) if last is None else last.route
         self.local = None # (predictions, targets) of the share, while the learner has those of all
         self.mean,self.loss,self.message = LossMean(self.share),None,None
-        self.before = getattr(last, 'message', None)
+        self.before = last and (last.message or last.before)
         self.uneven = getattr(last, 'uneven', None) # have shares of a batch before not added up to the samples dealt out?
         self.waiting,self.waited = last is not None and last.waiting,False # do gradients wait for the step of this batch; did they before it?
         self.kept = [] # (metric, its state before this batch)

@@ -179,6 +179,7 @@ def end_after_first(e, # The exception that ends this process
 def hook_uncaught(store # torch's store of all ranks
                  ):
     "From now on an exception that nobody catches is the job's, as by a process group's `Monitor`, where there is no group yet"
+    if dist.is_initialized(): return
     old = sys.excepthook
     def job_hook(typ, e, tb):
         if dist.is_initialized(): return old(typ, e, tb)

@@ -8,7 +8,7 @@ __all__ = ['ended', 'some_ended', 'note_killed', 'shared_store', 'world_store', 
            'teardown_distrib', 'call_main']
 
 # %% ../../nbs/world/05_group.ipynb #7f2c4e8c
-import atexit,ctypes,gc,hmac,inspect,multiprocessing,os,pickle,secrets,sys,time,warnings
+import atexit,ctypes,gc,hmac,inspect,multiprocessing,os,pickle,secrets,signal,sys,time,warnings
 from contextlib import ExitStack,contextmanager,nullcontext
 from dataclasses import replace
 from datetime import timedelta
@@ -60,8 +60,8 @@ def _leave():
     try:
         if o is None: return
         leave(o.store, o.start, text)
-        if o.serves: wait_until(lambda: o.store.check([f'gone/{r}' for r in range(o.start.world_size)]), 5)
-        if o.file and o.serves: Path(o.file).unlink(missing_ok=True)
+        all_gone = o.serves and wait_until(lambda: o.store.check([f'gone/{r}' for r in range(o.start.world_size)]), 5)
+        if o.file and all_gone: Path(o.file).unlink(missing_ok=True) # one that stays is good for the next run
     except Exception: return # whoever held the store has gone before
 
 atexit.register(_leave)
@@ -184,6 +184,9 @@ def _make_group(s, cpu, kwargs, gpu=None):
         if not cpu:
             if gpu is None: gpu = _own_gpu(*on_node[:2])
             torch.cuda.set_device(gpu)
+            if part.add(f'gpu/{torch.cuda.get_device_properties(gpu).uuid}', 1) > 1: raise ValueError(
+                f"rank {s.rank}: GPU {gpu} (CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')}) is another worker's already, and "
+                "nccl joins no two of one: let each see one of its own, or start fewer")
             args = dict(backend='cpu:gloo,cuda:nccl', device_id=torch.device('cuda', gpu))|args
         all_here(part)
         with reach(): _by_accelerate(cpu, dict(args, store=part, rank=s.rank, world_size=s.world_size))
@@ -398,4 +401,13 @@ def _spawn(s, main, args, kwargs):
         env.update(TORCHELASTIC_USE_AGENT_STORE=True, **secret_env()) # the launchers of many nodes know nothing of each other
     method = multiprocessing.get_start_method(allow_none=True)
     with patch_environment(MASTER_ADDR=host, MASTER_PORT=port, **env):
-        torch.multiprocessing.spawn(_run_main, (s.rank, main, args, kwargs, method), s.spawn)
+        workers = torch.multiprocessing.spawn(_run_main, (s.rank, main, args, kwargs, method), s.spawn, join=False)
+    def forward(signum, _):
+        for p in workers.processes:
+            if p.is_alive(): os.kill(p.pid, signum)
+    handlers = {o:signal.signal(o, forward) for o in (signal.SIGTERM,signal.SIGUSR1)} # by which they save
+    try:
+        while not workers.join(): pass
+    except torch.multiprocessing.ProcessExitedException as e: sys.exit(128-e.exit_code if e.exit_code < 0 else e.exit_code)
+    finally:
+        for o,h in handlers.items(): signal.signal(o, h)

@@ -226,7 +226,9 @@ def ranks_on_hosts(store, # torch's store, which all workers have
     "(local rank, local world size, node rank), by the hosts that ranks write into the store"
     keys,mine = [f'host/{r}' for r in range(world_size)],_host_id()
     store.set(keys[rank], mine)
-    store.wait(keys, timedelta(seconds=limit))
+    try: store.wait(keys, timedelta(seconds=limit))
+    except RuntimeError as e: raise TimeoutError( # of a `FileStore` it is no `DistStoreError`
+        f"rank {rank} waited {limit} s to learn which ranks are on which host: call this in all ranks, or set LOCAL_RANK") from e
     hosts = [o.decode() for o in store.multi_get(keys)]
     return hosts[:rank].count(mine), hosts.count(mine), list(dict.fromkeys(hosts)).index(mine)
 

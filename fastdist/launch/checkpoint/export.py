@@ -10,7 +10,7 @@ import os,sys
 from argparse import ArgumentParser
 from pathlib import Path
 
-from ...checkpoint.files import DamagedCheckpoint, best_of
+from ...checkpoint.files import DamagedCheckpoint, best_of, readable
 from .inspect import find_checkpoints
 
 # %% ../../../nbs/launch/checkpoint/01_export.ipynb #0fda2df9
@@ -46,7 +46,7 @@ def main(args # Arguments after `fastdist export`
     if a.file.exists() and not a.force: sys.exit(f"fastdist export: {a.file} is there already, and is left as it is: --force overwrites it")
     try:
         found = find_checkpoints(a.path, 'export')
-        c = best_of(found) if a.best else found[0] # where it is damaged, whoever wants an older one names it
+        c = best_of(readable(a.path) or found) if a.best else found[0] # where it is damaged, whoever wants an older one names it
         if c is None: sys.exit(f"fastdist export: --best: no checkpoint in {a.path} has a validation loss")
         tensors = _write(c, a.file)
     except (DamagedCheckpoint,OSError) as e: sys.exit(f"fastdist export: {e}")
