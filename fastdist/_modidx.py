@@ -11,6 +11,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                                 'fastdist/callbacks/accumulation.py'),
                                                  'fastdist.callbacks.accumulation.AccumulateSteps.after_loss': ( 'callbacks/accumulation.html#accumulatesteps.after_loss',
                                                                                                                  'fastdist/callbacks/accumulation.py'),
+                                                 'fastdist.callbacks.accumulation.AccumulateSteps.after_train': ( 'callbacks/accumulation.html#accumulatesteps.after_train',
+                                                                                                                  'fastdist/callbacks/accumulation.py'),
                                                  'fastdist.callbacks.accumulation.AccumulateSteps.before_fit': ( 'callbacks/accumulation.html#accumulatesteps.before_fit',
                                                                                                                  'fastdist/callbacks/accumulation.py'),
                                                  'fastdist.callbacks.accumulation.AccumulateSteps.before_step': ( 'callbacks/accumulation.html#accumulatesteps.before_step',

@@ -38,10 +38,11 @@ class AccumulateSteps(QuickCallback):
     order,run_valid = MixedPrecision.order-4,False # before the gradients are looked at: unscaled, clipped
     def __init__(self, n_batches, # To a step
                  batch_weight=None, # Function that says what the mean in the batch's loss divides by; by default in one process
+                 average=noop, # Function that averages the gradients of all workers, where that has not been done
                 ):
         super().__init__()
-        self.n_batches,self.batch_weight = n_batches,batch_weight or self._weight
-        self.n,self.total,self.first,self.weight = 0,0.,None,0.
+        self.n_batches,self.batch_weight,self.average = n_batches,batch_weight or self._weight,average
+        self.n,self.total,self.first,self.weight,self.ending = 0,0.,None,0.,False
 
     def _weight(self):
         f = self.learn.loss_func
@@ -79,11 +80,21 @@ class AccumulateSteps(QuickCallback):
 
     def before_step(self):
         "Go on to the next batch, or divide by the number of samples, and step"
-        last = self.is_last()
-        self.n,self.total = self.n+1,self.total+self.weight
-        if not last: raise CancelBatchException()
+        if not self.ending:
+            last = self.is_last()
+            self.n,self.total = self.n+1,self.total+self.weight
+            if not last: raise CancelBatchException()
         if self.first is not None: scale_all(grads_of(self.learn), self.first/divisor(self.total))
         self.n,self.total,self.first = 0,0.,None
+
+    def after_train(self):
+        "Step with what is left, where the loader has ended sooner than its length said"
+        if not self.n: return
+        self.average()
+        self.ending = True
+        try: self.learn._with_events(self.learn._step, 'step', CancelStepException)
+        finally: self.ending = False
+        self.learn.opt.zero_grad()
 
     def after_fit(self):
         "Drop what has been accumulated"

@@ -11,7 +11,7 @@ from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
 import torch
-from fastai.callback.core import (CancelBackwardException, CancelBatchException, CancelEpochException, CancelFitException,
+from fastai.callback.core import (Callback, CancelBackwardException, CancelBatchException, CancelEpochException, CancelFitException,
                                   CancelStepException, CancelTrainException, CancelValidException)
 from fastcore.basics import noop, patch
 from ..comm.collectives import Call, AsyncReduce, pack, comm_device, same_text
@@ -182,6 +182,7 @@ def _ask(self:CancelSync, cb, event):
 def _call_each(self:CancelSync, event):
     for cb in self.learn.cbs.sorted('order'):
         has = event in vars(cb) or hasattr(type(cb), event)
+        if not (has or event=='after_fit' or type(cb).__call__ is not Callback.__call__): continue # fastai would look in the learner, too
         if has and _asks(cb) and self.on_all_ranks(cb) and not self.nested: self._ask(cb, event) # rank 0 alone may call `predict`
         else:
             try: self._run(cb, event)

@@ -56,7 +56,7 @@ class LearnerSetup(QuickCallback):
         self.undo,self.added = ExitStack(),[]
         if self.device is not None: self._share()
         else: self.prepare(self.undo)
-        shared = {} if self.device is None else dict(batch_weight=lambda: self.step.batch_weight())
+        shared = {} if self.device is None else dict(batch_weight=lambda: self.step.batch_weight(), average=lambda: self.strategy.average())
         if settings.accumulation_steps > 1: self.add(AccumulateSteps(settings.accumulation_steps, **shared), self.undo)
         self.undo.enter_context(console_bars()) # no progress bar, frame by frame, where nobody sees it move
         if settings.project_dir is not None:

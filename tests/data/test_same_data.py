@@ -112,7 +112,7 @@ def as_before(n):
     with learn.distrib_ctx(split_batches=True): learn.fit(1, lr=0., cbs=Look())
     res['sizes'], res['local'], res['texts'] = [[len(t) for t in o[:2]] for o in preds if len(o) == 3], all(o[2] for o in preds if len(o) == 3), texts
     res['pairs'] = [o[:2] for o in preds if len(o) == 3]
-    res['numbers'] = all_reduce(10+rank), all_reduce(1.5+rank, op='MIN'), all_reduce(np.float64(rank), op=ReduceOp.MAX), all_reduce(rank, op='mean'), all_reduce(torch.tensor([rank]), op=ReduceOp.MIN).tolist(), all_reduce(torch.tensor([float(rank)]), op='MEAN' if rank else ReduceOp.AVG).tolist()
+    res['numbers'] = all_reduce(10+rank), all_reduce(1.5+rank, op='min'), all_reduce(np.float64(rank), op='max'), all_reduce(rank, op='mean'), all_reduce(torch.tensor([rank]), op='min').tolist(), all_reduce(torch.tensor([float(rank)]), op='mean').tolist()
     logs = all_reduce_dict(dict(loss=torch.tensor(0.5), n=3, nll=2.5), 'cpu', None)
     res['logs'] = {k: (str(v.dtype), v.item()) for k, v in logs.items()}
     for bad in ('median', ReduceOp.PRODUCT):
