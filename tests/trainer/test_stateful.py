@@ -86,4 +86,4 @@ def test_running_statistics(world):
     for r, every in enumerate(world(stats_of, kinds)):
         for (k, _), a, b in zip(kinds, stats_of(kinds, distrib=False), every):
             assert diff(a[0], b[0]) < 2e-7 and diff(a[1], b[1]) < 1e-6, k
-            assert len(b[2]) == (k == 'instance' and r == 0) and all('buffers norm.running_mean' in o for o in b[2])
+            assert len(b[2]) == (k == 'ema' and r == 0) and all('buffers ema of' in o for o in b[2])
