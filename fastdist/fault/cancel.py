@@ -182,7 +182,8 @@ def _ask(self:CancelSync, cb, event):
 def _call_each(self:CancelSync, event):
     for cb in self.learn.cbs.sorted('order'):
         has = event in vars(cb) or hasattr(type(cb), event)
-        if not (has or event=='after_fit' or type(cb).__call__ is not Callback.__call__): continue # fastai would look in the learner, too
+        of_fastai = type(cb).__call__ is Callback.__call__ and type(cb).__getattr__ is Callback.__getattr__
+        if of_fastai and not has and event!='after_fit': continue # fastai would look for the method in the learner, too
         if has and _asks(cb) and self.on_all_ranks(cb) and not self.nested: self._ask(cb, event) # rank 0 alone may call `predict`
         else:
             try: self._run(cb, event)

@@ -85,7 +85,7 @@ def test_faults(folder, text, words, want):
     (['learner_args.bsz=3', 'distributed_world_size=2'], "argument learner_args.bsz=3: learner_args: got an unexpected keyword argument 'bsz'"),
     (['learner=mine:gte'], "module 'mine' has no attribute 'gte'"),
     (['learner=mined:get'], "No module named 'mined'"),
-    (['learner=mine.py'], "learner: No module named 'mine.py'"),
+    (['learner=mine.py'], "learner: it is like"),
     (['resume=ckpt', 'resume_every=0 steps'], 'resume_every'),
     (['fit=fit_sgd'], "has no attribute 'fit_sgd'"),
     (['fit.method=fit_flat_cos', 'fit.pct_strt=0.5'], "fit: got an unexpected keyword argument 'pct_strt'"),
