@@ -282,7 +282,8 @@ def _client(host, port, rank, limit):
     threading.Thread(target=connect, daemon=True, name='fastdist rendezvous').start()
     try: return found.result(secs := min(limit, _reply_seconds))
     except (futures.TimeoutError,dist.DistError) as e: raise ConnectionError(
-        f"rank {rank} is connected to {host}:{port}, and what listens there has not replied {e or f'for {secs:g} s'}: is it another program, and not "
+        f"rank {rank} is connected to {host}:{port}, and what listens there has not replied "
+        f"{f'({e})' if str(e) else f'for {secs:g} s'}: is it another program, and not "
         "rank 0 or the launcher, or is that one stopped? See MASTER_ADDR and MASTER_PORT, or init_method") from e
 
 def _serve(host, port, local, rank, limit):
