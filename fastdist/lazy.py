@@ -15,7 +15,8 @@ def lazy_names(package, # `__name__` of the package
                file, # `__file__` of the package: the stub beside it imports each name from its module
               ):
     "`(__getattr__, __all__)` of a package: each name is imported from its module at its first use; an `AttributeError` for others"
-    home = {name:module for module,name in re.findall(r'(?m)^from (\S+) import (\w+)', Path(file).with_suffix('.pyi').read_text(encoding='utf-8'))}
+    text = Path(file).with_suffix('.pyi').read_text(encoding='utf-8')
+    home = {name:module for module,name in re.findall(r'(?m)^from (\S+) import (\w+)', text)}
     def __getattr__(name):
         if name not in home: raise AttributeError(f"module {package!r} has no attribute {name!r}")
         return getattr(import_module(home[name], package), name)

@@ -71,7 +71,8 @@ class SharedFolder:
     def misfit(self, c, mine):
         "In what `c` is of another fit than that of the `signature` `mine`; `None` if it is not. A fit that has ended needs no metrics"
         for k,what in _others.items():
-            if c.summary[k]!=mine[k] and not (k=='metric_names' and c.summary['ended']): return f"the checkpoint {c.path} is of {what} ({k} {c.summary[k]}, here {mine[k]})"
+            if c.summary[k]!=mine[k] and not (k=='metric_names' and c.summary['ended']):
+                return f"the checkpoint {c.path} is of {what} ({k} {c.summary[k]}, here {mine[k]})"
 
     def end_of(self, fit, # Number of a fit in the script, before the one that goes on
                mine, # `signature` of its learner

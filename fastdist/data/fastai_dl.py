@@ -57,7 +57,8 @@ class FastaiShard:
     is_stream = property(lambda self: not self.dl.indexed, doc="Is the data set iterable?")
     in_processes = property(lambda self: self.is_stream and self.dl.fake_l.num_workers > 0)
     is_made,draws_seed = False,True # are batches made by a batch sampler? Is a seed drawn for the processes of each epoch?
-    unsized = property(lambda self: self.source.n is None and (self.is_stream or not _own(self.dl, 'get_idxs')), doc="Is the length unknown?")
+    unsized = property(lambda self: self.source.n is None and (self.is_stream or not _own(self.dl, 'get_idxs')),
+                       doc="Is the length unknown?")
     expected_n = property(lambda self: getattr(self.dl, 'partial_n', None) or self.source.n, doc="What fastai's `__len__` goes by")
 
     def _prepare(self):

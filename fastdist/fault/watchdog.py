@@ -91,7 +91,8 @@ def own_beat(n, # Goes up with each
     polls = [i for i,f in enumerate(stack) if _is_in(f, 'world/store', 'wait_until')]
     stack = stack[polls[-1]+1 if polls else 0:]
     # a GPU is waited for at any line
-    waits = (any('torch/distributed' in f[0] for f in stack[:6]) or any(_is_in(f, 'fault/same_call', o) for f in stack[:1] for o in ('gone_on','after_rank0')) or
+    waits = (any('torch/distributed' in f[0] for f in stack[:6]) or
+             any(_is_in(f, 'fault/same_call', o) for f in stack[:1] for o in ('gone_on','after_rank0')) or
              not polls and dist.is_initialized() and 'nccl' in dist.get_backend())
     return Beat(n, get_rank(), host_name(), os.getpid(), _sequence_numbers(), stack, None if limit is None else float(limit), waits, left)
 

@@ -111,7 +111,7 @@ def _plan(a, # Parsed arguments, which get the values that Accelerate needs
     n = str(most) if least==most else f'{least} to {most}'
     where = '' if most==1 else f", when {n} nodes have come to {a.main_process_ip}:{a.main_process_port}; this is node {a.machine_rank}"
     return SimpleNamespace(local=local, least=least, most=most, cpu=why is not None, tee=Std.from_str(a.tee),
-                           screen=not a.machine_rank or a.rdzv_backend!='static', # rank 0 may be on any of them: each shows its first worker
+                           screen=not a.machine_rank or a.rdzv_backend!='static', # rank 0 may be on any: each shows its first worker
                            summary=f"{starting(local*most, why is not None, a.num_cpu_threads_per_process)}{where}")
 
 def _worker_env(a, cpu):

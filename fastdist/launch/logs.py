@@ -52,7 +52,8 @@ class Copy(threading.Thread):
             while data and not self.file.closed: data = data[self.file.write(data):]
         except OSError as e:
             self.file.close()
-            print(f"fastdist: {self.file.name} takes no more ({e.strerror}): what comes now is on the screen only", file=sys.stderr, flush=True)
+            print(f"fastdist: {self.file.name} takes no more ({e.strerror}): what comes now is on the screen only",
+                  file=sys.stderr, flush=True)
         with suppress(OSError):
             while shown: shown = shown[os.write(self.screen, shown):]
 

@@ -122,7 +122,8 @@ def _say_how(f):
     return (f"If it is a mean over samples: {nm}.loss_divisor = None; if its mean divides by something else: {nm}.loss_divisor = "
             f"a function of the targets, such as lambda y: (y!=-100).sum(); if it adds up: {nm}.reduction = 'sum'")
 
-def _untold(f, why): return ValueError(f"rank {get_rank()}: {why}, so what the loss of a global batch is does not follow from those of its shares. "
+def _untold(f, why): return ValueError(
+    f"rank {get_rank()}: {why}, so what the loss of a global batch is does not follow from those of its shares. "
     f"{_say_how(f)}; else let it see the global batch, at the price of gathering it in each step: learn.loss_func = GlobalBatchLoss(...)")
 
 def _gathers(f, nbytes): return (

@@ -40,7 +40,8 @@ def metric_kind(m, # A metric of fastai's, or one's own
                ):
     "How `m` is put together: 'sum', 'accum', 'feed', or `None` where it keeps nothing"
     if _is_mean(m) if rows else _summed(m): return 'sum'
-    if not rows and isinstance(m, AccumMetric) and all(_has(m, o, AccumMetric) for o in ('accumulate','accum_values','reset')): return 'accum'
+    if not rows and isinstance(m, AccumMetric) and all(_has(m, o, AccumMetric) for o in ('accumulate','accum_values','reset')):
+        return 'accum'
     return None if _has(m, 'accumulate', Metric) else 'feed'
 
 # %% ../../nbs/metrics/00_metrics.ipynb #6f481ba9

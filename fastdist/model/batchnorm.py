@@ -82,8 +82,9 @@ class _KernelNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, g):
         (x,weight,mean,invstd,n),g = ctx.saved_tensors,_dense(g)
-        if x.numel(): sums,products,gw,_ = torch.batch_norm_backward_reduce(g, x, mean, invstd, weight, True, ctx.needs_input_grad[1], False)
-        else: sums,products,gw = torch.zeros_like(mean),torch.zeros_like(mean),torch.zeros_like(mean) if ctx.needs_input_grad[1] else None
+        affine = ctx.needs_input_grad[1]
+        if x.numel(): sums,products,gw,_ = torch.batch_norm_backward_reduce(g, x, mean, invstd, weight, True, affine, False)
+        else: sums,products,gw = torch.zeros_like(mean),torch.zeros_like(mean),torch.zeros_like(mean) if affine else None
         gb = sums if ctx.needs_input_grad[2] else None # the gradient of the bias is the sum of `g`
         sums,products = (AsyncReduce(torch.cat([sums,products])).wait()/n).to(mean.dtype).chunk(2)
         one = torch.ones(1, dtype=torch.int32, device=x.device) # what are means already the kernel divides by the count of one worker

@@ -166,7 +166,8 @@ class TrainingStep:
         self.mean,self.loss,self.message = LossMean(self.share),None,None
         self.before = last and (last.message or last.before)
         self.uneven = getattr(last, 'uneven', None) # have shares of a batch before not added up to the samples dealt out?
-        self.waiting,self.waited = last is not None and last.waiting,False # do gradients wait for the step of this batch; did they before it?
+        # do gradients wait for the step of this batch; did they before it?
+        self.waiting,self.waited = last is not None and last.waiting,False
         self.kept = [] # (metric, its state before this batch)
 
     @property
