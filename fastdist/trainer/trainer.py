@@ -231,7 +231,7 @@ def before_train(self:DistributedTrainer):
     if self.in_training: self.check_unchanged('at the beginning')
     else:
         self.rewrap_if_changed() # other callbacks may have changed it before the fit
-        if self.step is not None: self.step.message = None # what was pressed in an earlier fit is no stop of this one
+        if self.step is not None: self.step.message = self.step.before = None # what was pressed in an earlier fit is no stop of this one
     self.in_training = True
     if not self.decisions.nested: resync_streams()
     with self.random.entered(): synchronize_rng(self.settings.rng_types)
