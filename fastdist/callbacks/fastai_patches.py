@@ -13,6 +13,7 @@ from functools import wraps
 
 import fastai.callback.core,fastai.learner
 from fastai.basics import *
+from fastai.losses import BaseLoss
 from fastai.callback.mixup import CutMix, MixUp
 from fastai.callback.progress import ProgressCallback
 from fastai.callback.rnn import ModelResetter
@@ -94,6 +95,15 @@ def _draws_own(f):
     return run
 
 for _cls in (MixUp,CutMix): _cls.before_batch = _draws_own(_cls.before_batch)
+
+# %% ../../nbs/callbacks/00_fastai_patches.ipynb #5aaa3a18
+_loss = BaseLoss.__call__
+
+@patch
+def __call__(self:BaseLoss, inp, targ, **kwargs):
+    "fastai's; of plain tensors the loss is one"
+    plain = type(inp) is Tensor is type(targ) and type(self.func).__module__.startswith('torch.')
+    with torch._C.DisableTorchFunctionSubclass() if plain else nullcontext(): return _loss(self, inp, targ, **kwargs)
 
 # %% ../../nbs/callbacks/00_fastai_patches.ipynb #6df6d9e3
 def _batch_rows(learn):

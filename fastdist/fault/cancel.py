@@ -8,6 +8,7 @@ __all__ = ['cancels', 'ending', 'CancelSync']
 # %% ../../nbs/fault/06_cancel.ipynb #d32cbdae
 from collections import Counter
 from contextlib import contextmanager, nullcontext
+from operator import attrgetter
 from types import SimpleNamespace
 
 import torch
@@ -79,6 +80,7 @@ class CancelSync:
         self.active,self.loop = False,None
         self.keys,self.everywhere = {},set() # of the callbacks by `id`: (order, name, number); those of callbacks that all ranks have
         self.pending = None # what a callback of this rank has raised, and others have not: it ends a loop of all with the next loss
+        self.known,self.found = None,{} # the learner's callbacks with their orders, and what `_callbacks` has found for these, by event
 
     def begin(self, what='', # The call that all ranks make, in words
               trained=(), # Names of the parameters that it trains
@@ -144,6 +146,22 @@ def agree(self:CancelSync, n # An integer
     return AsyncReduce(torch.tensor([n], device=self.device), 'max').wait().item()
 
 # %% ../../nbs/fault/06_cancel.ipynb #48013219
+def _responds(cb, event):
+    "Does calling `cb` for `event` do anything? fastai looks for the method in the learner and its model, too, for each callback and event"
+    t = type(cb)
+    own = t.__call__ is not Callback.__call__ or t.__getattr__ is not Callback.__getattr__
+    return own or event=='after_fit' or hasattr(t, event)
+
+@patch
+def _callbacks(self:CancelSync, event):
+    "In their order, each with: does it respond to `event`, and does it ask? Looked up once, as long as the learner has these"
+    cbs = self.learn.cbs.items
+    now = [*cbs, *[o.order for o in cbs]]
+    if self.known!=now: self.known,self.found = now,{}
+    if event not in self.found:
+        self.found[event] = [(o,_responds(o, event),_asks(o) and self.on_all_ranks(o)) for o in sorted(cbs, key=attrgetter('order'))]
+    return self.found[event]
+
 @patch
 def _run(self:CancelSync, cb, event):
     "Call a callback; one that not all ranks have, alone, and alone what it has added"
@@ -180,11 +198,9 @@ def _ask(self:CancelSync, cb, event):
 
 @patch
 def _call_each(self:CancelSync, event):
-    for cb in self.learn.cbs.sorted('order'):
-        has = event in vars(cb) or hasattr(type(cb), event)
-        of_fastai = type(cb).__call__ is Callback.__call__ and type(cb).__getattr__ is Callback.__getattr__
-        if of_fastai and not has and event!='after_fit': continue # fastai would look for the method in the learner, too
-        if has and _asks(cb) and self.on_all_ranks(cb) and not self.nested: self._ask(cb, event) # rank 0 alone may call `predict`
+    for cb,responds,asks in self._callbacks(event):
+        if not (responds or event in vars(cb)): continue
+        if asks and not self.nested: self._ask(cb, event) # rank 0 alone may call `predict`
         else:
             try: self._run(cb, event)
             except cancels as e: self._cancelled(cb, event, e)
@@ -230,7 +246,8 @@ def _in_own_loop(self:CancelSync, event):
     loop = self.loop
     try:
         if event=='before_batch' and self.interrupted: raise KeyboardInterrupt
-        for cb in self.learn.cbs.sorted('order'): self._run(cb, event)
+        for cb,responds,_ in self._callbacks(event):
+            if responds or event in vars(cb): self._run(cb, event)
         if event=='after_batch': loop.done += 1
     except CancelBatchException: raise # a batch that other ranks do not have
     except cancels as e:

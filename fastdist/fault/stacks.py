@@ -77,7 +77,7 @@ def ask_stack(pid # Process of this user's on this machine
         with open(f'/proc/{pid}/fd/{fd}', 'rb') as file:
             file.seek(0, os.SEEK_END)
             os.kill(pid, _ask)
-            wait_until(all_written, 1)
+            wait_until(all_written, 3) # a machine may be busy
     except OSError: return [] # it has ended
     text = b''.join(found).decode(errors='replace')
     main = re.split(r'(?m)^(?:Current thread|Thread|Stack) [^\n]*\(most recent call first\):', text)[-1]

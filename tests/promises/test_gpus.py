@@ -426,16 +426,17 @@ def test_the_time_limits_of_backends_follow_the_watchdog(fake_gpu_worlds):
     assert all(o[1] == [50, 50] for o in res), res
 
 
-def one_visible():
-    "Each worker sees one GPU, as wrappers of launchers have it"
+def one_visible(same):
+    "Each worker sees one GPU, as wrappers of launchers have it; the `same` to all, it may be"
     import fakegpu.cuda, fastdist.all
     from fastdist.world import get_device, setup_distrib, teardown_distrib
-    os.environ['CUDA_VISIBLE_DEVICES'] = os.environ['LOCAL_RANK']
+    os.environ['CUDA_VISIBLE_DEVICES'] = '0' if same else os.environ['LOCAL_RANK']
     torch.cuda.device_count = lambda: 1
     try:
         setup_distrib(timeout=5)
         torch.distributed.barrier()  # who goes before another one has set up breaks its connections
         return get_device().index, torch.cuda.current_device()
+    except (ValueError, TimeoutError) as e: return str(e)
     finally:
         torch.cuda.device_count = fakegpu.cuda.lib.fakegpu_count
         del os.environ['CUDA_VISIBLE_DEVICES']
@@ -443,7 +444,9 @@ def one_visible():
 
 
 def test_one_visible_gpu_each(fake_gpu_worlds):
-    assert fake_gpu_worlds(2)(one_visible) == [(0, 0)]*2
+    assert fake_gpu_worlds(2)(one_visible, False) == [(0, 0)]*2
+    assert any("(CUDA_VISIBLE_DEVICES=0) is another worker's already" in o for o in fake_gpu_worlds(2)(one_visible, True))
+    assert fake_gpu_worlds(2)(one_visible, False) == [(0, 0)]*2  # that one rank alone was refused does not part them
 
 
 def over_links(rank, library, url, fn):

@@ -78,7 +78,11 @@ _generators = {}
 def _generator(d=None): return _generators.setdefault(index_of(d), torch.Generator().manual_seed(0))
 
 
-def _properties(d=None): return SimpleNamespace(name='Fake GPU', uuid=f'fake-{index_of(d)}', total_memory=memory, major=9, minor=0, multi_processor_count=1)
+def _uuid(i):  # of the machine's, whatever number this process has it by
+    seen = os.environ.get('CUDA_VISIBLE_DEVICES')
+    return f"fake-{seen.split(',')[i] if seen else i}"
+
+def _properties(d=None): return SimpleNamespace(name='Fake GPU', uuid=_uuid(index_of(d)), total_memory=memory, major=9, minor=0, multi_processor_count=1)
 
 
 def _answers():
