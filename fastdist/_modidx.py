@@ -2098,6 +2098,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                       'fastdist.world.group._check_main': ('world/group.html#_check_main', 'fastdist/world/group.py'),
                                       'fastdist.world.group._check_same': ('world/group.html#_check_same', 'fastdist/world/group.py'),
                                       'fastdist.world.group._environment': ('world/group.html#_environment', 'fastdist/world/group.py'),
+                                      'fastdist.world.group._forget_meshes': ('world/group.html#_forget_meshes', 'fastdist/world/group.py'),
                                       'fastdist.world.group._join': ('world/group.html#_join', 'fastdist/world/group.py'),
                                       'fastdist.world.group._leave': ('world/group.html#_leave', 'fastdist/world/group.py'),
                                       'fastdist.world.group._make_group': ('world/group.html#_make_group', 'fastdist/world/group.py'),

@@ -250,3 +250,30 @@ def test_messages_of_a_step(worlds):
                 for steps in worlds(size)(sent, ctx_of(strategy), depth): assert steps==[expected]*6, (strategy, depth, steps)
         every = [worlds(size)(sent, dict(strategy='fsdp', split_batches=True), depth) for depth in ((1, 20) if size==3 else (20,))]
         assert every[0]==every[-1] and all(sum(o.values())==3 for steps in every[0] for o in steps), every[0][0]
+
+
+def loop_threads():
+    def name(thread):
+        try: return Path(f'/proc/self/task/{thread}/comm').read_text().strip()
+        except OSError: pass  # it has ended since
+    return [name(t) for t in os.listdir('/proc/self/task')].count('gloo_tcp_loop')
+
+
+def threads_of_a_group(strategy):
+    from fastai.test_utils import synth_learner
+    from fastdist.all import setup_distrib, teardown_distrib
+    teardown_distrib()
+    before = loop_threads()
+    setup_distrib()
+    set_seed(1)
+    learn = synth_learner()
+    with learn.no_bar(), learn.no_logging(), learn.distrib_ctx(strategy=strategy): learn.fit(1)
+    inside = loop_threads()
+    teardown_distrib()
+    return before, inside, loop_threads()
+
+
+@pytest.mark.parametrize('strategy', ['zero2', 'fsdp'])
+def test_its_group_ends(world2, strategy):
+    "torch's caches of sharded tensors held the group, whose thread woke 100 times a second until the process ended"
+    for before, inside, after in world2(threads_of_a_group, strategy): assert after <= before < inside
