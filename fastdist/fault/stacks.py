@@ -72,7 +72,7 @@ def ask_stack(pid # Process of this user's on this machine
     if fd is None or not is_caught(_ask, pid): return [] # the signal would end another program
     def all_written():
         found.append(file.read())
-        return any(found) and not any(found[-8:]) # nothing more for some 50 ms
+        return len(found) > 1 and found[-2] and not found[-1]
     try:
         with open(f'/proc/{pid}/fd/{fd}', 'rb') as file:
             file.seek(0, os.SEEK_END)
@@ -80,7 +80,8 @@ def ask_stack(pid # Process of this user's on this machine
             wait_until(all_written, 3) # a machine may be busy
     except OSError: return [] # it has ended
     text = b''.join(found).decode(errors='replace')
-    main = re.split(r'(?m)^(?:Current thread|Thread|Stack) [^\n]*\(most recent call first\):', text)[-1]
+    every = re.split(r'(?m)^(?:Current thread|Thread|Stack) [^\n]*\(most recent call first\):', text)
+    main = next((o for o in every if ' in <module>' in o), every[-1]) # of the first reply, if others ask too
     return [[file,int(line),name] for file,line,name in re.findall(r'(?m)^  File "(.*)", line (\d+) in (.*)$', main)]
 
 # %% ../../nbs/fault/00_stacks.ipynb #20e9fbdf
@@ -94,7 +95,7 @@ def ask_late(beats, # `Beat` of each rank that keeps others waiting; what it rep
             ):
     "Ask ranks of this machine, 8 at most, where they are now, and 16 loader processes of each"
     for b in [b for b in beats if b.host==host_name() and not b.left][:8]:
-        if silent: b.stack = ask_stack(b.pid) or ask_stack(b.pid) or b.stack # two that ask at once may get one reply
+        if silent: b.stack = ask_stack(b.pid) or b.stack
         with suppress(psutil.Error):
             pids = [o.pid for o in psutil.Process(b.pid).children(recursive=True)][:16]
             b.loaders = {pid:fs for pid in pids if (fs := _of_loader(ask_stack(pid)))}
