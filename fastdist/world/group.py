@@ -25,7 +25,7 @@ from .ranks import (accelerate_state, current_world, enter_world, get_device, ge
                                   get_world_size, ranks_on_hosts, use_cpu, whole_number, World)
 from .secret import given_secret, secret_env, user_secret
 from .store import KeyValueStore, seconds, wait_until
-from .rendezvous import (arrive, infer_init_method, leave, loopback_env, loopback_store, note_end, reachable, read_end,
+from .rendezvous import (arrive, infer_init_method, leave, leave_unmet, loopback_env, loopback_store, note_end, reachable, read_end,
                                        rendezvous)
 
 # %% ../../nbs/world/05_group.ipynb #195bae9f
@@ -60,7 +60,7 @@ def _leave():
     o,e = world.rendezvous,getattr(sys, 'last_value', None) # what the interpreter has printed
     text = f"does not take part any more: {'its script has ended' if e is None else f'it has failed: {type(e).__name__}'}"
     try:
-        if o is None: return
+        if o is None: return leave_unmet(text)
         leave(o.store, o.start, text)
         all_gone = o.serves and wait_until(lambda: o.store.check([f'gone/{r}' for r in range(o.start.world_size)]), 5)
         if o.file and all_gone: Path(o.file).unlink(missing_ok=True) # one that stays is good for the next run

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Start', 'first_host', 'slurm_port', 'infer_init_method', 'loopback_env', 'loopback_store', 'loopback_rendezvous',
-           'note_end', 'read_end', 'arrive', 'meet', 'rendezvous', 'leave', 'reachable']
+           'note_end', 'read_end', 'arrive', 'meet', 'rendezvous', 'leave', 'leave_unmet', 'reachable']
 
 # %% ../../nbs/world/04_rendezvous.ipynb #0e811b74
 import json,os,re,secrets,socket,sys,threading
@@ -238,14 +238,19 @@ def arrive(part, # A part of torch's store that is for this
     _wait_for(s, here, missing, limit, ends)
 
 # %% ../../nbs/world/04_rendezvous.ipynb #a8af2962
+def _hall(raw, s):
+    "The parts of torch's store for all starts of this job's workers, and for the ends of those that come to none"
+    # two steps of Slurm's may have come to the same port
+    step = '.'.join(os.environ.get(o, '') for o in ('SLURM_JOB_ID','SLURM_STEP_ID')) if s.launcher=='slurm' else ''
+    hall = dist.PrefixStore(f'fastdist/{step}/{s.world_size}', raw)
+    return hall,dist.PrefixStore(f"ends/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", hall)
+
 def meet(raw, # torch's store of the job
          s, # `Start` of this process
          limit, # Seconds
         ):
     "Wait until all workers have come: (the part of the store that is for this start, its name). A `TimeoutError` names those that have not"
-    # two steps of Slurm's may have come to the same port
-    step = '.'.join(os.environ.get(o, '') for o in ('SLURM_JOB_ID','SLURM_STEP_ID')) if s.launcher=='slurm' else ''
-    hall,name,seen = dist.PrefixStore(f'fastdist/{step}/{s.world_size}', raw),secrets.token_hex(8),0
+    (hall,ends),name,seen = _hall(raw, s),secrets.token_hex(8),0
     def greet():
         nonlocal seen
         before,seen = seen,hall.add('drawn', 0)
@@ -254,10 +259,10 @@ def meet(raw, # torch's store of the job
         return bool(new)
     if s.rank:
         mine = f"start/{hall.add('drawn', 1)}"
-        _wait_for(s, lambda: hall.check([mine]), lambda: [0], limit)
+        _wait_for(s, lambda: hall.check([mine]), lambda: [0], limit, ends)
         name = hall.get(mine).decode()
     part = dist.PrefixStore(name, hall)
-    arrive(part, s, limit, greet=(lambda: False) if s.rank else greet)
+    arrive(part, s, limit, ends, (lambda: False) if s.rank else greet)
     return part,name
 
 # %% ../../nbs/world/04_rendezvous.ipynb #a899e262
@@ -332,6 +337,16 @@ def leave(store, # A part of torch's store of the job
     "This process ends: see `note_end`"
     names = [f'node {s.node_rank}'] if s.local_rank==0 and s.node_rank is not None else []
     note_end(store, Failure(s.rank, host_name(), text=text, pid=os.getpid()), names)
+
+def leave_unmet(text # How it ends
+               ):
+    "This process ends, and has met nobody: write that into the launcher's store, if it is one of several workers"
+    if os.environ.get('TORCHELASTIC_USE_AGENT_STORE')!='True': return
+    s = infer_init_method()
+    # what a worker starts has its environment, and is no worker
+    if s.world_size==1 or 'TORCHELASTIC_RUN_ID' in psutil.Process().parent().environ(): return
+    u = _place(s)
+    leave(_hall(_client(u.hostname, u.port, s.rank, 2), s)[1], s, text)
 
 # %% ../../nbs/world/04_rendezvous.ipynb #9a943cd2
 def _interface(host):

@@ -199,13 +199,13 @@ def test_wrong_variables(env, says):
     assert name == 'ValueError' and says in text, text
 
 
-@pytest.mark.parametrize('how', ['fastdist', 'torchrun'])
-def test_rank_0_has_ended(tmp_path, how):
+@pytest.mark.parametrize('how,before', [('fastdist', 'rank0_first(int)'), ('torchrun', '')])
+def test_rank_0_has_ended(tmp_path, how, before):
     "Those that wait for it learn that, before the group and between two calls that have no limit"
-    (tmp_path/'s.py').write_text(textwrap.dedent("""
+    (tmp_path/'s.py').write_text(textwrap.dedent(f"""
         import os, sys
         from fastdist.world import *
-        rank0_first(int)
+        {before}
         if os.environ['RANK'] == '0': sys.exit(0)
         rank0_first(int)
         """))
