@@ -1,5 +1,5 @@
 "A checkpoint that is damaged, half, of another run or of another model is never loaded as if whole: it is named, and the one before it is taken"
-import io, random, shutil
+import io, random, shutil, time
 import pytest
 from test_resume import *
 
@@ -54,6 +54,20 @@ def test_none_of_a_hundred_is_loaded(tmp_path):
         with pytest.raises(DamagedCheckpoint, match='step-00000002 is damaged: '): last.verify()
         assert before.verify().path.name == 'step-00000001', (i, damage)
         shutil.rmtree(folder)
+
+
+def test_new_ones_stay_where_damaged_ones_of_later_steps_lie(tmp_path):
+    from fastdist.checkpoint.files import Saver, checkpoints
+    def save(run, step):
+        s = Saver(tmp_path, run, keep=1)
+        s.start(dict(step=step, ended=False, validated=False, metrics={}, fit=0), [('w', (2,), 0, torch.ones(2))], dict(rank=0))
+        assert s.finish()
+    save('a', 300)
+    (tmp_path/'step-00000300'/'tensors-0.pt').write_bytes(b'damaged')
+    time.sleep(1.1)  # when one was saved is known in seconds
+    for step in (150, 200):
+        save('b', step)
+        assert f'step-{step:08d}' in [c.path.name for c in checkpoints(tmp_path)]
 
 
 def fitted(folder, epochs=2, **kwargs):

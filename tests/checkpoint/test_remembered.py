@@ -10,7 +10,8 @@ def fitted(folder, make, what, at=None, every=None, strategy=None, n=4):
     import fastdist.all
     from fastdist.checkpoint.resume import Resume
     from_the_start()
-    learn = make(folder)
+    global fitted_learner
+    learn = fitted_learner = make(folder)
     learn.add_cb(Ends(at))
     with warnings.catch_warnings(record=True) as said, learn.distrib_ctx(**ctx_of(strategy)) if strategy else contextlib.nullcontext():
         warnings.simplefilter('always')
@@ -50,6 +51,26 @@ def means(learn): return [[p.tolist() for p in cb.mean.state_dict().values()] fo
 
 
 def test_what_a_callback_makes_at_the_beginning(tmp_path): assert not compare(tmp_path, lambda f: simple(f, MadeAtFit()), means, [9, 15], 1)
+
+
+class Off(Callback):
+    "Has done what it does after the first epoch"
+    def __init__(self): self.seen = []
+    def before_epoch(self): self.seen.append(self.epoch)
+    def after_epoch(self): self.run = False
+
+
+class OffWithState(Off):
+    "Its own state goes on beside its attributes, and is put back last"
+    def __init__(self): self.seen, self.host = [], 'here'
+    def state_dict(self): return dict(n=len(self.seen))
+    def load_state_dict(self, d): self.host = f'moved after {d["n"]}'
+
+
+def test_what_has_switched_itself_off(tmp_path):
+    def seen(learn): return [cb.seen for cb in learn.cbs if isinstance(cb, Off)]
+    assert not compare(tmp_path, lambda f: simple(f, [Off(), OffWithState()]), seen, [15], 1)
+    assert next(cb.host for cb in fitted_learner.cbs if isinstance(cb, OffWithState)).startswith('moved after')
 
 
 def test_a_state_that_is_no_data(tmp_path):

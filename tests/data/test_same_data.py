@@ -7,7 +7,7 @@ from learners import learner as small_learner
 
 def frame(n=40):
     g = np.random.RandomState(3)
-    return pd.DataFrame(dict(a=g.rand(n), b=g.choice(list('xyz'), n), user=g.randint(0, 9, n), title=g.randint(0, 9, n), rating=g.rand(n)*5, y=g.randint(0, 2, n)))
+    return pd.DataFrame(dict(a=g.rand(n), b=g.choice(list('xyz'), n), user=g.randint(0, 9, n), title=g.randint(0, 9, n), rating=g.rand(n)*5, y=g.randint(0, 2, n), id=np.arange(n))).set_index('id', drop=False)
 
 
 def tabular():

@@ -1,10 +1,10 @@
 "Every way in which users start workers"
-import json, multiprocessing, os, random, re, socket, sys, textwrap
+import json, multiprocessing, os, random, re, socket, subprocess, sys, textwrap
 from functools import partial
 
 import pytest, warm
 from forked import started
-from harness import free_port, launched
+from harness import free_port, launched, wait_for
 
 PYTHON = sys.executable
 LAUNCHERS = dict(
@@ -263,6 +263,24 @@ def test_call_main(tmp_path, n):
     assert res.returncode == 0 and res.left == {}, res.stderr
     n = n or 1
     assert said(res.stdout) == [[r, n, r, 3, n*(n+1)//2, multiprocessing.get_start_method()] for r in range(n)]
+
+
+def test_call_main_passes_signals_on(tmp_path):
+    "SIGTERM reaches the workers, which may save; the status is theirs"
+    (tmp_path/'s.py').write_text(textwrap.dedent("""
+        import os, signal, time
+        from fastdist.world import *
+        def main():
+            signal.signal(signal.SIGTERM, lambda *_: (os.write(1, b'saved\\n'), os._exit(143)))
+            open(f'ready{get_rank()}', 'w').close()
+            time.sleep(60)
+        if __name__ == '__main__': call_main(main, n=2)
+        """))
+    p = subprocess.Popen([PYTHON, 's.py'], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    wait_for(lambda: all((tmp_path/f'ready{r}').exists() for r in range(2)), 'the workers', 60)
+    p.terminate()
+    out, err = p.communicate(timeout=60)
+    assert out.count('saved') == 2 and p.returncode == 143, (p.returncode, out, err)
 
 
 def downloads(rank, folder, per_node):
