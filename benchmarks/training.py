@@ -171,7 +171,7 @@ def measure(size, rounds, names, script=__file__):
         try:
             for w in ways.values(): w.epoch()  # buckets, first allocations
             for _ in range(rounds):
-                for o in random.sample(names, len(names)): res[o].append(ways[o].epoch())
+                for o in random.sample([*names], len(names)): res[o].append(ways[o].epoch())
         finally:
             for w in ways.values(): w.end()
     return res

@@ -7,12 +7,13 @@ from fastdist.launch.notebook.launcher import end_workers, launch_in_notebook
 from fastdist.callbacks.data_parallel import ParallelTrainer
 from fastdist.checkpoint.resume import Resume
 from fastdist.metrics.losses import GlobalBatchLoss
+from fastdist.monitor.monitor import DistMonitor
 from fastdist.trainer.learner import DistributedTrainer
 from fastdist.world import (RemoteError, fail_together, get_rank, get_world_size, is_master, print_in_order, rank0_first,
                             rank0_only, rank0_read, setup_distrib, teardown_distrib)
 
 __all__ = ['ParallelTrainer', 'DistributedDL', 'DistributedTrainer', 'rank0_first', 'setup_distrib', 'teardown_distrib',
-           'get_rank', 'get_world_size', 'is_master', 'DivergenceCheck', 'GlobalBatchLoss',
+           'get_rank', 'get_world_size', 'is_master', 'DivergenceCheck', 'DistMonitor', 'GlobalBatchLoss',
            'RemoteError', 'fail_together', 'print_in_order', 'rank0_only', 'rank0_read', 'launch_in_notebook',
            'end_workers', 'Resume']
 

@@ -21,6 +21,7 @@ from ..fault.same_call import all_at
 from ..fault.supervisor import handler_kept, leave_together, scope
 from ..data.dl import DistributedDL
 from ..model.batchnorm import norm_scope_of
+from ..monitor.monitor import DistMonitor
 from ..strategy.base import check_trainable
 from .args import takes_arguments
 from .loaders import plain_dls
@@ -130,13 +131,16 @@ def distrib_ctx(self:Learner,
     sync_bn=True, # Take batch norm's statistics from the global batch?
     in_notebook=False, # Leave the process group at the end as well? For functions that `notebook_launcher` runs
     resume=None, # Folder of checkpoints, or a `Resume`: fits save there, and go on from there; by default FASTDIST_RESUME's, False is none
+    monitor=False, # Measure the fits, with a `DistMonitor`?
     **kwargs
 ):
     "A context in which the learner trains and evaluates on all workers that the launcher started; in one process it simply trains"
-    if not isinstance(in_notebook, bool): refuse('in_notebook', in_notebook, "it is True or False")
+    for nm,o in dict(in_notebook=in_notebook, monitor=monitor).items():
+        if not isinstance(o, bool): refuse(nm, o, "it is True or False")
     cb,resumes = DistributedTrainer(sync_bn, **kwargs),_resumes(resume)
     if _joins(self, cb):
-        if resume: refuse('resume', resume, "this learner is in distrib_ctx already: give it to the outer one")
+        for nm,o in dict(resume=resume, monitor=monitor).items():
+            if o: refuse(nm, o, "this learner is in distrib_ctx already: give it to the outer one")
         yield self
         return
     leave,together = in_notebook and not dist.is_initialized(),None
@@ -149,6 +153,7 @@ def distrib_ctx(self:Learner,
                 self.add_cb(cb)
                 cb.attach()
                 if resumes is not None: cb.add(resumes, cb.undo)
+                if monitor and not self._grab_cbs(DistMonitor): cb.add(DistMonitor(), cb.undo)
                 yield self
                 leave_together('the end of distrib_ctx')
                 self.detach_distributed()

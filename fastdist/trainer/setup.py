@@ -74,10 +74,12 @@ class LearnerSetup(QuickCallback):
     def add(self, cb, # A callback
             undo, # `ExitStack` at whose end it leaves the learner
            ):
-        "Add a callback to the learner"
+        "Add a callback to the learner, which may bring others"
+        before = [*self.learn.cbs]
         self.learn.add_cb(cb)
-        self.added.append(cb)
-        undo.callback(self.added.remove, cb)
+        brought = [o for o in self.learn.cbs if not any(o is p for p in before)]
+        self.added += brought
+        for o in brought: undo.callback(self.added.remove, o)
         undo.callback(self.learn.remove_cb, cb)
 
 # %% ../../nbs/trainer/04_setup.ipynb #fb21a245

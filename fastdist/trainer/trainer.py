@@ -36,6 +36,7 @@ class DistributedTrainer(LearnerSetup):
     name = 'distributed_trainer' # as `trainer_of` looks for it, of subclasses too
     in_context = False # does `distrib_ctx` look after errors, and detach?
     in_fit = in_training = False # is this in a fit, and has that begun to train?
+    said_batch = False # has rank 0 said what a step is made of?
     in_evaluation = False # is this in an evaluation that a callback makes in a fit?
     evaluation = train_dl = versions = _accelerator = None
     @takes_arguments
@@ -202,6 +203,9 @@ def before_fit(self:DistributedTrainer):
     resync()
     self.in_training = False
     self.rewrap_if_changed()
+    if get_rank()==0 and not (self.said_batch or hasattr(self.learn, 'lr_finder')):
+        self.said_batch = True
+        print(self.loaders.step_in_words(self.settings.accumulation_steps, self.strategy.name), flush=True)
     self.random.reset()
     self.strategy.end_fit()
     self.strategy.set_opt(self.learn.opt)
