@@ -1449,6 +1449,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                  'fastdist/monitor/monitor.py'),
                                           'fastdist.monitor.monitor.DistMonitor.learn': ( 'monitor/monitor.html#distmonitor.learn',
                                                                                           'fastdist/monitor/monitor.py'),
+                                          'fastdist.monitor.monitor.DistMonitor.plot': ( 'monitor/monitor.html#distmonitor.plot',
+                                                                                         'fastdist/monitor/monitor.py'),
                                           'fastdist.monitor.monitor._peak_memory': ( 'monitor/monitor.html#_peak_memory',
                                                                                      'fastdist/monitor/monitor.py'),
                                           'fastdist.monitor.monitor.peak_flops': ( 'monitor/monitor.html#peak_flops',

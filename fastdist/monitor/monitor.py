@@ -106,3 +106,32 @@ def _record(self:DistMonitor, validate):
     rank,ratio = FitTimes([dict(workers=workers)]).slowest()
     return dict(epoch=self.learn.epoch, samples_per_second=sum(w['samples'] for w in workers)/max(w['train'] for w in workers),
                 slowest=dict(rank=rank, host=self._hosts[rank], times_median=ratio), workers=workers)
+
+# %% ../../nbs/monitor/02_monitor.ipynb #a3ee072e
+_colors = dict(zip(phases, ('#E69F00','#0072B2','#56B4E9','#D55E00','#009E73','#999999'))) # Okabe and Ito's, for colour-blind eyes too
+_most = 16 # workers in a picture: of more, those that take longest for their own part
+
+@patch
+def plot(self:DistMonitor,
+         figsize=(10,3.5), # Inches
+        ):
+    "Where the time of a step goes in each worker, over the fit; and samples per second in each epoch, with the slowest worker where it is 1.2 times the median"
+    if not self.records: raise ValueError("there is nothing to plot yet: fit with this monitor first")
+    t,steps = FitTimes(self.records),sum(r['workers'][0]['steps'] for r in self.records)
+    shown = np.sort(np.argsort(-t.own)[:_most])
+    _,(left,right) = plt.subplots(1, 2, figsize=figsize, layout='constrained')
+    start = np.zeros(len(shown))
+    for phase,color in _colors.items():
+        ms = t.steps[phase][shown]/max(steps, 1)*1e3
+        left.barh([f"{r} on {t.hosts[r]}" for r in shown], ms, left=start, color=color, label=phase)
+        start += ms
+    left.set(xlabel='milliseconds of a step', ylabel='rank')
+    left.invert_yaxis()
+    left.legend(ncols=3, fontsize='small', frameon=False, loc='lower center', bbox_to_anchor=(0.5,1))
+    rates = [r['samples_per_second'] for r in self.records]
+    right.plot(rates, 'o-', color=_colors['forward'])
+    for i,r in enumerate(self.records):
+        slowest = r['slowest']
+        if slowest['times_median'] > 1.2: right.annotate(f"rank {slowest['rank']}: {slowest['times_median']:.1f}x", (i,rates[i]),
+            textcoords='offset points', xytext=(4,6), fontsize='small', color=_colors['communication'])
+    right.set(xlabel='epoch', ylabel='samples/s', ylim=(0,1.25*max(rates)), xticks=range(len(rates)))
