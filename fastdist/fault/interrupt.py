@@ -10,7 +10,7 @@ import os,signal,threading,time
 from contextlib import contextmanager
 from multiprocessing import parent_process
 
-from ..env import handled_in_c, is_caught, notice, process_ended
+from ..env import handled_in_c, is_caught, mark_sockets, notice, process_ended
 from .stacks import begin_loader_stacks
 from ..world.errors import Stopped, refuse
 from ..world.ranks import get_rank
@@ -140,6 +140,7 @@ def _wait_for_rank(pid):
 
 def loader_begins():
     "Called in a loader process: if it crashes, or cannot send a batch, its rank says where; and the signals are the rank's"
+    mark_sockets()
     begin_loader_stacks()
     rank = parent_process()
     if rank is None or rank.pid==os.getppid() and not is_caught(signal.SIGTERM, rank.pid): return
