@@ -4,12 +4,12 @@
 
 # %% auto #0
 __all__ = ['notices_variable', 'job_variable', 'cpu_switch', 'is_host', 'check_gpus', 'is_caught', 'handled_in_c',
-           'signals_to_handle', 'hash_env', 'imports_script', 'process_ended', 'notice', 'new_folder', 'keep',
-           'clear_left', 'own_sockets']
+           'signals_to_handle', 'hash_env', 'imports_script', 'process_ended', 'notice', 'new_folder', 'mark_sockets',
+           'keep', 'clear_folders', 'clear_at_end']
 
 # %% ../nbs/01_env.ipynb #76cea9d4
-import atexit,ipaddress,json,os,re,shutil,signal,sys,tempfile
-from multiprocessing import process
+import ipaddress,json,os,re,shutil,signal,sys,tempfile
+from multiprocessing import process,util
 from pathlib import Path
 import psutil
 
@@ -106,37 +106,38 @@ def _process(pid):
     except OSError: machine,begun = ('',''),'' # it has ended; or a system without /proc
     return None if process_ended(pid) else [os.uname().nodename, *machine, pid, begun]
 
-def new_folder(root=None # Folder in which it is made; by default that of the system for temporary files
-              ):
-    "A new folder for this user alone, as a `Path`, which goes at the end of this process, or by `clear_left`, unless `keep` is called"
-    folder,pid = Path(tempfile.mkdtemp(prefix='fastdist_', dir=root)),os.getpid()
-    (folder/'.owner').write_text(json.dumps(_process(pid)))
-    def remove(): # not a copy of this process that was forked
-        if os.getpid()==pid and (folder/'.owner').exists(): shutil.rmtree(folder, ignore_errors=True)
-    atexit.register(remove)
+def _mark(folder):
+    Path(folder, '.owner').write_text(json.dumps(_process(os.getpid())))
     return folder
+
+def new_folder():
+    "A new folder for this user alone, as a `Path`, which goes with this process, unless `keep` is called"
+    clear_at_end()
+    return _mark(Path(tempfile.mkdtemp(prefix='fastdist_')))
+
+def mark_sockets():
+    "Called in a process of `multiprocessing`: the folder of its sockets goes with it, however it ends"
+    process.current_process()._config['tempdir'] = None # that of the process which has started this one
+    _mark(util.get_temp_dir())
 
 def keep(folder # Of `new_folder`
         ):
     "It stays, until somebody else takes it away"
     Path(folder, '.owner').unlink(missing_ok=True)
 
-def _is_left(folder):
-    "Was it made by a process of this user, on this machine, that has ended?"
+def _goes(folder):
+    "Is it of this process, or of one of this user, on this machine, that has ended?"
     try:
         if folder.lstat().st_uid!=os.geteuid(): return False
         owner,me = json.loads((folder/'.owner').read_text()),_process(os.getpid())
-        return owner[:3]==me[:3] and _process(owner[3])!=owner
+        return owner==me or owner[:3]==me[:3] and _process(owner[3])!=owner
     except (OSError,ValueError,TypeError,IndexError): return False # it is none of ours, or has gone
 
-def clear_left(root=None # Where they were made; by default the system's folder for temporary files
-              ):
-    "Take away the folders of this user's processes that have ended without doing so, as those that were killed have"
-    for o in Path(root or tempfile.gettempdir()).glob('fastdist_*/.owner'):
-        if _is_left(o.parent): shutil.rmtree(o.parent, ignore_errors=True)
+def clear_folders():
+    "Take away the folders of this process, but for those that it keeps, and of processes that have ended without doing so"
+    for o in Path(tempfile.gettempdir()).glob('[fp]*/.owner'): # fastdist_..., pymp-...
+        if _goes(o.parent): shutil.rmtree(o.parent, ignore_errors=True)
 
-# %% ../nbs/01_env.ipynb #93244065
-def own_sockets():
-    "From now on, Python's processes of `multiprocessing` that this one starts have their sockets in a folder of `new_folder`"
-    config = process.current_process()._config # the only way to name it; processes that are started get a copy
-    if not os.path.isdir(config.get('tempdir') or ''): config['tempdir'] = str(new_folder())
+def clear_at_end():
+    "The same at the end of this process, after that of the processes that it has started"
+    util.Finalize(None, clear_folders, exitpriority=-200)

@@ -9,7 +9,7 @@ __all__ = ['Connections', 'own_connection', 'limit_replies', 'lost_peer', 'of_gr
 import ctypes,dis,math,os,socket,struct
 
 import psutil, torch.distributed as dist
-from ..world.store import Records, base_store
+from ..world.store import base_store, read_all
 
 # %% ../../nbs/fault/03_connections.ipynb #3a9e0a27
 def _address(a): # as all parts of Python and psutil write it
@@ -20,7 +20,7 @@ class Connections:
     def __init__(self, store, # torch's store of all ranks
                  rank, # This one
                 ):
-        self.records,self.rank,self.groups = Records(store),rank,None
+        self.store,self.rank,self.groups = store,rank,None
         self.ports = {getattr(base_store(store), 'port', None)} # the store may be in rank 0's process, and is still needed
 
     def _own(self):
@@ -33,12 +33,13 @@ class Connections:
         groups = len(dist.distributed_c10d._world.pg_map)
         if groups==self.groups: return
         self.groups = groups
-        self.records.set_all({f'link/{own}>{other}':self.rank for own,other in self._own()})
+        links = [f'link/{own}>{other}' for own,other in self._own()]
+        self.store.multi_set(links, [f'{self.rank}']*len(links))
 
     def end(self):
         "End those to other ranks; returns how many. The store is asked for no more than this process has"
         own = self._own()
-        found = self.records.get_all([f'link/{other}>{mine}' for mine,other in own]) # as the other rank has them
+        found = read_all(self.store, [f'link/{other}>{mine}' for mine,other in own]) # as the other rank has them
         to_ranks = [o for o,rank in zip(own, found) if rank not in (None,self.rank)]
         now = self._own() # some may have ended by themselves since, and other files have their numbers
         return sum(ctypes.CDLL(None).shutdown(own[o], socket.SHUT_RDWR)==0 for o in to_ranks if now.get(o)==own[o])

@@ -10,7 +10,7 @@ import os,signal,threading,time
 from contextlib import contextmanager
 from multiprocessing import parent_process
 
-from ..env import handled_in_c, is_caught, notice, process_ended
+from ..env import handled_in_c, is_caught, mark_sockets, notice, process_ended
 from .stacks import begin_loader_stacks
 from ..world.errors import Stopped, refuse
 from ..world.ranks import get_rank
@@ -104,10 +104,13 @@ class StopSignals:
                 ):
         if isinstance(status, bool) or not isinstance(status, int) or not 1<=status<=255:
             refuse('status', status, "it is an exit status after SIGTERM or SIGUSR1, from 1 to 255; 143 is what SIGTERM itself would make")
-        self.ask,self.status,self.came,self.taken = ask,status,None,[]
+        self.ask,self.status,self.came,self.taken,self.pid = ask,status,None,[],os.getpid()
 
     def handle(self, sig, frame):
         "Handle a signal"
+        if os.getpid()!=self.pid: # a copy of this process, which is no rank: it ends
+            signal.signal(sig, signal.SIG_DFL)
+            os.kill(os.getpid(), sig)
         self.came = signal.Signals(sig).name
         self.ask()
 
@@ -140,23 +143,9 @@ def _wait_for_rank(pid):
 
 def loader_begins():
     "Called in a loader process: if it crashes, or cannot send a batch, its rank says where; and the signals are the rank's"
+    mark_sockets()
     begin_loader_stacks()
     rank = parent_process()
     if rank is None or rank.pid==os.getppid() and not is_caught(signal.SIGTERM, rank.pid): return
     signal.pthread_sigmask(signal.SIG_BLOCK, _signals)
     threading.Thread(target=_wait_for_rank, args=(rank.pid,), daemon=True, name='fastdist stop').start()
-
-_forking = threading.local()
-
-def _before_fork(): # until a copy of this process handles signals as it should, they wait
-    _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _signals)
-
-def _unblock(): signal.pthread_sigmask(signal.SIG_SETMASK, _forking.mask)
-
-def _after_fork():
-    "In a copy of this process, which is no rank: signals end it"
-    for o in _signals:
-        if isinstance(getattr(signal.getsignal(o), '__self__', None), StopSignals): signal.signal(o, signal.SIG_DFL)
-    _unblock()
-
-os.register_at_fork(before=_before_fork, after_in_parent=_unblock, after_in_child=_after_fork)

@@ -75,9 +75,9 @@ def after_rank0():
     m = monitor()
     if m is None: return
     lines = '\n'.join(f'{f[0]}:{f[1]}' for f in user_frames(stack_of(threading.get_ident())))
-    n,_,key = _counted(lines)
-    # rank 0's word, by which others read what it has saved: nobody else's
-    key = f'after_rank0/{current_world().number}/{key}'
-    if is_master(): return m.beats.records.set(key, n)
+    n,store,key = _counted(f'after_rank0\n{lines}')
+    if is_master():
+        store.add(key, 1)
+        return
     ask = _every(1, lambda: _further(m, [0]))
-    wait_until(lambda: (m.beats.records.get(key) or 0) >= n or ask(), n=m.size)
+    wait_until(lambda: store.add(key, 0) >= n or ask(), n=m.size)

@@ -12,7 +12,7 @@ from contextlib import suppress
 from multiprocessing import parent_process,queues
 
 import psutil
-from ..env import is_caught
+from ..env import clear_folders, is_caught
 from ..world.errors import is_library, write_record_of
 from ..world.ranks import host_name
 from ..world.store import wait_until
@@ -118,6 +118,7 @@ def end_with_children():
     "End this process at once. Its loader processes would see only seconds later that nobody wants their batches"
     for p in psutil.Process().children(recursive=True):
         with suppress(psutil.Error): p.kill()
+    clear_folders()
     os._exit(1)
 
 # %% ../../nbs/fault/00_stacks.ipynb #8e2255c3

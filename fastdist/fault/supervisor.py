@@ -21,7 +21,7 @@ from .watchdog import Heartbeats, collectives_begun, own_beat
 from ..world.group import abort_gpu_collectives, collective_timeout, init_group, note_killed, shared_store, teardown_distrib
 from ..world.errors import Failure, RemoteError, end_after_first, has_ended, in_short, write_record
 from ..world.ranks import current_world, get_rank, get_world_size, host_name, World
-from ..world.store import base_store, seconds, wait_until
+from ..world.store import base_store, read_all, seconds, wait_until
 
 # %% ../../nbs/fault/04_supervisor.ipynb #98dfb77a
 class Monitor:
@@ -65,7 +65,7 @@ def monitor():
         m.interrupts.take()
     return m
 
-World.on_begin(monitor)
+World.begin_hooks.append(monitor)
 
 # %% ../../nbs/fault/04_supervisor.ipynb #acb91e80
 @patch
@@ -93,7 +93,7 @@ def is_own(self:Monitor, f):
 @patch
 def heard(self:Monitor):
     "What another rank has reported, if it has: a failure of the group, or of this scope"
-    found = (self.beats.records.get(o, Failure) for o in ('broken',self.key))
+    found = (f for o in ('broken',self.key) for f in read_all(self.store, [o], Failure))
     return next((f for f in found if f is not None and not self.is_own(f)), None)
 
 @patch
@@ -290,7 +290,7 @@ def _lost(self:Monitor, secs):
     if secs > self.patience: text = (
         f"the store{where} has not answered for {secs:.0f} s: the process that holds it, the launcher or rank 0, is "
         "stopped, or its machine is gone, or the network in between")
-    self.store = self.beats.records.store = self.connections.records.store = dist.HashStore() # there is none any more
+    self.store = self.beats.store = self.connections.store = dist.HashStore() # there is none any more
     self.deliver(Failure(kind='store', text=f"rank {self.rank} (host {host_name()}) stopped because {text}"))
 
 # %% ../../nbs/fault/04_supervisor.ipynb #b176f087

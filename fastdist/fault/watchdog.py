@@ -6,7 +6,7 @@
 __all__ = ['collectives_begun', 'Beat', 'own_beat', 'Stall', 'Watch', 'Heartbeats']
 
 # %% ../../nbs/fault/01_watchdog.ipynb #e5d787c7
-import math,os,re,sys
+import json,math,os,re,sys
 from collections import Counter
 from dataclasses import asdict,dataclass,field
 
@@ -15,7 +15,7 @@ from .stacks import ask_late, end_stopped, frame_text, stack_of, user_frames
 from ..env import notice
 from ..world.errors import Failure, has_ended
 from ..world.ranks import get_rank, get_world_size, host_name
-from ..world.store import Records
+from ..world.store import read_all
 
 # %% ../../nbs/fault/01_watchdog.ipynb #b88455d2
 def _sequence_numbers():
@@ -196,7 +196,7 @@ class Heartbeats:
     def __init__(self, store, # torch's store of all ranks
                  tick=0.1, # Seconds between two looks of a rank
                 ):
-        self.records,self.rank,self.size,self.tick = Records(store),get_rank(),get_world_size(),tick
+        self.store,self.rank,self.size,self.tick = store,get_rank(),get_world_size(),tick
         self.n,self.near = 0,{} # by rank, the last `Beat` of the neighbours, and when that was new
         self.watch,self.noticed = None,False # the `Watch`, while this rank looks after all; has it said that ranks wait?
 
@@ -206,11 +206,11 @@ class Heartbeats:
              ):
         "Let the others know how this rank is"
         self.n += 1
-        self.records.set(f'beat/{self.rank}', asdict(own_beat(self.n, thread, limit, left)))
+        self.store.set(f'beat/{self.rank}', json.dumps(asdict(own_beat(self.n, thread, limit, left))))
 
     def read(self, ranks):
         "The last `Beat` of each, where there is one"
-        return [b for b in self.records.get_all([f'beat/{r}' for r in ranks], Beat) if b is not None]
+        return [b for b in read_all(self.store, [f'beat/{r}' for r in ranks], Beat) if b is not None]
 
     def others(self):
         "What other ranks, 64 at most, were doing a moment ago: the `state` of each"

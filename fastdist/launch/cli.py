@@ -224,7 +224,7 @@ def main(args # Arguments after `fastdist launch`
     if args in ([], ['-h'], ['--help']): print(_usage); return 0
     import shutil,torch
     from accelerate.utils import patch_environment
-    from fastdist.env import clear_left, keep, new_folder
+    from fastdist.env import keep, new_folder
     from fastdist.world.secret import secret_env
     p,a = _parse(args)
     new = a.log_dir is None
@@ -254,5 +254,4 @@ def main(args # Arguments after `fastdist launch`
         if new and not status: shutil.rmtree(folder, ignore_errors=True)
         elif new:
             with suppress(OSError): os.rmdir(folder) # of workers that were not started
-        clear_left() # of workers that were killed
     return status

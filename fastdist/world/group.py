@@ -20,7 +20,7 @@ from threading import Thread
 from types import SimpleNamespace
 
 import torch, torch.distributed as dist
-from ..env import check_gpus, clear_left, hash_env, imports_script, own_sockets
+from ..env import check_gpus, clear_at_end, hash_env, imports_script
 from .ranks import (accelerate_state, current_world, enter_world, get_device, get_local_world_size, get_rank,
                                   get_world_size, ranks_on_hosts, use_cpu, whole_number, World)
 from .secret import given_secret, secret_env, user_secret
@@ -180,7 +180,6 @@ def _make_group(s, cpu, kwargs, gpu=None):
         on_node = ranks_on_hosts(part, s.rank, s.world_size)
     host = world.rendezvous.address[0]
     reach = partial(reachable, host) if on_node[1]!=s.world_size else nullcontext
-    if on_node[0]==0: clear_left()
     with ExitStack() as stack:
         stack.enter_context(patch_environment(**_environment(s, on_node, world.rendezvous.address)))
         if not cpu:
@@ -228,10 +227,10 @@ def init_group(cpu=False, # Train on the CPU although there are GPUs
     made = dist.is_initialized()
     s = start if made else start or _next_start(kwargs.get('init_method'))
     if not made and s.world_size==1: return
-    own_sockets()
     if made: return _check_same(s, kwargs, gpu) # whoever has made it, the environment may be another's
     _make_group(s, use_cpu(cpu), kwargs, gpu)
     atexit.register(_teardown_own)
+    clear_at_end()
     try:
         for f in World.begin_hooks: f()
     except BaseException: # Ctrl-C, say: the others, who wait for this worker, see its connections end

@@ -104,7 +104,7 @@ def get_default_group():
 
 class World:
     "What this process knows of one process group, from its start to its end; without a group, of this process alone"
-    begin_hooks = [] # Of all worlds; see `on_begin`
+    begin_hooks = [] # functions to be called whenever fastdist has made a process group in this process: `current_world()` is its world
     def __init__(self, store=None, # torch's store that the ranks share; by default that of the process group
                  before=None, # The `World` before this one
                  reach=nullcontext, # Makes a context in which gloo finds the other nodes
@@ -145,18 +145,10 @@ class World:
         if key not in self.cache: self.cache[key] = make()
         return self.cache[key]
 
-    @classmethod
-    def on_begin(cls, f # Function without arguments
-                ):
-        "Call `f()` whenever fastdist has made a process group in this process; `current_world()` is that group's. Returns `f`"
-        cls.begin_hooks.append(f)
-        return f
-
     def on_end(self, f # Function without arguments
               ):
-        "Call `f()` just before the process group goes: the last one that was added first. Returns `f`"
+        "Call `f()` just before the process group goes: the last one that was added first"
         self._ends.append(f)
-        return f
 
     def end(self):
         """The process group goes: call what waits for that, and forget all; a second call does nothing.

@@ -10,6 +10,7 @@ SCRIPT = textwrap.dedent('''
     import json, os, sys, psutil, time, torch, torch.distributed as dist
     from pathlib import Path
     from torch.utils.data import DataLoader
+    from fastdist.data import DistributedDL
     from fastdist.world import *
 
     def listening(procs):
@@ -25,7 +26,7 @@ SCRIPT = textwrap.dedent('''
             if is_master(): print('found', json.dumps([same, found, os.environ['GLOO_SOCKET_IFNAME']]), flush=True)
         elif what == 'fails' and get_rank() == 1: raise ValueError('no')
         elif what == 'waits':  # with a process of a loader that has sent a tensor
-            loader = iter(DataLoader(torch.ones(100, 3), num_workers=1))
+            loader = iter(DistributedDL(DataLoader(torch.ones(100, 3), num_workers=1)))
             next(loader)
             if get_rank() == 1: Path('ready').touch()
             time.sleep(1000)

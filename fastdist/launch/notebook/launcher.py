@@ -19,7 +19,7 @@ from ..machine import log_folder, n_cores, n_threads, quiet_env, starting, why_c
 from .serialize import namespace, pack, rich_shell, unpack
 from ...world.errors import Failure, RemoteError, is_library, read_record
 from ...world.rendezvous import loopback_env, loopback_store
-from ...env import check_gpus, clear_left, hash_env, keep as keep_folder, new_folder
+from ...env import check_gpus, clear_folders, hash_env, keep as keep_folder, new_folder
 from ...world.secret import secret_env
 from ...world.ranks import from_env
 
@@ -76,8 +76,8 @@ class NotebookWorkers:
     "Processes that run functions together"
     grace,patience = 1.,3. # seconds: for others to report what they see of a failure; to end
     def __init__(self, n, cpu, log_dir, kind):
-        self.n,self.kind,self.pid,self.files,self.new_logs = n,kind,os.getpid(),set(),log_dir is None
-        self.folder = os.path.abspath(log_folder(new_folder() if self.new_logs else log_dir, f'log_dir={log_dir!r}'))
+        self.n,self.kind,self.pid,self.files = n,kind,os.getpid(),set()
+        self.folder = os.path.abspath(log_folder(new_folder() if log_dir is None else log_dir, f'log_dir={log_dir!r}'))
         self.store = loopback_store() if n > 1 else None
         self.envs = _worker_envs(n, cpu, 0 if self.store is None else self.store.port)
         self.procs,self.conns,self.tails,self.done = [],{},{},set() # `conns`: connection -> rank; `tails`: open logs of rank 0
@@ -188,7 +188,7 @@ def close(self:NotebookWorkers):
             with suppress(ProcessLookupError,PermissionError): os.killpg(p.pid, sig) # with what it has started
         for p in self.procs:
             with suppress(subprocess.TimeoutExpired): p.wait(max(0, end-time.monotonic()))
-    if self.new_logs: shutil.rmtree(self.folder, ignore_errors=True)
+    clear_folders() # with its logs, if nothing has failed
 
 # %% ../../../nbs/launch/notebook/02_launcher.ipynb #fb77d59f
 def _short_traceback(text):
@@ -225,7 +225,6 @@ def how(self:NotebookWorkers, rank, status):
 @patch
 def error(self:NotebookWorkers):
     "What is raised in the notebook; the logs stay"
-    self.new_logs = False
     keep_folder(self.folder)
     own,where = [f for r,f in self.failures if f.rank==r],f"\n(What the workers have printed is in {self.folder})"
     if (f := first(own or [f for _,f in self.failures]) or self.recorded()) is None:
@@ -277,7 +276,6 @@ def launch_in_notebook(func, # Called in every worker; cells may define it, and 
     except TypeError as e: raise TypeError(
         f"{name} cannot be sent to the workers: {e}. Make it inside of the function; or use Accelerate's notebook_launcher, whose "
         "workers are copies of the notebook's process, and have all that it has") from None
-    clear_left()
     w = _take(kind := _kind(n, cpu, log_dir)) or NotebookWorkers(n, cpu, log_dir, kind)
     try: value = w.run(_setup(w.folder, name, not cpu, keep), call)
     except RemoteError as e: raise e.with_traceback(None) # the frames of this module help nobody
