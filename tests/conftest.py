@@ -8,7 +8,7 @@ os.environ.setdefault('OMP_NUM_THREADS', '1')  # one core for each of xdist's pr
 # torch asks for the name of each address that it connects to: a name server that does not answer costs 5 s otherwise, in this process as well,
 # which holds the stores of the worlds
 os.environ.setdefault('RES_OPTIONS', 'timeout:1 attempts:1')
-import cpu, fakegpu, real_gpus, warm
+import fakegpu, real_gpus, warm
 from harness import Worlds
 from hosts import Slurm, why_no_slurm
 
@@ -97,22 +97,6 @@ def core():
     return [o.split('  #')[0].strip() for o in (TESTS/'core.txt').read_text().splitlines() if o and not o.startswith('#')]
 
 
-def pytest_addoption(parser): parser.addoption('--cpu', action='store_true', help='at the end, the CPU-seconds of each file and of the tests that took most')
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup(item):
-    if item.config.option.cpu: item.cpu_before = cpu.used()
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item, call):
-    "What a test has taken goes with its last report, from xdist's processes too; what tests share counts for the first that needs it"
-    report = yield
-    if call.when == 'teardown' and hasattr(item, 'cpu_before'): report.cpu = cpu.used()-item.cpu_before
-    return report
-
-
 def pytest_configure(config):
     config.addinivalue_line('markers', 'core: the first tier, which touches every promise in a few minutes; listed in tests/core.txt')
     config.addinivalue_line('markers', 'cold: the processes of this test import everything by themselves')
@@ -171,7 +155,7 @@ def in_turn(items):
 
 
 # what takes half a minute and more, or waits for most of its time: one that began as the last would keep a core idle
-LONG = ('test_as_they_stand', 'test_killed_at_random_moments', 'test_one_training', 'test_tutorials.py', 'test_two_hosts.py', 'test_elastic.py', 'test_composed',
+LONG = ('test_as_they_stand', 'test_killed_at_random_moments', 'test_tutorials.py', 'test_two_hosts.py', 'test_elastic.py', 'test_composed',
         'test_optimizers', 'test_exact_or_an_error', 'test_more_backwards', 'test_either_order')
 
 
@@ -193,9 +177,3 @@ def pytest_terminal_summary(terminalreporter):
     for reason, names in why.items():
         files = ', '.join(sorted({o.partition('::')[0] for o in names}))
         terminalreporter.write_line(f'NOT COVERED: {len(names)} test(s) of {files}: {reason}')
-    took = {r.nodeid: r.cpu for reports in terminalreporter.stats.values() for r in reports if hasattr(r, 'cpu')}
-    files = {}
-    for name, t in took.items(): files.setdefault(name.partition('::')[0], []).append(t)
-    rows = [*((sum(ts), f'{len(ts)} tests of {o}') for o, ts in files.items()), *((t, name) for name, t in took.items() if t > 5)]
-    if rows: terminalreporter.section(f'{sum(took.values()):.0f} CPU-seconds')
-    for t, what in sorted(rows, reverse=True): terminalreporter.write_line(f'{t:7.1f} {what}')

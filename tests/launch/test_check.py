@@ -10,16 +10,6 @@ CHECK = [sys.executable, '-m', 'fastdist', 'check']
 CPU = {'CUDA_VISIBLE_DEVICES': ''}
 
 
-@pytest.fixture
-def started(tmp_path):
-    "A function: the environment in which this rank runs these lines before all else"
-    def env(rank, code):
-        (tmp_path/'site').mkdir()
-        (tmp_path/'site'/'sitecustomize.py').write_text(f'import os, time\nif os.environ.get("RANK") == "{rank}": {code}\n')
-        return {**CPU, 'PYTHONPATH': f'{tmp_path}/site:{ROOT}'}
-    return env
-
-
 def check(*args, env=None, timeout=120, cwd=None): return launched([*CHECK, *args], timeout, {**CPU, **(env or {})}, cwd)
 
 
@@ -28,7 +18,7 @@ def faults(res):
     assert not res.left
     found = [o[7:] for o in res.stdout.splitlines() if o.startswith('FAULT')]
     last = res.stdout.splitlines()[-1]
-    assert last.startswith('ready: ') if not found else last == f"{len(found)} fault{'s' if len(found) > 1 else ''}", res.stdout + res.stderr
+    assert last.startswith(f'{len(found)} fault' if found else 'ready: '), res.stdout + res.stderr
     assert res.returncode == (1 if found else 0), res.stdout + res.stderr
     return found
 
@@ -41,13 +31,15 @@ def test_good(tmp_path):
     res = check('-n', str(n), cwd=tmp_path)
     assert faults(res) == []
     said, host = rows(res), socket.gethostname()[:13]
-    assert [k for k, _ in said] == ['versions', 'workers', host, 'folder', 'all-reduce', 'all-reduce', 'all-reduce', 'gradients', 'training']
+    assert [k for k, _ in said] == ['versions', 'workers', host, 'folder', 'all-reduce', 'all-reduce', 'all-reduce', 'gradients',
+                                    'training']
     text = dict(said)
     assert f'torch {version("torch")}, fastai {version("fastai")}, accelerate {version("accelerate")}' in text['versions']
     assert text['workers'].startswith(f'{n} on 1 host, started by ') and text['workers'].endswith('by gloo: torch sees no GPU')
     assert text[host].startswith(f'ranks 0-{n-1} on CPU; 1 thread each; ') and ' core' in text[host] and 'lo 127.0.0.1' in text[host]
     assert text['folder'].endswith('shared by all workers') and text['training'].endswith('the same weights in all workers')
-    found = [re.fullmatch(r'(\d+) MB in ([\d.e+-]+) ms: ([\d.e+-]+) GB/s, on the bus ([\d.e+-]+) GB/s', v) for k, v in said if k == 'all-reduce']
+    found = [re.fullmatch(r'(\d+) MB in ([\d.e+-]+) ms: ([\d.e+-]+) GB/s, on the bus ([\d.e+-]+) GB/s', v) for k,
+             v in said if k == 'all-reduce']
     assert not found[0] and [o[1] for o in found[1:]] == ['1', '25']
     for mb, ms, speed, bus in (o.groups() for o in found[1:]):
         assert float(bus) == pytest.approx(float(speed) * 2 * (n-1) / n, rel=0.02)
@@ -63,23 +55,14 @@ def test_wrong_interface():
     assert 'workers' in dict(rows(res)) and 'all-reduce' not in dict(rows(res))
 
 
-def test_worker_that_never_comes(started):
-    res = check('-n', '2', '--timeout', '8', env=started(1, 'time.sleep(300)'))
-    assert res.returncode not in (0, None) and not res.left and 'ranks [1]' in res.stderr
-
-
-def test_ctrl_c(started):
+def test_ctrl_c(tmp_path):
+    "While one worker is still on its way"
+    (tmp_path/'sitecustomize.py').write_text('import os, time\nif os.environ.get("RANK") == "1": time.sleep(300)\n')
     def interrupt(p, mark):
         wait_for(lambda: sum('-m fastdist check --timeout' in o for o in processes(mark).values()) == 2, 'both workers have been started')
         p.send_signal(signal.SIGINT)
-    res = launched([*CHECK, '-n', '2'], 90, started(1, 'time.sleep(300)'), during=interrupt)
+    res = launched([*CHECK, '-n', '2'], 90, {**CPU, 'PYTHONPATH': f'{tmp_path}:{ROOT}'}, during=interrupt)
     assert res.returncode == 130 and not res.left and not res.stdout, res.stdout
-
-
-@pytest.mark.parametrize('args,why', [(['-n', '0'], '-n 0: at least 1 worker'), (['train.py'], "'train.py': it takes no script")])
-def test_refused(args, why):
-    res = check(*args)
-    assert res.returncode == 2 and why in res.stderr and not res.stdout
 
 
 def test_two_hosts(tmp_path):
@@ -89,7 +72,8 @@ def test_two_hosts(tmp_path):
     stub.mkdir(parents=True)
     (stub/'METADATA').write_text('Metadata-Version: 2.1\nName: fastcore\nVersion: 0.9.9\n')
     (tmp_path/'data').mkdir()
-    cmd = f'cd {tmp_path}/data; {sys.executable} -m torch.distributed.run --nnodes=2 --nproc-per-node=1 --master-addr={ADDRESSES[0]} --master-port=29517 --node-rank=%d -m fastdist check --timeout 60'
+    torchrun = f'torch.distributed.run --nnodes=2 --nproc-per-node=1 --master-addr={ADDRESSES[0]} --master-port=29517'
+    cmd = f'cd {tmp_path}/data; {sys.executable} -m {torchrun} --node-rank=%d -m fastdist check --timeout 60'
     with Hosts() as h:
         for i in range(2): assert h.run(i, ['mount', '-t', 'tmpfs', 'none', f'{tmp_path}/data']).returncode == 0
         paths = [f'{ROOT}', f'{tmp_path}/stub:{ROOT}']
@@ -99,12 +83,6 @@ def test_two_hosts(tmp_path):
     assert f'what rank 0 writes in {tmp_path}/data is not seen on n2: ' in folder
     assert '2 faults' in first.stdout and first.returncode != 0
     text = dict(rows(first))
-    assert text['workers'].startswith('2 on 2 hosts, started by torchrun') and text['n1'].startswith('rank 0 on CPU') and text['n2'].startswith('rank 1 on CPU')
+    assert text['workers'].startswith('2 on 2 hosts, started by torchrun')
+    assert text['n1'].startswith('rank 0 on CPU') and text['n2'].startswith('rank 1 on CPU')
     assert 'FAULT' not in second.stdout and not first.left and not second.left
-
-
-def test_slurm(slurm):
-    res = slurm.run(['srun', '-N2', '-n3', *CHECK, '--timeout', '60'], CPU, 120)
-    assert faults(res) == []
-    assert '3 on 2 hosts, started by slurm' in res.stdout and 'ranks 0-1 on CPU' in res.stdout and 'rank 2 on CPU' in res.stdout
-    assert 'all-reduce' in res.stdout and res.stdout.splitlines()[-1] == 'ready: start your script in the same way'
