@@ -5,8 +5,8 @@ from pathlib import Path
 import fastai.basics, hypothesis, pytest
 
 os.environ.setdefault('OMP_NUM_THREADS', '1')  # one core for each of xdist's processes
-# torch asks for the name of each address that it connects to: a name server that does not answer costs 5 s otherwise, in this process as well,
-# which holds the stores of the worlds
+# torch asks for the name of each address that it connects to: a name server that does not answer costs 5 s otherwise, in this process as
+# well, which holds the stores of the worlds
 os.environ.setdefault('RES_OPTIONS', 'timeout:1 attempts:1')
 import fakegpu, real_gpus, warm
 from harness import Worlds
@@ -18,7 +18,7 @@ if GPUS: os.environ.setdefault(warm.COLD, '1')  # imports start threads of the d
 # a shell's background job has them ignored, and so would all that the tests start, also what they interrupt
 for s, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGQUIT, signal.SIG_DFL)):
     if signal.getsignal(s) == signal.SIG_IGN: signal.signal(s, handler)
-# fastai's loaders have as many processes as there are cores, which took half of the suite's time: here they have those that a test gives them
+# fastai's loaders have as many processes as there are cores, which took half of the suite's time: here as many as a test gives them
 fastai.basics.defaults.cpus = 0
 warm.install(all_kinds=True)
 hypothesis.settings.register_profile('suite', deadline=None, database=None)  # no time of one example counts, and no file of an earlier run
@@ -114,19 +114,21 @@ TOGETHER = 'test_slurm.py', 'test_hosts.py', 'test_gpus.py', 'test_units.py', 't
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Tests that share a Slurm, a kernel, the seed of notebooks, pretended GPUs, a world of four or what compiles (each worker imports it, for some
-    4 CPU-seconds) run in one process, and begin, for they take longest; all others one by one.
-    (xdist's own `loadgroup` has no effect under pytest 9.)"""
+    """Tests that share a Slurm, a kernel, the seed of notebooks, pretended GPUs, a world of four or what compiles (each worker imports it,
+    for some 4 CPU-seconds) run in one process, and begin, for they take longest; all others one by one. (xdist's own `loadgroup` has no
+    effect under pytest 9.)"""
     from xdist.scheduler import LoadScopeScheduling
     class ByFileOrTest(LoadScopeScheduling):
         def _split_scope(self, nodeid):
             file = nodeid.partition('::')[0]
-            if file.startswith('tests/contract/'): return 'contract-3' if re.search(r'[\[-]3[-\]]|examples.*2-seg|messages|goes_on|one_fails|numbers', nodeid) else 'contract-2'
+            if file.startswith('tests/contract/'):
+                by_three = re.search(r'[\[-]3[-\]]|examples.*2-seg|messages|goes_on|one_fails|numbers', nodeid)
+                return 'contract-3' if by_three else 'contract-2'
             if '-notebook]' in nodeid or file.endswith(('test_launch_notebook.py', 'test_tutorials.py')): return 'notebooks'
             return file if file.endswith(TOGETHER) else nodeid
 
         def remove_node(self, node):
-            "A test that was ended by its limit, and its process with it, has failed: xdist gives it to the next process, and so on for ever"
+            "A test that was ended by its limit, and its process with it, has failed: xdist would give it to the next process, for ever"
             work = self.assigned_work[node]
             crashed = next((o for unit in work.values() for o, done in unit.items() if not done), None)
             for unit in work.values(): unit.update({crashed: True} if crashed in unit else {})

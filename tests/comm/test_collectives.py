@@ -141,8 +141,8 @@ def same(a, b):
 def values(r, op):
     "What rank `r` has: numbers, and tensors of several dtypes and shapes; the keys are in another order in each rank"
     rnd = torch.Generator().manual_seed(r)
-    tensors = {f'{nm}{shape}': (torch.rand(shape, generator=rnd)*40).to(dtype) for nm,
-               dtype in KINDS.items() for shape in ((), (3,), (2, 0), (30, 41))}
+    tensors = {f'{nm}{shape}': (torch.rand(shape, generator=rnd)*40).to(dtype)
+               for nm, dtype in KINDS.items() for shape in ((), (3,), (2, 0), (30, 41))}
     d = dict(int=r-1, huge=10**40+r, float=r/8, np_float=np.float32(r), np_int=np.int64(r), flag=r > 0, **tensors)
     pairs = [(k, v) for k, v in d.items() if op != 'mean' or not k.startswith('int64')]
     random.Random(r).shuffle(pairs)
@@ -199,12 +199,11 @@ def test_not_reduced(world3):
     for rank, (res, alone, after) in enumerate(world3(not_reduced)):
         assert [o[0] for o in res] == ['ValueError']*4 + ['TypeError']*2, (res, alone)
         assert [o[0] for o in alone] == ['TypeError']*4 + ['ValueError'] and after == 3., (res, alone)
-        for (_, text), says in zip(res,
-                                   ('ranks 0, 2 have torch.float32 of shape (3, 500), rank 1 has torch.float32 of shape (2, 500)',
-                                    'rank 1 has torch.float64',
-                                         "data['b'] differs: ranks 0, 2 have a number, rank 1 has nothing", "data['a'] differs",
-                                         "rank 1: tensor is str 'no tensor'",
-                                         "rank 1: data['a'] is str 'x'")): assert says in text, text
+        texts = ('ranks 0, 2 have torch.float32 of shape (3, 500), rank 1 has torch.float32 of shape (2, 500)', 'rank 1 has torch.float64',
+                 "data['b'] differs: ranks 0, 2 have a number, rank 1 has nothing", "data['a'] differs",
+                 "rank 1: tensor is str 'no tensor'",
+                 "rank 1: data['a'] is str 'x'")
+        for (_, text), says in zip(res, texts): assert says in text, text
         assert '.float()' in alone[0][1] and '.int()' in alone[1][1] and f"rank {rank}: data['b'] is NoneType None" in alone[2][1]
 
 

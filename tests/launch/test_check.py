@@ -38,8 +38,8 @@ def test_good(tmp_path):
     assert text['workers'].startswith(f'{n} on 1 host, started by ') and text['workers'].endswith('by gloo: torch sees no GPU')
     assert text[host].startswith(f'ranks 0-{n-1} on CPU; 1 thread each; ') and ' core' in text[host] and 'lo 127.0.0.1' in text[host]
     assert text['folder'].endswith('shared by all workers') and text['training'].endswith('the same weights in all workers')
-    found = [re.fullmatch(r'(\d+) MB in ([\d.e+-]+) ms: ([\d.e+-]+) GB/s, on the bus ([\d.e+-]+) GB/s', v) for k,
-             v in said if k == 'all-reduce']
+    found = [re.fullmatch(r'(\d+) MB in ([\d.e+-]+) ms: ([\d.e+-]+) GB/s, on the bus ([\d.e+-]+) GB/s', v)
+             for k, v in said if k == 'all-reduce']
     assert not found[0] and [o[1] for o in found[1:]] == ['1', '25']
     for mb, ms, speed, bus in (o.groups() for o in found[1:]):
         assert float(bus) == pytest.approx(float(speed) * 2 * (n-1) / n, rel=0.02)
