@@ -10,7 +10,7 @@ os.environ.setdefault('OMP_NUM_THREADS', '1')  # one core for each of xdist's pr
 os.environ.setdefault('RES_OPTIONS', 'timeout:1 attempts:1')
 import fakegpu, real_gpus, warm
 from harness import Worlds
-from hosts import Slurm, why_no_slurm
+from hosts import Hosts, Slurm, why_no_hosts, why_no_slurm
 
 TESTS = Path(__file__).parent
 GPUS = real_gpus.hide()
@@ -83,6 +83,13 @@ def default_port(tmp_path_factory):
 def cold_processes(request, monkeypatch):
     "A test marked `cold` starts Python as a user does, imports and all"
     if request.node.get_closest_marker('cold'): monkeypatch.setenv(warm.COLD, '1')
+
+
+@pytest.fixture
+def hosts():
+    "Two hosts, on this machine"
+    if why := why_no_hosts(): pytest.skip(why)
+    with Hosts() as h: yield h
 
 
 @pytest.fixture(scope='session')
@@ -158,7 +165,7 @@ def in_turn(items):
 
 # what takes half a minute and more, or waits for most of its time: one that began as the last would keep a core idle
 LONG = ('test_as_they_stand', 'test_killed_at_random_moments', 'test_tutorials.py', 'test_two_hosts.py', 'test_elastic.py', 'test_composed',
-        'test_optimizers', 'test_exact_or_an_error', 'test_more_backwards', 'test_either_order')
+        'test_exact_or_an_error', 'test_more_backwards', 'test_either_order')
 
 
 def pytest_collection_modifyitems(config, items):

@@ -51,17 +51,6 @@ def test_full_disk(tmp_path):
     assert [o for o in res.stderr.splitlines() if 'starting' not in o and 'logs in' not in o] == [told], res.stderr
 
 
-def test_failure_before_the_workers_have_met(tmp_path):
-    "The traceback of a worker that is not on the screen comes last, once"
-    res = launched([*LAUNCH, '-n', '3', script(tmp_path, SAYS + "if rank == 2: raise ValueError('no disk')\n    time.sleep(100)\n    ")],
-                   60, cwd=tmp_path)
-    lines = res.stderr.splitlines()
-    assert res.returncode == 1 and res.left == {}
-    assert res.stderr.count('ValueError: no disk') == 1 and lines[-2] == 'ValueError: no disk'
-    assert lines[-1].startswith('fastdist: worker 2 failed with exit status 1 first')
-    assert 'err of 1' not in res.stderr and 'Traceback (most recent call last):' in res.stderr
-
-
 def test_exit_status(tmp_path):
     for n in ('1', '2'): assert launched([*LAUNCH, '-n', n, script(tmp_path, 'raise SystemExit(7)')], 60, cwd=tmp_path).returncode == 7
 

@@ -2,18 +2,11 @@
 import re, sys, textwrap, time
 from concurrent.futures import ThreadPoolExecutor
 
-import pytest
-from hosts import ADDRESSES, Hosts, why_no_hosts
+from hosts import ADDRESSES
 
 LAUNCH = [sys.executable, '-m', 'fastdist', 'launch']
 CPU = {'CUDA_VISIBLE_DEVICES': ''}
 TIMEOUT = 200
-
-
-@pytest.fixture
-def hosts():
-    if why := why_no_hosts(): pytest.skip(why)
-    with Hosts() as h: yield h
 
 
 def commands(n, script, *, meet='n1:29517', each=()):

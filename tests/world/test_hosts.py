@@ -2,7 +2,7 @@
 import json, re, sys, time
 
 import pytest
-from hosts import ADDRESSES, Hosts, why_no_hosts
+from hosts import ADDRESSES
 
 # Through srun and ssh, the stacks of a worker that is stuck can only come from itself. One write a line: those of several workers would mix
 BEGIN = '''
@@ -22,12 +22,6 @@ say(rank=get_rank(), local_rank=get_local_rank(), node_rank=get_node_rank(), wor
 CPU = {'CUDA_VISIBLE_DEVICES': ''}
 TIMEOUT = 280  # each process imports all by itself, and the machine may be busy
 JOB = ['-N2', '-n4', '--ntasks-per-node=2']
-
-
-@pytest.fixture
-def hosts():
-    if why := why_no_hosts(): pytest.skip(why)
-    with Hosts() as h: yield h
 
 
 @pytest.fixture
