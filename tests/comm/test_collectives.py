@@ -108,9 +108,8 @@ def test_bad_pickles(world3):
 
 def broadcasts():
     talk, rank, n = start()
-    return [talk.broadcast_object((rank, 'x'*size), src=src) == (src, 'x'*size) for size in (1,
-                                                                                             50000)
-            for src in range(n)] + [talk.broadcast_object(None if rank else 5) == 5]
+    res = [talk.broadcast_object((rank, 'x'*size), src=src) == (src, 'x'*size) for size in (1, 50000) for src in range(n)]
+    return res + [talk.broadcast_object(None if rank else 5) == 5]
 
 
 @pytest.mark.sizes
@@ -133,9 +132,10 @@ def reference(vs, op):
 def same(a, b):
     "Of the same type, dtype and value"
     if type(a) is not type(b): return False
-    if not isinstance(a, torch.Tensor): return np.allclose(float(a), float(b))
-    return a.dtype == b.dtype and a.shape == b.shape and torch.allclose(a.double(), b.double(),
-                                                                        rtol=2e-2 if a.dtype.itemsize == 2 else 1e-6)
+    if isinstance(a, np.generic): return a.dtype == b.dtype and bool(np.allclose(a, b, rtol=1e-6))
+    if not isinstance(a, torch.Tensor): return a == b
+    rtol = {torch.float16: 2e-3, torch.bfloat16: 2e-2}.get(a.dtype, 1e-6)
+    return a.dtype == b.dtype and a.shape == b.shape and torch.allclose(a, b, rtol=rtol)
 
 
 def values(r, op):

@@ -102,8 +102,8 @@ def test_all_raise_what_they_are_not_asked_for(world3):
 @pytest.mark.parametrize('rank', [0, 2])
 def test_one_ends_a_loop_unasked(world3, rank):
     "All end it together, after that batch or the next"
-    one, (first, *others) = states_after(False, [(*o, [0]) for o in LOOPS]), world3(states_after, True,
-                                                                                    [(*o, [rank], True, 1, False) for o in LOOPS])
+    one = states_after(False, [(*o, [0]) for o in LOOPS])
+    first, *others = world3(states_after, True, [(*o, [rank], True, 1, False) for o in LOOPS])
     for i, (a, b) in enumerate(zip(one, first)):
         assert len(a['losses']) <= len(b['losses']) <= len(a['losses'])+1 and a['at'][0] <= b['at'][0] <= a['at'][0]+1, LOOPS[i]
         for o in others:

@@ -104,10 +104,10 @@ def reached(rank, how):
                     now = time.monotonic()
                     raise
         except RemoteError as e:
-            ok = (e.rank, type(e.__cause__), 'no disk' in e.traceback, f'rank {rank} stopped because rank 1' in str(e)) == (1, ValueError,
-                                                                                                                            True, True)
+            assert (e.rank, type(e.__cause__)) == (1, ValueError) and 'no disk' in e.traceback
+            assert f'rank {rank} stopped because rank 1' in str(e)
             now = now or time.monotonic()  # it came before this rank was where it was to be
-            at = max(at, now - kv.get(f'at{i}')) if ok else 1e9
+            at = max(at, now - kv.get(f'at{i}'))
         except ValueError: pass
         begin()
         t = torch.tensor([rank+1.])
@@ -152,8 +152,8 @@ def test_an_error_is_data(tmp_path):
     assert res[1] is None
     for r in 0, 2:
         e, _, cause, filename = res[r]
-        assert (e['rank'], e['by'], e['kind'], e['module'], e['type'], e['function']) == (1, 1, 'error', 'builtins', 'FileNotFoundError',
-                                                                                          'step')
+        assert (e['rank'], e['by'], e['kind'], e['function']) == (1, 1, 'error', 'step')
+        assert (e['module'], e['type']) == ('builtins', 'FileNotFoundError')
         assert e['text'] == "[Errno 2] no disk: 'a.txt'" and e['file'] == __file__ and 'raise FileNotFoundError' in e['traceback']
         assert (cause, filename) == (FileNotFoundError, 'a.txt')
     for r, o in enumerate(records):

@@ -140,10 +140,9 @@ def test_loads_between_fits(world):
     for error, found in world(between_fits, 'load'): assert error[0] is None and diff(one, found) < 1e-6
 
 
-@pytest.mark.parametrize('what,strategy,kind,says', [('load', 'fsdp', 'RuntimeError', 'only some workers have changed the weights'),
-                                                     ('split', None, 'ValueError',
-                                                      'has other data than that of rank 0, or batches it otherwise')],
-                         ids=['shards', 'data'])
+@pytest.mark.parametrize('what,strategy,kind,says', [
+    ('load', 'fsdp', 'RuntimeError', 'only some workers have changed the weights'),
+    ('split', None, 'ValueError', 'has other data than that of rank 0, or batches it otherwise')], ids=['shards', 'data'])
 def test_what_cannot_be_shared_between_fits(world, what, strategy, kind, says):
     for error, _ in world(between_fits, what, strategy): assert error[0] == kind and says in error[1] and error[2] < 30, error
 

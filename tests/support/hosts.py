@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import warm
-from harness import MARK, SUPPORT, Launched, _env, _kill_all, _tail, launched
+from harness import SUPPORT, Launched, _env, _kill_all, _tail, launched
 
 NAMES, ADDRESSES = ('n1', 'n2'), ('10.77.0.1', '10.77.0.2')
 _UNSHARE = ['unshare', '--net', '--uts', '--mount', '--pid', '--fork', '--mount-proc']

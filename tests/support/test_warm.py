@@ -41,11 +41,9 @@ def test_it_is_warm(tmp_path):
     "Otherwise the tests would only be slow"
     (tmp_path/'command').write_text(f'#!{sys.executable}\nimport sys; sys.exit("torch" in sys.modules)')
     (tmp_path/'command').chmod(0o755)
-    for cmd in [sys.executable, '-c', 'import sys; sys.exit("torch" in sys.modules)'], [sys.executable,
-                                                                                        tmp_path/'command'], [tmp_path/'command']:
-        assert subprocess.run(cmd).returncode == 1
-    assert subprocess.run([sys.executable, '-c', 'import sys; sys.exit("torch" in sys.modules)'],
-                          env={**os.environ, warm.COLD: '1'}).returncode == 0
+    code = [sys.executable, '-c', 'import sys; sys.exit("torch" in sys.modules)']
+    for cmd in code, [sys.executable, tmp_path/'command'], [tmp_path/'command']: assert subprocess.run(cmd).returncode == 1
+    assert subprocess.run(code, env={**os.environ, warm.COLD: '1'}).returncode == 0
 
 
 SHOW = '''

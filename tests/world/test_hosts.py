@@ -51,8 +51,8 @@ def places(names):
 
 def test_srun(slurm, script):
     "More tasks on one host than on the other, in turn"
-    assert said(slurm.run(['srun', '-N2', '-n3', '-m', 'cyclic', *script('setup_distrib()' + PLACE)], CPU, TIMEOUT)) == places(['n1', 'n2',
-                                                                                                                                'n1'])
+    r = slurm.run(['srun', '-N2', '-n3', '-m', 'cyclic', *script('setup_distrib()' + PLACE)], CPU, TIMEOUT)
+    assert said(r) == places(['n1', 'n2', 'n1'])
 
 
 def test_steps_at_the_same_time(slurm, script, tmp_path):
