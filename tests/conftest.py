@@ -5,12 +5,12 @@ from pathlib import Path
 import fastai.basics, hypothesis, pytest
 
 os.environ.setdefault('OMP_NUM_THREADS', '1')  # one core for each of xdist's processes
-# torch asks for the name of each address that it connects to: a name server that does not answer costs 5 s otherwise, in this process as well,
-# which holds the stores of the worlds
+# torch asks for the name of each address that it connects to: a name server that does not answer costs 5 s otherwise, in this process as
+# well, which holds the stores of the worlds
 os.environ.setdefault('RES_OPTIONS', 'timeout:1 attempts:1')
-import cpu, fakegpu, real_gpus, warm
+import fakegpu, real_gpus, warm
 from harness import Worlds
-from hosts import Slurm, why_no_slurm
+from hosts import Hosts, Slurm, why_no_hosts, why_no_slurm
 
 TESTS = Path(__file__).parent
 GPUS = real_gpus.hide()
@@ -18,7 +18,7 @@ if GPUS: os.environ.setdefault(warm.COLD, '1')  # imports start threads of the d
 # a shell's background job has them ignored, and so would all that the tests start, also what they interrupt
 for s, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGQUIT, signal.SIG_DFL)):
     if signal.getsignal(s) == signal.SIG_IGN: signal.signal(s, handler)
-# fastai's loaders have as many processes as there are cores, which took half of the suite's time: here they have those that a test gives them
+# fastai's loaders have as many processes as there are cores, which took half of the suite's time: here as many as a test gives them
 fastai.basics.defaults.cpus = 0
 warm.install(all_kinds=True)
 hypothesis.settings.register_profile('suite', deadline=None, database=None)  # no time of one example counts, and no file of an earlier run
@@ -85,6 +85,13 @@ def cold_processes(request, monkeypatch):
     if request.node.get_closest_marker('cold'): monkeypatch.setenv(warm.COLD, '1')
 
 
+@pytest.fixture
+def hosts():
+    "Two hosts, on this machine"
+    if why := why_no_hosts(): pytest.skip(why)
+    with Hosts() as h: yield h
+
+
 @pytest.fixture(scope='session')
 def slurm():
     "Real Slurm, with two nodes"
@@ -95,22 +102,6 @@ def slurm():
 def core():
     "The tests of the core tier: files, functions or single cells, as tests/core.txt has them"
     return [o.split('  #')[0].strip() for o in (TESTS/'core.txt').read_text().splitlines() if o and not o.startswith('#')]
-
-
-def pytest_addoption(parser): parser.addoption('--cpu', action='store_true', help='at the end, the CPU-seconds of each file and of the tests that took most')
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup(item):
-    if item.config.option.cpu: item.cpu_before = cpu.used()
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item, call):
-    "What a test has taken goes with its last report, from xdist's processes too; what tests share counts for the first that needs it"
-    report = yield
-    if call.when == 'teardown' and hasattr(item, 'cpu_before'): report.cpu = cpu.used()-item.cpu_before
-    return report
 
 
 def pytest_configure(config):
@@ -130,19 +121,21 @@ TOGETHER = 'test_slurm.py', 'test_hosts.py', 'test_gpus.py', 'test_units.py', 't
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Tests that share a Slurm, a kernel, the seed of notebooks, pretended GPUs, a world of four or what compiles (each worker imports it, for some
-    4 CPU-seconds) run in one process, and begin, for they take longest; all others one by one.
-    (xdist's own `loadgroup` has no effect under pytest 9.)"""
+    """Tests that share a Slurm, a kernel, the seed of notebooks, pretended GPUs, a world of four or what compiles (each worker imports it,
+    for some 4 CPU-seconds) run in one process, and begin, for they take longest; all others one by one. (xdist's own `loadgroup` has no
+    effect under pytest 9.)"""
     from xdist.scheduler import LoadScopeScheduling
     class ByFileOrTest(LoadScopeScheduling):
         def _split_scope(self, nodeid):
             file = nodeid.partition('::')[0]
-            if file.startswith('tests/contract/'): return 'contract-3' if re.search(r'[\[-]3[-\]]|examples.*2-seg|messages|goes_on|one_fails|numbers', nodeid) else 'contract-2'
+            if file.startswith('tests/contract/'):
+                by_three = re.search(r'[\[-]3[-\]]|examples.*2-seg|messages|goes_on|one_fails|numbers', nodeid)
+                return 'contract-3' if by_three else 'contract-2'
             if '-notebook]' in nodeid or file.endswith(('test_launch_notebook.py', 'test_tutorials.py')): return 'notebooks'
             return file if file.endswith(TOGETHER) else nodeid
 
         def remove_node(self, node):
-            "A test that was ended by its limit, and its process with it, has failed: xdist gives it to the next process, and so on for ever"
+            "A test that was ended by its limit, and its process with it, has failed: xdist would give it to the next process, for ever"
             work = self.assigned_work[node]
             crashed = next((o for unit in work.values() for o, done in unit.items() if not done), None)
             for unit in work.values(): unit.update({crashed: True} if crashed in unit else {})
@@ -171,8 +164,8 @@ def in_turn(items):
 
 
 # what takes half a minute and more, or waits for most of its time: one that began as the last would keep a core idle
-LONG = ('test_as_they_stand', 'test_killed_at_random_moments', 'test_one_training', 'test_tutorials.py', 'test_two_hosts.py', 'test_elastic.py', 'test_composed',
-        'test_optimizers', 'test_exact_or_an_error', 'test_more_backwards', 'test_either_order')
+LONG = ('test_as_they_stand', 'test_killed_at_random_moments', 'test_tutorials.py', 'test_two_hosts.py', 'test_elastic.py', 'test_composed',
+        'test_exact_or_an_error', 'test_more_backwards', 'test_either_order')
 
 
 def pytest_collection_modifyitems(config, items):
@@ -193,9 +186,3 @@ def pytest_terminal_summary(terminalreporter):
     for reason, names in why.items():
         files = ', '.join(sorted({o.partition('::')[0] for o in names}))
         terminalreporter.write_line(f'NOT COVERED: {len(names)} test(s) of {files}: {reason}')
-    took = {r.nodeid: r.cpu for reports in terminalreporter.stats.values() for r in reports if hasattr(r, 'cpu')}
-    files = {}
-    for name, t in took.items(): files.setdefault(name.partition('::')[0], []).append(t)
-    rows = [*((sum(ts), f'{len(ts)} tests of {o}') for o, ts in files.items()), *((t, name) for name, t in took.items() if t > 5)]
-    if rows: terminalreporter.section(f'{sum(took.values()):.0f} CPU-seconds')
-    for t, what in sorted(rows, reverse=True): terminalreporter.write_line(f'{t:7.1f} {what}')

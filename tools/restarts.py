@@ -12,12 +12,11 @@ sys.path.insert(0, str(ROOT/'tests'/'support'))
 os.environ.setdefault('OMP_NUM_THREADS', '1')
 import warm
 from harness import launched
-from launches import ARGS
+from launches import LAUNCHERS as COMMANDS, PYTHON
 
-PY = sys.executable
-LAUNCHERS = {'fastdist': lambda w, n: [PY, '-m', 'fastdist', 'launch', '-n', w, '--max-restarts', n],
-             'torchrun': lambda w, n: [PY, '-m', 'torch.distributed.run', '--rdzv-backend', 'c10d', '--rdzv-endpoint', '127.0.0.1:0', '--nproc-per-node', w, '--max-restarts', n],
-             'accelerate': lambda w, n: [PY, '-m', 'accelerate.commands.launch', '--multi_gpu', '--num_processes', w, '--max_restarts', n, *ARGS]}
+LAUNCHERS = {'fastdist': lambda w, n: [*COMMANDS['fastdist'](w), '--max-restarts', n],
+             'torchrun': lambda w, n: [PYTHON, '-m', 'torch.distributed.run', '--rdzv-backend', 'c10d', '--rdzv-endpoint', '127.0.0.1:0', '--nproc-per-node', w, '--max-restarts', n],
+             'accelerate': lambda w, n: [*COMMANDS['accelerate'](w), '--max_restarts', n]}
 SCRIPT = '''
     import os, random, signal, threading, time
     count, times, seed = int(os.environ['TORCHELASTIC_RESTART_COUNT']), int(os.environ['TIMES']), os.environ['SEED']

@@ -83,14 +83,10 @@ def train(epochs, in_notebook=False):
     return learn
 
 def train_and_show(epochs=2):
-    print('I am', get_rank(), 'of', get_world_size(), 'in', os.getcwd(), os.environ['OMP_NUM_THREADS'])
-    print('not rank 0' if not is_master() else 'rank 0', file=sys.stderr)
+    print('I am', get_rank(), 'of', get_world_size(), os.environ['OMP_NUM_THREADS'])
     subprocess.run(['echo', 'a program in', str(get_rank())])
-    for i in range(3): print(f'\\r{i}', end='')
     learn = train(epochs)
     learn.recorder.plot_loss()
-    try: launch_in_notebook(train)
-    except RuntimeError as e: print(e)
     print(len(learn.dls.train), learn.export('export.pkl')) # pickle finds what cells have defined
     display({'a': 1})
     return learn
@@ -104,11 +100,8 @@ def test_trains(kernel):
     r = kernel.run("set_seed(5)\nlearn = launch_in_notebook(train_and_show, n=2)")
     assert r.status == 'ok', r.shown
     cores = len(os.sched_getaffinity(0))
-    assert 'I am 0 of 2 in ' in r.text and f' {max(1, cores//2)}\n' in r.text, r.text
-    assert 'I am 1' not in r.text and 'not rank 0' not in r.text
-    assert 'a program in 0' in r.text and 'a program in 1' not in r.text
-    assert '\r0' in r.text and r.text.index('\r0') < r.text.index('\r1') < r.text.index('\r2'), r.text # what a program prints may come between
-    assert 'rank 0: this process is a worker itself (of launch_in_notebook)' in r.text
+    assert f'I am 0 of 2 {max(1, cores//2)}\n' in r.text and 'a program in 0' in r.text, r.text
+    assert 'I am 1' not in r.text and 'a program in 1' not in r.text, r.text
     # the bar: shown once, and changed many times; then the table, the plot and the text
     ids = [c['transient'].get('display_id') for t, c in r.msgs if t == 'display_data']
     updates = [c for t, c in r.msgs if t == 'update_display_data']
@@ -116,18 +109,11 @@ def test_trains(kernel):
     assert any('valid_loss' in c['data'].get('text/html', c['data'].get('text/markdown', '')) for c in updates), updates[-1]
     assert sum('image/png' in c['data'] for t, c in r.msgs if t == 'display_data') == 1
     assert any(c['data'].get('text/plain') == "{'a': 1}" for t, c in r.msgs if t == 'display_data')
-    # it was shown while it ran
-    assert r.types.index('update_display_data') < len(r.types)-5
     r = kernel.run("""
 assert type(learn.model) is Net and learn.loss_func is my_loss
 assert diff(weights(learn), ref2) < 1e-7, diff(weights(learn), ref2)
 assert diff([float(o) for o in learn.recorder.losses], [float(o) for o in ref.recorder.losses]) < 1e-5
-assert len(learn.recorder.values)==2
-with learn.no_bar():
-    found = learn.recorder.values[-1][1] # validate forgets it
-    test_close(learn.validate()[0], found, 1e-5)
-    assert len(learn.get_preds()[0])==11
-    learn.fit(1)
+with learn.no_bar(): learn.fit(1)
 assert load_learner('export.pkl').model.layers[0].weight.shape==(8,4)
 for n in (1, 3):
     set_seed(5)
@@ -156,27 +142,22 @@ def fails(hidden):
     assert 'rank 1 of 2 failed:' in r.shown and "raise MyError('no more') # here" in r.shown, r.shown
     assert r.shown.count('MyError: ') == 1 and r.shown.count('\tno more') == 1, r.shown
     assert 'notebook.py' not in r.shown and 'elastic' not in r.shown and len(r.shown.splitlines()) < 20, r.shown
-    assert 'elastic' not in r.text and 'SIGTERM' not in r.text
     log = re.search(r'printed is in (\S+)\)', r.shown)[1]
     assert 'seen in the log' in open(f'{log}/rank1.out.log').read()
-    r = kernel.run("assert err.rank==1 and type(err.__cause__) is MyError, err.__cause__\nassert signal.getsignal(signal.SIGINT) is signal.default_int_handler")
+    r = kernel.run("assert err.rank==1 and type(err.__cause__) is MyError, err.__cause__")
     assert r.status == 'ok', r.shown
     assert not kernel.workers()
     r = kernel.run("def dies(): os.kill(os.getpid(), signal.SIGKILL)\nlaunch_in_notebook(dies)")
     assert 'rank 0 of 1 was killed by signal 9' in r.shown, r.shown
     r = kernel.run("import time\ndef leaves(): os._exit(0) if get_rank() else time.sleep(100)\nlaunch_in_notebook(leaves, n=2)", timeout=60)
-    assert re.search(r'rank 1 of 2 ended before the function returned \(os._exit\?\)\n\(What the workers have printed is in ', r.shown), r.shown
-    for o in '""', '__file__ if 0 else shutil.__file__':  # none of them leaves a folder behind, or starts a worker
-        r = kernel.run(f'launch_in_notebook(print, log_dir={o})')
-        assert 'log_dir=' in r.shown and 'for logs' in r.shown and 'starting' not in r.text, r.shown
+    assert re.search(r'rank 1 of 2 ended before the function returned \(os._exit\?\)\n\(What the workers have printed is in ',
+                     r.shown), r.shown
 
 
 def test_what_cannot_be_sent(kernel):
-    r = kernel.run("file = open('some.log', 'w')\ndef log(x): print(x, file=file)\ndef train_log(): log('a')\nlaunch_in_notebook(train_log, n=2)")
+    r = kernel.run("file = open('some.log', 'w')\ndef train_log(): print('a', file=file)\nlaunch_in_notebook(train_log, n=2)")
     assert r.error['ename'] == 'TypeError'
     assert 'Cannot pickle files' in r.error['evalue'] and 'notebook_launcher' in r.error['evalue']
-    for code, text in (("launch_in_notebook(train, n=0)", 'n=0: at least 1'), ("launch_in_notebook(5)", 'func=5')):
-        assert text in kernel.run(code).error['evalue']
     r = kernel.run("""
 def keeps():
     learn = train(1)
@@ -185,7 +166,8 @@ def keeps():
 launch_in_notebook(keeps, n=1)
 """)
     assert "cannot pickle 'generator' object" in r.error['evalue'], r.shown
-    assert kernel.run(f"Net().load_state_dict({re.search(r'load_state_dict.(torch.load.*?pth.*?[)])', r.error['evalue'])[1]})").status == 'ok'
+    load = re.search(r'load_state_dict.(torch.load.*?pth.*?[)])', r.error['evalue'])[1]
+    assert kernel.run(f'Net().load_state_dict({load})').status == 'ok'
 
 
 def test_what_a_cell_can(kernel):
@@ -230,18 +212,14 @@ def forever():
 
 
 def test_kept_workers(kernel, tmp_path):
-    "The next call has the same processes and none of what the last has left; others where they would not do: another number, an edited module, a failure"
+    "The next call has the same processes and none of what the last has left; others where they would not do: an edited module, a failure"
     (tmp_path/'mine.py').write_text('answer = 1')
     r = kernel.run(f"sys.path.insert(0, {str(tmp_path)!r})" + """
 import mine
 def who():
     import mine
     assert not torch.distributed.is_initialized()
-    learn = train(1)
-    import matplotlib.pyplot as plt
-    figures = plt.get_fignums()
-    plt.figure()
-    return os.getpid(), mine.answer, act, torch.rand(1).item(), figures, weights(learn)
+    return os.getpid(), mine.answer, act, torch.rand(1).item(), weights(train(1))
 def call(n=2, keep=True):
     set_seed(5)
     return launch_in_notebook(who, n=n, keep=keep)
@@ -249,8 +227,7 @@ a = call()
 act = nn.Tanh # what cells define anew is new
 b, c = call(), call()
 assert a[0]==b[0]==c[0] and (a[2], b[2])==(nn.ReLU, nn.Tanh), (a, b)
-assert b[3]==c[3] and not c[4], (b[3:5], c[3:5])
-assert diff(b[5], c[5])==0
+assert b[3]==c[3] and diff(b[4], c[4])==0
 """)
     assert r.status == 'ok', r.shown
     assert r.text.count('fastdist: starting 2 workers') == 1 and len(kernel.workers()) == 2, r.text
@@ -259,18 +236,15 @@ assert diff(b[5], c[5])==0
 import importlib
 importlib.reload(mine)
 d = call()
-assert d[0]!=c[0] and d[1]==22 and diff(d[5], c[5])==0, d
-f = call(1)
-assert f[0]!=d[0]
-try: launch_in_notebook(lambda: 1/0, n=1, keep=True)
+assert d[0]!=c[0] and d[1]==22 and diff(d[4], c[4])==0, d
+try: launch_in_notebook(lambda: 1/0, n=2, keep=True)
 except RemoteError as err: print(err.__cause__)
-g = call(1)
-assert g[0]!=f[0]
-assert call(1, keep=False)[0]==g[0] # and they end with it
+e = call()
+assert e[0]!=d[0]
+act = nn.ReLU
+end_workers()
 """)
     assert r.status == 'ok' and 'division by zero' in r.text, r.shown or r.text
-    assert not kernel.workers()
-    assert kernel.run("act = nn.ReLU; g = call(1); end_workers(); end_workers()").status == 'ok'
     assert not kernel.workers()
 
 
@@ -341,5 +315,5 @@ def fork_train():
     assert r.text.count('valid_loss') + sum('valid_loss' in str(c['data']) for t, c in r.msgs if t == 'display_data') <= 1
     r = kernel.run("assert diff(weights(one), weights(get_learner().load('forked'))) < 1e-7\nassert 'kept' not in globals()")
     assert r.status == 'ok', r.shown
-    r = kernel.run("assert notebook_launcher(fork_train, num_processes=1) is None\nassert diff(weights(kept[0]), weights(one)) < 1e-7 and kept[1]==1")
+    r = kernel.run("notebook_launcher(fork_train, num_processes=1)\nassert diff(weights(kept[0]), weights(one)) < 1e-7 and kept[1]==1")
     assert r.status == 'ok', r.shown

@@ -13,9 +13,8 @@ said=$({submit}) || exit $?
 echo "$said"
 JOB=$(echo "$said" | grep -o 'submitted job [0-9]*' | cut -d' ' -f3)
 until_log() {{ for i in $(seq 1800); do grep -qs -- "$1" {logs}/*-$JOB.out && return; sleep 0.1; done; echo "never: $1"; exit 1; }}
-until_gone() {{ for i in $(seq 1500); do [ -z "$(squeue --noheader --jobs=$1 2>/dev/null)" ] && return; sleep 0.1; done; echo "not gone"; exit 1; }}
 {then}
-until_gone $JOB
+for i in $(seq 1500); do [ -z "$(squeue --noheader --jobs=$JOB 2>/dev/null)" ] && break; sleep 0.1; done
 scontrol --oneliner show job $JOB
 '''
 
@@ -39,15 +38,6 @@ def follow(slurm, folder, *args, then='', logs='logs', env=None):
 def write(folder, text, name='train.py'): (folder/name).write_text(textwrap.dedent(text))
 
 
-def test_digits(slurm, tmp_path):
-    job = follow(slurm, tmp_path, '--nodes', 2, '--workers', 2, '--time', 10, ROOT/'examples'/'digits.py')
-    assert (job.state, job.exit) == ('COMPLETED', '0:0') and not job.left, job.log
-    last = [o for o in job.log.splitlines() if 'accuracy' in o][-1]
-    assert '4 workers' in last and float(re.search(r'accuracy ([\d.]+)', last)[1]) > 0.9, job.log
-    assert f'job {job.id} on n[1-2], run 1' in job.log
-    assert list(tmp_path.glob(f'logs/digits-{job.id}/*')), job.log
-
-
 @pytest.mark.cold
 def test_what_is_hard_to_pass_on(slurm, tmp_path):
     "Spaces and quotes in arguments, folders and options of Slurm's; a module; a set-up; a job that is to have no environment"
@@ -59,15 +49,18 @@ def test_what_is_hard_to_pass_on(slurm, tmp_path):
         os.write(1, ('said ' + json.dumps([sys.argv[1:], os.getcwd(), {o: os.environ.get(o) for o in names}]) + '\\n').encode())
         ''', 'pkg/show.py')
     hard = ["it's", 'a "b" c', '$HOME `date` \\', 'two\nlines\n#SBATCH --nodes=9', '', '*', '--nodes', '3']
-    job = follow(slurm, folder, '--nodes', 2, '--workers', 1, '--cpus-per-task', 3, '--time', '0:10:00', '--job-name', 'my job', '--logs', 'the logs', '--export=NONE',
-                 '--comment=two', '--env-setup', f"cd . && alias x=y; PATH={os.path.dirname(sys.executable)}:$PATH PYTHONPATH={ROOT} MINE='a  b'; export PATH PYTHONPATH MINE",
+    setup = f"cd . && alias x=y; export PATH={os.path.dirname(sys.executable)}:$PATH PYTHONPATH={ROOT} MINE='a  b'"
+    job = follow(slurm, folder, '--nodes', 2, '--workers', 1, '--cpus-per-task', 3, '--time', '0:10:00', '--job-name', 'my job',
+                 '--logs', 'the logs', '--export=NONE', '--comment=two', '--env-setup', setup,
                  '--launch=--tee 3', '-m', 'pkg.show', *hard, logs='the logs', env={'OMP_NUM_THREADS': ''})
     assert (job.state, job.exit) == ('COMPLETED', '0:0') and 'Comment=two ' in job.said, job.log
-    said = {d['RANK']: (argv, cwd, d) for argv, cwd, d in (json.loads(o.partition('said ')[2]) for o in job.log.splitlines() if 'said [' in o)}
+    lines = [json.loads(o.partition('said ')[2]) for o in job.log.splitlines() if 'said [' in o]
+    said = {d['RANK']: (argv, cwd, d) for argv, cwd, d in lines}
     assert '0' in said, job.log
     for rank, (argv, cwd, d) in said.items():
         assert (argv, cwd) == (hard, str(folder)), job.log
-        assert d == dict(RANK=rank, WORLD_SIZE='2', LOCAL_WORLD_SIZE='1', OMP_NUM_THREADS='3', MINE='a  b', SLURM_CPUS_PER_TASK='3', SLURM_NODEID=rank)
+        assert d == dict(RANK=rank, WORLD_SIZE='2', LOCAL_WORLD_SIZE='1', OMP_NUM_THREADS='3', MINE='a  b', SLURM_CPUS_PER_TASK='3',
+                         SLURM_NODEID=rank)
 
 
 FAIL = '''
@@ -88,32 +81,6 @@ def test_a_worker_fails(slurm, tmp_path):
     job = follow(slurm, tmp_path, '--nodes', 2, '--workers', 2, '--time', 10, 'train.py')
     assert (job.state, job.exit) == ('FAILED', '1:0') and not job.left, job.log
     assert 'ValueError: no such thing' in job.log and "if get_rank() == 2: raise ValueError('no such thing')" in job.log
-
-
-WAIT = '''
-    import os, time
-    from fastdist.world import *
-    setup_distrib()
-    if is_master(): print('begins', flush=True)
-    time.sleep(1000 if os.environ.get('SLURM_RESTART_COUNT', '0') == '0' else 0.1)
-    if is_master(): print('ends', flush=True)
-    '''
-
-
-def test_scancel(slurm, tmp_path):
-    write(tmp_path, WAIT)
-    job = follow(slurm, tmp_path, '--nodes', 2, '--workers', 1, 'train.py', then='until_log begins; scancel $JOB')
-    assert job.state == 'CANCELLED' and 'ends' not in job.log and not job.left, job.log
-
-
-def test_preemption(slurm, tmp_path):
-    "A more urgent job takes the nodes; after it the job runs again, and its log goes on"
-    write(tmp_path, WAIT)
-    then = 'until_log begins; srun --partition=urgent --nodes=2 --ntasks=2 --exclusive hostname'
-    job = follow(slurm, tmp_path, '--nodes', 2, '--workers', 1, 'train.py', then=then)
-    assert (job.state, job.exit, job.restarts) == ('COMPLETED', '0:0', '1'), job.log
-    assert [o for o in job.log.splitlines() if o in ('begins', 'ends')] == ['begins', 'begins', 'ends'], job.log
-    assert job.log.count('run 1\n') == job.log.count('run 2\n') == 1
 
 
 # as in docs/resume.md; the first run pauses, so that its time ends before it does
@@ -149,16 +116,14 @@ scontrol update JobId=$JOB TimeLimit=10'''
     job = follow(slurm, tmp_path, '--nodes', 2, '--workers', 1, '--time', 10, '--requeue', 1, '--warn', 40, 'train.py', then=then)
     assert (job.state, job.exit, job.restarts) == ('COMPLETED', '0:0', '1') and not job.left, job.log
     found = [o for o in re.findall('trains|time limit comes near|saved|back into the queue|run 2|Going on|done', job.log)]
-    assert list(dict.fromkeys(found)) == ['trains', 'time limit comes near', 'saved', 'back into the queue', 'run 2', 'Going on', 'done'], job.log
+    assert list(dict.fromkeys(found)) == ['trains', 'time limit comes near', 'saved', 'back into the queue', 'run 2', 'Going on',
+                                          'done'], job.log
     assert found.count('time limit comes near') == 1
 
 
 @pytest.mark.parametrize('args,says', [
-    (['--gpus', '2', 'none.py'], "there is no file 'none.py'"),
-    (['--gpus', '2'], 'script'),
     (['train.py', '--gpus', '2'], 'Give --gpus 8 for 8 GPUs, or --workers 4 for 4 workers on the CPU, before the script'),
     (['--gpus', '2', '--mail-user', 'ada', 'train.py'], "there is no file 'ada': it is the script"),
-    (['--gpus', '-1', 'train.py'], '--gpus -1'),
     (['--gpus', '2', '--launch=--mixed_precison bf16', 'train.py'], 'unrecognized arguments: --mixed_precison'),
     (['--gpus', '2', '--submit', 'train.py'], 'there is no `sbatch` on this machine')])
 def test_wrong(tmp_path, args, says):

@@ -2,45 +2,16 @@
 import re, sys, textwrap, time
 from concurrent.futures import ThreadPoolExecutor
 
-import pytest
-from harness import ROOT, launched
-from hosts import ADDRESSES, Hosts, why_no_hosts
+from hosts import ADDRESSES
 
 LAUNCH = [sys.executable, '-m', 'fastdist', 'launch']
 CPU = {'CUDA_VISIBLE_DEVICES': ''}
-DIGITS = ROOT/'examples'/'digits.py'
 TIMEOUT = 200
 
 
-@pytest.fixture
-def hosts():
-    if why := why_no_hosts(): pytest.skip(why)
-    with Hosts() as h: yield h
-
-
-def commands(n, script, *, meet='n1:29517', ranks=False, each=()):
-    "The command of each host: the same, or with its number"
-    return [(i, [*LAUNCH, '--nnodes', 2, '--nproc-per-node', n, '--rdzv-endpoint', meet, *(['--node-rank', i] if ranks else []), *each, script]) for i in range(2)]
-
-
-def last(r): return r.stdout.strip().splitlines()[-1]
-
-
-def result(line):
-    "What the example says, without its speed"
-    return re.search(r'accuracy [\d.]+ on 450 held-out digits, \d+ workers', line)[0]
-
-
-# two workers on each, and hosts that have no number, are in test_names_that_lead_nowhere
-@pytest.mark.parametrize('n,ranks', [(1, True)], ids=['1-each-numbered'])
-def test_digits(hosts, n, ranks):
-    "As on one host: the workers share out the same batches"
-    a, b = hosts.run_all(commands(n, DIGITS, ranks=ranks), CPU, TIMEOUT)
-    for r in (a, b): assert r.returncode == 0 and not r.left, f'{a.stdout}\n{a.stderr}\n{b.stdout}\n{b.stderr}'
-    one = launched([*LAUNCH, '-n', 2*n, DIGITS], TIMEOUT, CPU, hosts.dir)
-    assert one.returncode == 0, one.stderr
-    assert result(last(a)) == result(last(one)) and f'{2*n} workers' in last(a)
-    assert 'accuracy' not in b.stdout  # rank 0 is on the first host
+def commands(n, script, *, meet='n1:29517', each=()):
+    "The same command for each host"
+    return [(i, [*LAUNCH, '--nnodes', 2, '--nproc-per-node', n, '--rdzv-endpoint', meet, *each, script]) for i in range(2)]
 
 
 LOOP = '''
@@ -75,20 +46,20 @@ def test_cable_is_cut(hosts, tmp_path):
     for r in results: assert r.returncode not in (0, None) and not r.left, text
     said = [r.stderr for r in results]
     assert sum('has kept the others waiting' in o and re.search(r'rank 1 \(host n[12], process', o) is not None for o in said) == 1, text
-    assert sum(re.search(r'rank 1 \(host n[12]\) stopped because the store at \S+ has not answered', o) is not None for o in said) == 1, text
+    assert sum(re.search(r'rank 1 \(host n[12]\) stopped because the store at \S+ has not answered',
+                         o) is not None for o in said) == 1, text
     assert took < 120, text
 
 
 SOON = ['--rdzv_conf', 'timeout=5,join_timeout=5,read_timeout=5']  # torch's launcher waits 15 minutes otherwise
 
 
-@pytest.mark.parametrize('host,says', [(0, '1/2'), (1, r'\(?n1[:,] ?29517')], ids=['first', 'second'])
-def test_the_other_host_does_not_come(hosts, tmp_path, host, says):
-    "How many have come, or where nobody answers"
+def test_the_other_host_does_not_come(hosts, tmp_path):
+    "How many have come"
     (tmp_path/'train.py').write_text('print("trained")')
-    r = hosts.run(*commands(1, tmp_path/'train.py', each=SOON)[host], CPU, TIMEOUT)
-    assert f'when 2 nodes have come to n1:29517; this is node {host}' in r.stderr, r.stderr
-    assert r.returncode not in (0, None) and re.search(says, r.stderr) and 'trained' not in r.stdout and not r.left, r.stderr
+    r = hosts.run(*commands(1, tmp_path/'train.py', each=SOON)[0], CPU, TIMEOUT)
+    assert 'when 2 nodes have come to n1:29517; this is node 0' in r.stderr, r.stderr
+    assert r.returncode not in (0, None) and '1/2' in r.stderr and 'trained' not in r.stdout and not r.left, r.stderr
 
 
 SHARDED = '''
@@ -116,7 +87,8 @@ SHARDED = '''
 
 
 def test_names_that_lead_nowhere(hosts, tmp_path):
-    "As on Debian, a host's own name is an address that only itself can reach; every process group has to go by the interface that leads to the others"
+    """As on Debian, a host's own name is an address that only itself can reach; every process group has to go by the interface that leads
+    to the others"""
     (hosts.dir/'hosts').write_text('127.0.0.1 localhost\n127.0.1.1 n1 n2\n')
     (tmp_path/'train.py').write_text(textwrap.dedent(SHARDED))
     a, b = hosts.run_all(commands(2, tmp_path/'train.py', meet=f'{ADDRESSES[0]}:29517', each=['--tee', '3']), CPU, TIMEOUT)

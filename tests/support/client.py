@@ -1,10 +1,12 @@
-"""In place of `python` on the hosts of hosts.py, which put the lines REAL, PYTHON and DOOR before it: has the door of warm.py start the process.
+"""In place of `python` on the hosts of hosts.py, which put the lines REAL, PYTHON and DOOR before it: has the door of warm.py start the
+process.
 
 It passes arguments, environment, folder and streams on, then signals, and ends as the process does. If it is killed, so is the process.
 Runs by the interpreter of the system with nothing of its environment (-IS), so that it takes a hundredth of a second."""
 import array, json, os, signal, socket, struct, sys
 
-if os.environ.get('FASTDIST_TEST_COLD'): os.execv(REAL, [PYTHON, *sys.argv[1:]])  # the first argument is by what Python finds its environment
+# the first argument is by what Python finds its environment
+if os.environ.get('FASTDIST_TEST_COLD'): os.execv(REAL, [PYTHON, *sys.argv[1:]])
 door = socket.socket(socket.AF_UNIX)
 door.connect(DOOR)
 umask = os.umask(0)

@@ -1,5 +1,5 @@
-"""A process group of one process: what the other workers have is what this one has. So a fit as one of a thousand workers runs here, with numbers that are
-right for workers who all have the same samples; and counts what it sends."""
+"""A process group of one process: what the other workers have is what this one has. So a fit as one of a thousand workers runs here, with
+numbers that are right for workers who all have the same samples; and counts what it sends."""
 import os, threading
 from collections import Counter
 
@@ -48,7 +48,8 @@ class Echo(torch._C._distributed_c10d.Backend):
         return self._done('reduce_scatter_single', [inp], out)
 
     def all_gather_single_coalesced(self, outs, ins, opts=None): return [self.all_gather_single(o, i) for o, i in zip(outs, ins)][-1]
-    def reduce_scatter_single_coalesced(self, outs, ins, opts=None): return [self.reduce_scatter_single(o, i, opts) for o, i in zip(outs, ins)][-1]
+    def reduce_scatter_single_coalesced(self, outs, ins, opts=None):
+        return [self.reduce_scatter_single(o, i, opts) for o, i in zip(outs, ins)][-1]
 
     def gather(self, outs, ins, opts=None):
         for o in outs[0] if outs else []: o.copy_(ins[0])
@@ -86,6 +87,7 @@ for _nm in 'set get add compare_set check wait delete_key num_keys append multi_
 
 def join(rank, size, store):
     "Be worker `rank` of `size`, all on this machine"
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size), GROUP_RANK='0', ACCELERATE_USE_CPU='true')
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size), GROUP_RANK='0',
+                      ACCELERATE_USE_CPU='true')
     dist.Backend.register_backend('echo', Echo, extended_api=True, devices=['cpu'])
     dist.init_process_group('echo', store=store, rank=rank, world_size=size)

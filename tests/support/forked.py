@@ -1,4 +1,5 @@
-"Processes without a launcher: each is told what it is by the environment that a test gives it. They are forked from a server that has imported fastdist once."
+"""Processes without a launcher: each is told what it is by the environment that a test gives it. They are forked from a server that has
+imported fastdist once."""
 import multiprocessing, os, pickle, sys, time, traceback
 from multiprocessing.connection import wait
 

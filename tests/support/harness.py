@@ -25,8 +25,10 @@ class WorkerError(RuntimeError):
 
 
 def _env(mark, extra=None):
-    "The environment without what an earlier launch, or an Accelerator made in this process, has left in it, and with `extra`, where `None` takes a variable away"
-    env = {k: v for k, v in os.environ.items() if k not in _LAUNCH_VARS and not k.startswith(('TORCHELASTIC_', 'ACCELERATE_', 'FSDP_', 'SLURM_'))}
+    """The environment without what an earlier launch, or an Accelerator made in this process, has left in it, and with `extra`, where
+    `None` takes a variable away"""
+    foreign = 'TORCHELASTIC_', 'ACCELERATE_', 'FSDP_', 'SLURM_'
+    env = {k: v for k, v in os.environ.items() if k not in _LAUNCH_VARS and not k.startswith(foreign)}
     path = os.pathsep.join(p for p in (str(ROOT), env.get('PYTHONPATH')) if p)
     # RES_OPTIONS: torch asks for the name of each address that it connects to; a name server that does not answer costs 5 s otherwise
     env = {'RES_OPTIONS': 'timeout:1 attempts:1', **env, 'OMP_NUM_THREADS': '1', 'PYTHONUNBUFFERED': '1', 'PYTHONFAULTHANDLER': '1',
@@ -35,8 +37,10 @@ def _env(mark, extra=None):
 
 
 def warnings_in(text):
-    "Lines that warn of what a user has not written; not those of fastai's import, which `fastdist launch` hides, and of a kernel without ipywidgets"
-    return [o for o in text.splitlines() if re.search(r'Warning|OMP_NUM_THREADS|^\[[WE]\d{4} ', o) and not any(s in o for s in ('torch.jit.script', 'IProgress'))]
+    """Lines that warn of what a user has not written; not those of fastai's import, which `fastdist launch` hides, and of a kernel without
+    ipywidgets"""
+    lines = [o for o in text.splitlines() if re.search(r'Warning|OMP_NUM_THREADS|^\[[WE]\d{4} ', o)]
+    return [o for o in lines if 'torch.jit.script' not in o and 'IProgress' not in o]
 
 
 def processes(mark, sid=None, variable=MARK):
@@ -58,7 +62,8 @@ _held = []
 
 
 def free_port():
-    "A port of this machine that nobody else is given while the tests run: it stays bound, but does not listen, so that a process with SO_REUSEADDR, as stores have it, can take it"
+    """A port of this machine that nobody else is given while the tests run: it stays bound, but does not listen, so that a process with
+    SO_REUSEADDR, as stores have it, can take it"""
     s = socket.socket()
     s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     s.bind(('127.0.0.1', 0))
@@ -92,7 +97,8 @@ def _tail(text, n=60): return '\n'.join(text.splitlines()[-n:])
 
 
 class World:
-    "`n` workers of torchrun, started at the first call and, after one of them was stuck or died, again at the next; `env` is more of their environment"
+    """`n` workers of torchrun, started at the first call and, after one of them was stuck or died, again at the next; `env` is more of
+    their environment"""
     def __init__(self, n, env=None):
         self.n, self.env, self.proc, self.store, self.output, self.starts = n, env or {}, None, None, [], 0
 
@@ -154,7 +160,8 @@ class World:
         """The results of `fn(*args, **kwargs)`, by rank, within `timeout` seconds. Ranks have `grace` seconds to end after another
         raised or died. What they printed is in `output`, by rank, afterwards."""
         for m in list(sys.modules.values()):  # test modules travel by value: workers need not, and must not, import them
-            if (getattr(m, '__dict__', {}).get('__file__') or '').startswith(f'{TESTS}{os.sep}') and m.__name__ not in ('harness', 'warm', '__main__'):
+            file = getattr(m, '__dict__', {}).get('__file__') or ''
+            if file.startswith(f'{TESTS}{os.sep}') and m.__name__ not in ('harness', 'warm', '__main__'):
                 cloudpickle.register_pickle_by_value(m)
         if self.proc and any(map(self._dead, self.pids)): self.stop()
         if not self.proc: self.start()
@@ -193,10 +200,12 @@ class World:
 
         seconds = time.monotonic() - begin
         problems = {r: value for r, (_, ok, value) in replies.items() if not ok}
-        problems.update({r: 'died without a result (the launcher ends the others when one dies: see its log for which was first)' for r in dead})
+        problems.update({r: 'died without a result (the launcher ends the others when one dies: see its log for which was first)'
+                         for r in dead})
         problems.update({r: f'stuck: no result after {seconds:.0f} s; its stacks:\n{self._stacks(r)}' for r in pending})
         self.output = [f.read_bytes()[s:].decode(errors='replace') for f, s in zip(logs, sizes)]
-        text = ''.join(f'\n=== rank {r} of {self.n}: {p}\n--- printed by rank {r}\n{_tail(self.output[r])}' for r, p in sorted(problems.items()))
+        text = ''.join(f'\n=== rank {r} of {self.n}: {p}\n--- printed by rank {r}\n{_tail(self.output[r])}'
+                       for r, p in sorted(problems.items()))
         # A group that some ranks have left, or that a failed call may have left out of step, would fail the next test for this one's sake
         inits = {init for init, *_ in replies.values()}
         if dead or pending or len(inits) > 1 or (problems and True in inits):
@@ -239,8 +248,8 @@ class Launched:
 
 
 def launched(cmd, timeout, env=None, cwd=None, during=None, grace=10):
-    """Run `cmd` (a list) in a session of its own; `during(process, mark)` is called meanwhile. Past `timeout` seconds: the Python stacks of all its
-    processes, their end, and a `WorkerError`."""
+    """Run `cmd` (a list) in a session of its own; `during(process, mark)` is called meanwhile. Past `timeout` seconds: the Python stacks of
+    all its processes, their end, and a `WorkerError`."""
     mark, begin = secrets.token_hex(8), time.monotonic()
     # files, not pipes: a child left behind would hold a pipe open, and we would wait for it
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:

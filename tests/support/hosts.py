@@ -1,17 +1,18 @@
 """Two hosts for tests, on this machine (Linux, as root).
 
-`Hosts()` has two hosts, n1 and n2: `run(0, cmd)` runs a command on the first as `harness.launched` does, `run_all` one on each at the same time.
+`Hosts()` has two hosts, n1 and n2: `run(0, cmd)` runs a command on the first as `harness.launched` does, `run_all` one on each at once.
 `Slurm()` has Slurm's daemons on them: `run(['srun', ...])`, `batch(script, *options)`. Both are context managers, and leave nothing behind.
 
-A host is a set of namespaces: its own name, network, /etc/hosts and processes. So a worker of n2 that looks for the store on 127.0.0.1, or on n2,
-finds nothing, as it would on a real cluster. A host lives as long as its first process, which reads from us: it ends even if we are killed.
+A host is a set of namespaces: its own name, network, /etc/hosts and processes. So a worker of n2 that looks for the store on 127.0.0.1, or
+on n2, finds nothing, as it would on a real cluster. A host lives as long as its first process, which reads from us: it ends even if we are
+killed.
 """
 import os, secrets, shlex, shutil, subprocess, sys, tempfile, time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import warm
-from harness import MARK, SUPPORT, Launched, _env, _kill_all, _tail, launched
+from harness import SUPPORT, Launched, _env, _kill_all, _tail, launched
 
 NAMES, ADDRESSES = ('n1', 'n2'), ('10.77.0.1', '10.77.0.2')
 _UNSHARE = ['unshare', '--net', '--uts', '--mount', '--pid', '--fork', '--mount-proc']
@@ -22,7 +23,8 @@ _SETUP = ('mount --bind "$1" /etc/hosts && hostname "$2" && ip link set lo up &&
 def why_no_hosts():
     "Why `Hosts` cannot run here; `None` where it can"
     if os.geteuid(): return 'two hosts on one machine need root'
-    if missing := [o for o in ('unshare', 'nsenter', 'ip', 'mount', 'hostname') if not shutil.which(o)]: return f"not installed: {', '.join(missing)}"
+    if missing := [o for o in ('unshare', 'nsenter', 'ip', 'mount', 'hostname') if not shutil.which(o)]:
+        return f"not installed: {', '.join(missing)}"
     cmd = [*_UNSHARE, 'ip', 'link', 'add', 'eth0', 'type', 'veth', 'peer', 'name', 'eth1']
     if (r := subprocess.run(cmd, capture_output=True, text=True)).returncode: return f'namespaces are forbidden here: {r.stderr.strip()}'
 
@@ -45,7 +47,8 @@ class Hosts:
     def start(self):
         for _ in NAMES:
             # not `exec cat`: the first process of a host has to reap the orphans, which a waiting shell does. Slurm waits for them
-            self.holders.append(subprocess.Popen([*_UNSHARE, 'sh', '-c', 'echo ready; cat; exit'], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            self.holders.append(subprocess.Popen([*_UNSHARE, 'sh', '-c', 'echo ready; cat; exit'],
+                                                 stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                                  env=_env(self.mark), start_new_session=True))
             if self.holders[-1].stdout.readline() != b'ready\n': raise RuntimeError(f'no namespaces: {why_no_hosts()}')
         a, b = (str(h.pid) for h in self.holders)
@@ -57,7 +60,8 @@ class Hosts:
             subprocess.run(self.inside(i, ['sh', '-c', _SETUP, 'sh', self.dir/'hosts', name, address, *bin]), check=True)
 
     def warm_python(self):
-        "Python on these hosts is warm, as elsewhere in tests: (a folder, that in whose place it is), or two empty texts without a virtual environment"
+        """Python on these hosts is warm, as elsewhere in tests: (a folder, that in whose place it is), or two empty texts without a
+        virtual environment"""
         if sys.prefix == sys.base_prefix: return '', ''
         own, path = Path(sys.executable).parent, str(self.dir/'door')
         shutil.copytree(own, self.dir/'bin', symlinks=True)
@@ -69,7 +73,8 @@ class Hosts:
                 o.write_text(head + (SUPPORT/'client.py').read_text())
                 o.chmod(0o755)
         code = f'import sys; sys.path.insert(0, {str(SUPPORT)!r}); import warm; warm.door({path!r})'
-        self.holders.append(subprocess.Popen([sys.executable, '-c', code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=_env(self.mark, {warm.COLD: None}),
+        self.holders.append(subprocess.Popen([sys.executable, '-c', code], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                             env=_env(self.mark, {warm.COLD: None}),
                                              start_new_session=True))
         if self.holders[-1].stdout.readline() != b'ready\n': raise RuntimeError('no door for warm processes')
         return str(self.dir/'bin'), str(own)
@@ -106,7 +111,8 @@ class Hosts:
         shutil.rmtree(self.dir, ignore_errors=True)
 
 
-# A job that was put back into the queue waits as long as the old one's credential holds (cred_expire), and then for the next look of the scheduler
+# A job that was put back into the queue waits as long as the old one's credential holds (cred_expire), and then for the next look of the
+# scheduler
 _CONF = """
 ClusterName=fastdist
 SlurmctldHost=n1
@@ -168,7 +174,8 @@ class Slurm(Hosts):
         finally: subprocess.run(self.inside(0, ['scancel', '--user=root']), env=_env(self.mark, self.env), timeout=20)
 
     def batch(self, script, *options, within=(), env=None, timeout=60):
-        "Submit `script`, from `within` another command if given, and wait for its end: a `harness.Launched` with its exit code and what it printed"
+        """Submit `script`, from `within` another command if given, and wait for its end: a `harness.Launched` with its exit code and what
+        it printed"""
         out, err, code, file = (self.dir/f'batch.{o}' for o in ('out', 'err', 'code', 'sh'))
         for f in (out, err, code): f.write_text('')
         file.write_text(f'#!/bin/sh\n(\n{script}\n)\necho $? >{code}\n')

@@ -1,6 +1,7 @@
 """A fit under `fastdist launch` that is killed with SIGKILL again and again, and started again each time by the same command.
 
-Who is killed: one worker, all workers, the launcher, or the launcher and all workers. When: at any moment, or while a checkpoint is written."""
+Who is killed: one worker, all workers, the launcher, or the launcher and all workers. When: at any moment, or while a checkpoint is
+written."""
 import os, pickle, random, signal, sys, time
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,8 +72,8 @@ def _strike(proc, folder, n, rng, who, when):
 
 
 def killed(fit, folder, hits, seed, *args, how=((2, 'ddp'),)):
-    """What `test_kills.fit(folder, strategy, *args)` returns in the end, by rank, and the `Kill`s: one for each (who, when) of `hits`. The starts have the numbers
-    of workers and strategies of `how` in turn"""
+    """What `test_kills.fit(folder, strategy, *args)` returns in the end, by rank, and the `Kill`s: one for each (who, when) of `hits`. The
+    starts have the numbers of workers and strategies of `how` in turn"""
     from fastdist.checkpoint.files import checkpoints
     folder, rng, told = Path(folder), random.Random(seed), []
     folder.mkdir(exist_ok=True)
@@ -87,7 +88,8 @@ def killed(fit, folder, hits, seed, *args, how=((2, 'ddp'),)):
         assert res.left == {}, f'{hit} was killed, and there run on {res.left}'
         if struck == [True]:
             assert res.returncode, (hit, res.stderr)
-            told.append(Kill(*hit, n, steps(folder), next((o.summary['step'] for o in checkpoints(folder/'ckpt')), 0), bool(drafts(folder))))
+            told.append(Kill(*hit, n, steps(folder), next((o.summary['step'] for o in checkpoints(folder/'ckpt')), 0),
+                             bool(drafts(folder))))
             continue
         assert res.returncode == 0, res.stderr
         return [pickle.loads((folder/f'result{r}').read_bytes()) for r in range(n)], told

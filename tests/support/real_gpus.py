@@ -1,14 +1,16 @@
 """GPUs of this machine, for workers that may be more than there are.
 
-A GPU of which several workers are is not what a user may have: nccl joins no two of one GPU. It does where they are of different hosts, and each can be told that it
-is. So a machine with one GPU runs all that one with four does, with real streams, memory and collectives, though not their time."""
+A GPU of which several workers are is not what a user may have: nccl joins no two of one GPU. It does where they are of different hosts, and
+each can be told that it is. So a machine with one GPU runs all that one with four does, with real streams, memory and collectives, though
+not their time."""
 import os
 
 HIDDEN = 'FASTDIST_TEST_HIDDEN_GPUS'
 
 
 def hide():
-    "Whether there are GPUs; this process and all that it starts see none from then on, but the workers of `gpu_worlds`, in whose environment `shown()` is"
+    """Whether there are GPUs; this process and all that it starts see none from then on, but the workers of `gpu_worlds`, in whose
+    environment `shown()` is"""
     if HIDDEN in os.environ: return bool(os.environ[HIDDEN])
     import torch
     seen = os.environ.get('CUDA_VISIBLE_DEVICES')

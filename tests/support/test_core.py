@@ -22,4 +22,5 @@ def test_planted_faults(monkeypatch, request):
         assert any(n == c or n.startswith(f'{c}[') for n in names for c in core()), fault.name
         if request.config.option.keyword or any('::' in o for o in request.config.args): continue
         cells = [o.nodeid for o in request.session.items]
-        for n in fault.tests: assert n.partition('::')[0] not in {o.partition('::')[0] for o in cells} or any(o == n or o.startswith(f'{n}[') for o in cells), n
+        files = {o.partition('::')[0] for o in cells}
+        for n in fault.tests: assert n.partition('::')[0] not in files or any(o == n or o.startswith(f'{n}[') for o in cells), n

@@ -1,24 +1,18 @@
 "The harness itself: a test of fastdist means something only if these pass"
-import os, subprocess, sys, textwrap, time
+import os, sys, time
 
 import pytest
-
-import harness
-from harness import World, Worlds, WorkerError, launched, processes, wait_for
+from harness import World, WorkerError, launched, processes
 
 OFFSET = 10
 
 
 @pytest.fixture(scope='module')
-def worlds():
-    "Worlds of their own: what these tests do to them is not for others"
-    w = Worlds()
+def world2():
+    "A world of their own: what these tests do to it is not for others"
+    w = World(2)
     yield w
     w.stop()
-
-
-@pytest.fixture(scope='module')
-def world2(worlds): return worlds(2)
 
 
 def rank(): return int(os.environ['RANK'])
@@ -32,31 +26,16 @@ def boom(who):
     return 'fine'
 
 
-def stuck_here(who):
-    while rank() == who: time.sleep(0.1)
-
-
 def die(who, code=7):
     if rank() == who: os._exit(code)
     time.sleep(60)
 
 
-def reduce_once(x):
-    import torch, torch.distributed as dist
-    dist.init_process_group('gloo')
-    try:
-        t = torch.tensor([x + rank()])
-        dist.all_reduce(t)
-        return t
-    finally: dist.destroy_process_group()
-
-
-@pytest.mark.parametrize('n', [2, 3])
-def test_results_by_rank(worlds, n):
-    assert worlds(n)(add, 1, by=2) == [13 + r for r in range(n)]
-    ids = worlds(n)(identity)
-    assert [i[:2] for i in ids] == [(r, n) for r in range(n)] and len({i[2] for i in ids}) == n
-    assert worlds(n)(identity) == ids  # the same processes: nothing is started again
+def test_results_by_rank(world2):
+    assert world2(add, 1, by=2) == [13, 14]
+    ids = world2(identity)
+    assert [i[:2] for i in ids] == [(0, 2), (1, 2)] and ids[0][2] != ids[1][2]
+    assert world2(identity) == ids  # the same processes: nothing is started again
 
 
 def test_exception_on_one_rank(world2):
@@ -65,31 +44,8 @@ def test_exception_on_one_rank(world2):
     text = str(e.value)
     assert 'rank 1 of 2' in text and 'ValueError: boom on 1' in text and 'in boom' in text and 'about to fail on 1' in text
     assert 'boom on 0' not in text and set(e.value.problems) == {1}
-    with pytest.raises(WorkerError) as e: world2(lambda: sys.exit(3))
-    assert set(e.value.problems) == {0, 1} and 'SystemExit: 3' in e.value.problems[0]
     with pytest.raises(WorkerError, match='pickle'): world2(lambda: __import__('threading').Lock())  # a result that cannot travel
     assert world2(identity) == before
-
-
-def test_group_left_by_a_failed_call_is_not_used_again(world2):
-    import torch.distributed as dist
-    def fail():
-        dist.init_process_group('gloo')
-        raise ValueError('in a group')
-    world2(int)
-    starts = world2.starts
-    with pytest.raises(WorkerError, match='in a group'): world2(fail)
-    assert [t.item() for t in world2(reduce_once, 1)] == [3, 3] and world2.starts == starts + 1
-
-
-def test_stuck_rank(world2):
-    world2(identity)
-    mark, begin = world2.mark, time.monotonic()
-    with pytest.raises(WorkerError) as e: world2(stuck_here, 1, timeout=2)
-    assert time.monotonic() - begin < 100
-    assert set(e.value.problems) == {1} and 'in stuck_here' in e.value.problems[1] and 'no result after 2 s' in e.value.problems[1]
-    assert processes(mark) == {}
-    assert world2(add, 0) == [10, 11]
 
 
 def test_dying_rank(world2):
@@ -101,33 +57,6 @@ def test_dying_rank(world2):
     assert world2(add, 0) == [10, 11]
 
 
-def test_nothing_left():
-    w = World(1)
-    child = w(lambda: subprocess.Popen(['sleep', '600'], start_new_session=True).pid)[0]
-    mark, folder = w.mark, w.dir
-    assert child in processes(mark) and len(processes(mark)) >= 3
-    w.stop()
-    assert processes(mark) == {} and not folder.exists()
-    w.stop()  # twice is fine
-
-
-def test_world_ends_with_its_parent():
-    "pytest-timeout ends a session by os._exit: no fixture is torn down then"
-    code = '''
-        import os, threading, time
-        from harness import World
-        w = World(1)
-        w(int)
-        print(w.mark, w.dir, flush=True)
-        threading.Timer(1, os._exit, [9]).start()
-        w(time.sleep, 600)'''
-    r = launched([sys.executable, '-c', textwrap.dedent(code)], 120, env={'PYTHONPATH': str(harness.SUPPORT)})
-    mark, folder = r.stdout.split()
-    assert r.returncode == 9
-    try: wait_for(lambda: processes(mark) == {} and not os.path.exists(folder), 'all of the world has gone')
-    finally: harness._kill_all(mark)
-
-
 def test_launched_finds_what_is_left():
     sleeper = 'import subprocess, sys; print(subprocess.Popen(["sleep", "600"], start_new_session=True).pid)'
     r = launched([sys.executable, '-c', sleeper], 60, grace=0.5)
@@ -135,14 +64,3 @@ def test_launched_finds_what_is_left():
     assert 'sleep 600' not in processes('-', int(r.stdout)).values()  # and has killed it
     brief = 'import subprocess; subprocess.Popen(["sleep", "0.5"])'
     assert launched([sys.executable, '-c', brief], 60).left == {}
-
-
-def test_launched_past_its_limit(tmp_path):
-    script = tmp_path/'stuck.py'
-    script.write_text('import os, time\nprint("printed", os.environ["RANK"])\ndef stuck_there():\n    open(os.environ["RANK"], "w")\n    time.sleep(600)\nstuck_there()')
-    cmd = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc-per-node', '2', script]
-    def printed(*_): wait_for(lambda: all((tmp_path/o).exists() for o in '01'), 'both workers are stuck')
-    with pytest.raises(WorkerError) as e: launched(cmd, 3, during=printed, cwd=tmp_path)
-    text = str(e.value)
-    assert text.count('in stuck_there') == 2 and 'printed 0' in text and 'printed 1' in text and 'did not end in 3 s' in text
-    assert not [c for c in processes('-').values() if 'stuck.py' in c]

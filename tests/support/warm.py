@@ -2,13 +2,13 @@
 
 `install()` gives `subprocess` and `multiprocessing` of this process a way of starting Python that skips some 6 seconds of imports. What it
 starts is as real as any other process: a child of its own of whoever has started it, with the pid, session, streams, signals, folder,
-environment and exit status that were asked for; and what it starts itself is started in the same way, so that a launcher's workers are warm too.
+environment and exit status that were asked for; and what it starts itself is started in the same way: a launcher's workers are warm too.
 
 It hides faults of import, so each launcher has at least one test in the `cold` way: with `FASTDIST_TEST_COLD` in its environment.
 
-How: a *seed* is a process that has imported what is needed, has no thread, and does nothing but fork. Each warm process forks a seed for itself
-before it runs anything. Asked for a new process, the seed forks twice; the one in between ends, and Linux gives the orphan to the process
-that has asked, which is a "child subreaper" meanwhile: so it can wait for it, as for a child of its own.
+How: a *seed* is a process that has imported what is needed, has no thread, and does nothing but fork. Each warm process forks a seed for
+itself before it runs anything. Asked for a new process, the seed forks twice; the one in between ends, and Linux gives the orphan to the
+process that has asked, which is a "child subreaper" meanwhile: so it can wait for it, as for a child of its own.
 """
 import array, ctypes, fcntl, importlib, io, json, os, runpy, signal, socket, struct, subprocess, sys, threading, time, types
 from contextlib import contextmanager, nullcontext
@@ -90,8 +90,8 @@ def _join(pid):
 
 
 def _settle(with_thread=True):
-    """A seed ends with whom it serves, or with the thread that has made it. It is of the same session and group, as those that it starts are to be, and
-    hears no signal that is sent to these"""
+    """A seed ends with whom it serves, or with the thread that has made it. It is of the same session and group, as those that it starts
+    are to be, and hears no signal that is sent to these"""
     if with_thread: _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     _libc.prctl(_PR_SET_NAME, NAME.encode(), 0, 0, 0)
     for s in _SIGNALS: signal.signal(s, signal.SIG_IGN)
@@ -170,7 +170,8 @@ def _run(options, rest, env):
     at_once = bool(env.get('PYTHONUNBUFFERED')) or '-u' in options
     sys.stdin = sys.__stdin__ = open(0, closefd=False)
     sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__ = [
-        io.TextIOWrapper(open(fd, 'wb', buffering=0 if at_once else -1, closefd=False), encoding='utf-8', errors=errors, write_through=at_once,
+        io.TextIOWrapper(open(fd, 'wb', buffering=0 if at_once else -1, closefd=False), encoding='utf-8', errors=errors,
+                         write_through=at_once,
                          line_buffering=fd == 2 or os.isatty(fd)) for fd, errors in ((1, 'strict'), (2, 'backslashreplace'))]
     if env.get('PYTHONFAULTHANDLER'):
         import faulthandler
@@ -229,7 +230,8 @@ def _exec(main, program, *args):
 
 
 def _end(main, code):
-    "What the interpreter does at its end, but for taking each module apart: that takes a second, and copies the memory that is shared with the seed"
+    """What the interpreter does at its end, but for taking each module apart: that takes a second, and copies the memory that is shared
+    with the seed"""
     import atexit, gc
     threading._shutdown()
     atexit._run_exitfuncs()
@@ -262,7 +264,8 @@ def _as_in_a_notebook():
 
 
 def _use_huge_pages():
-    "Put memory into pages of 2 MB where Linux can (6.1 and newer): a fork copies a third of the page table then, and takes a third of the time"
+    """Put memory into pages of 2 MB where Linux can (6.1 and newer): a fork copies a third of the page table then, and takes a third of
+    the time"""
     advise, collapse = 14, 25  # MADV_HUGEPAGE, MADV_COLLAPSE
     with open('/proc/self/maps') as f: areas = [o.split() for o in f]
     for where, access, _, _, file, *_ in areas:
@@ -272,7 +275,8 @@ def _use_huge_pages():
 
 
 def _spare_the_forks():
-    "What each process would do again, of what the imports have made: find out which file is whose module's, and take libraries of operators apart at its end"
+    """What each process would do again, of what the imports have made: find out which file is whose module's, and take libraries of
+    operators apart at its end"""
     import inspect, weakref
     inspect.getmodule(sys._getframe())
     # it would be looked for among all modules, for each frame of each stack: torch's rendezvous took 0.7 CPU-seconds for that
@@ -333,7 +337,8 @@ def _parse(args):
 
 def _is_python(path):
     "Under any of its names: `python3` in the same environment is the same"
-    return path == sys.executable or os.path.dirname(path) == os.path.dirname(sys.executable) and os.path.realpath(path) == os.path.realpath(sys.executable)
+    if path == sys.executable: return True
+    return os.path.dirname(path) == os.path.dirname(sys.executable) and os.path.realpath(path) == os.path.realpath(sys.executable)
 
 
 def _kind(rest): return 'notebook' if any(o in ' '.join(rest[:3]) for o in IN_NOTEBOOK) else 'script'
@@ -369,9 +374,10 @@ def _undisturbed():
 
 
 def start(args, env, cwd, targets, fds, session=False, group=-1, umask=-1, within=None):
-    """Start Python with `args` (a list), `fds` being its file descriptors `targets`, `within` the namespaces of another process: its pid; `None` where
-    this is not to be, or can't be, warm"""
-    if COLD in env or os.getpid() != _owner or not (parsed := _parse(args)): return  # the seed serves none that was forked from this process
+    """Start Python with `args` (a list), `fds` being its file descriptors `targets`, `within` the namespaces of another process: its pid;
+    `None` where this is not to be, or can't be, warm"""
+    # the seed serves none that was forked from this process
+    if COLD in env or os.getpid() != _owner or not (parsed := _parse(args)): return
     if umask < 0:
         umask = os.umask(0)
         os.umask(umask)
@@ -442,15 +448,16 @@ def install(all_kinds=False):
         a = dict(zip(names[1:], args))
         argv = a['args']
         # a program that has no path is looked for by the operating system
-        plain = not (isinstance(argv, (str, bytes)) or a['shell'] or a['preexec_fn'] or not a['close_fds'] or a['executable'] not in (None, argv[0])
-                     or any(a[o] is not None for o in ('gid', 'gids', 'uid')))
+        plain = not (isinstance(argv, (str, bytes)) or a['shell'] or a['preexec_fn'] or not a['close_fds']
+                     or a['executable'] not in (None, argv[0]) or any(a[o] is not None for o in ('gid', 'gids', 'uid')))
         pid = None
         if plain:
             env = {os.fsdecode(k): os.fsdecode(v) for k, v in (os.environ if a['env'] is None else a['env']).items()}
             streams = [a[o] if a[o] != -1 else i for i, o in enumerate(('p2cread', 'c2pwrite', 'errwrite'))]
             passed = sorted(map(int, a['pass_fds']))
             cwd = os.path.abspath(os.fsdecode(a['cwd'])) if a['cwd'] is not None else os.getcwd()
-            pid = start(argv, env, cwd, [0, 1, 2, *passed], [*streams, *passed], bool(a['start_new_session']), a.get('process_group', -1), a['umask'])
+            pid = start(argv, env, cwd, [0, 1, 2, *passed], [*streams, *passed], bool(a['start_new_session']), a.get('process_group', -1),
+                        a['umask'])
         if pid is None: return cold(self, *args)
         self.pid, self._child_created = pid, True
         self._close_pipe_fds(*(a[o] for o in ('p2cread', 'p2cwrite', 'c2pread', 'c2pwrite', 'errread', 'errwrite')))
@@ -481,7 +488,8 @@ def install(all_kinds=False):
 # --- what nbdev calls
 
 def in_notebooks(cells):
-    "nbdev's `test_setup`: what the cells of notebooks start is warm, too; each process that runs notebooks makes a seed when it first needs one"
+    """nbdev's `test_setup`: what the cells of notebooks start is warm, too; each process that runs notebooks makes a seed when it first
+    needs one"""
     install(all_kinds=True)
     # a warm process finds the package by this alone, whatever the environment has installed
     os.environ['PYTHONPATH'] = os.pathsep.join(o for o in (ROOT, os.environ.get('PYTHONPATH')) if o)

@@ -51,7 +51,8 @@ def main(folder):
     while True:
         reply = run(calls.get())
         gc.collect()  # what one test left in a cycle must not be finalised in the middle of the next
-        # what stays is modules that were imported late (torch's compiler: 200,000 objects), which each look of the collector's would go through
+        # what stays is modules that were imported late (torch's compiler: 200,000 objects), which each look of the collector's would go
+        # through
         if not dist.is_initialized(): gc.freeze()
         conn.send((dist.is_initialized(), reply))
 

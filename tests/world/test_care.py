@@ -3,7 +3,7 @@ import subprocess, sys, textwrap
 
 import pytest
 from harness import launched
-from test_start import LAUNCHERS, PYTHON
+from launches import LAUNCHERS, PYTHON
 
 
 def in_a_new_process(code):
@@ -66,7 +66,8 @@ def threads_and_hook():
 
 def test_threads_and_hook(world2):
     "Accelerate sets torch's threads; torch puts its `[rank0]:` before each line once more with each group"
-    for r, (n, text) in enumerate(world2(threads_and_hook)): assert n == 3 and text.count('[rank') == 1 and f'[rank{r}]: ValueError: no disk' in text, (n, text)
+    for r, (n, text) in enumerate(world2(threads_and_hook)):
+        assert n == 3 and text.count('[rank') == 1 and f'[rank{r}]: ValueError: no disk' in text, (n, text)
 
 
 @pytest.mark.parametrize('how', ['fastdist', 'call_main'])
@@ -80,6 +81,6 @@ def test_items_of_a_set(tmp_path, how):
             if len({*all_gather_list(tuple({*'some names of classes'.split(), 'x', 'y', 'z'}))}) == 1 and is_master(): print('same')
         if __name__ == '__main__': main() if 'launched' in sys.argv else call_main(main, n=2)
         '''))
-    cmd = [*LAUNCHERS['fastdist'], tmp_path/'s.py', 'launched'] if how == 'fastdist' else [PYTHON, tmp_path/'s.py']
+    cmd = [*LAUNCHERS['fastdist'](2), tmp_path/'s.py', 'launched'] if how == 'fastdist' else [PYTHON, tmp_path/'s.py']
     res = launched(cmd, 120, env={'ACCELERATE_USE_CPU': 'true', 'PYTHONHASHSEED': None}, cwd=tmp_path)
     assert res.returncode == 0 and 'same' in res.stdout, res.stderr

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import psutil, pytest
 from harness import launched, wait_for
-from test_start import PYTHON
+from launches import LAUNCHERS, PYTHON
 
 SCRIPT = textwrap.dedent('''
     import json, os, sys, psutil, time, torch, torch.distributed as dist
@@ -36,10 +36,7 @@ SCRIPT = textwrap.dedent('''
         if sys.argv[1] == 'call_main': call_main(main, 'listens', n=2)
         else: main(sys.argv[1])
     ''')
-LAUNCH = [PYTHON, '-m', 'fastdist', 'launch', '-n', '2', '--cpu']
-TORCHRUN = [PYTHON, '-m', 'torch.distributed.run', '--standalone', '--nproc-per-node', '2']
-ACCELERATE = [PYTHON, '-m', 'accelerate.commands.launch', '--multi_gpu', '--num_processes', '2', '--main_process_port', '0', '--num_machines', '1',
-              '--mixed_precision', 'no', '--dynamo_backend', 'no']
+LAUNCH = [*LAUNCHERS['fastdist'](2), '--cpu']
 
 
 @pytest.fixture
@@ -48,7 +45,8 @@ def run(tmp_path):
     (tmp_path/'tmp').mkdir()
     (tmp_path/'s.py').write_text(SCRIPT)
     def go(cmd, what, **kwargs):
-        env = {'TMPDIR': str(tmp_path/'tmp'), 'ACCELERATE_USE_CPU': 'true', 'CUDA_VISIBLE_DEVICES': '', 'GLOO_SOCKET_IFNAME': None, 'FASTDIST_SECRET': None}
+        env = {'TMPDIR': str(tmp_path/'tmp'), 'ACCELERATE_USE_CPU': 'true', 'CUDA_VISIBLE_DEVICES': '', 'GLOO_SOCKET_IFNAME': None,
+               'FASTDIST_SECRET': None}
         return launched([*cmd, 's.py', what], 120, env=env, cwd=tmp_path, **kwargs)
     return go
 
@@ -66,7 +64,8 @@ def found(res):
 
 
 def test_launch(run, tmp_path):
-    "On one machine launcher and workers listen on loopback only. Of a launcher that was killed the logs stay, and nothing else; of a good run nothing"
+    """On one machine launcher and workers listen on loopback only. Of a launcher that was killed the logs stay, and nothing else; of a
+    good run nothing"""
     def kill(proc, mark):
         wait_for((tmp_path/'ready').exists, 'the loader has sent a batch')
         for p in [psutil.Process(proc.pid), *psutil.Process(proc.pid).children(recursive=True)]: p.kill()
@@ -87,10 +86,11 @@ def test_logs_of_a_failed_run_stay(run, tmp_path):
     assert made(tmp_path) == [folder]
 
 
-@pytest.mark.parametrize('cmd', [TORCHRUN, ACCELERATE], ids=['torchrun', 'accelerate'])
-def test_other_launchers(run, tmp_path, cmd):
+@pytest.mark.parametrize('how', ['torchrun', 'accelerate'])
+def test_other_launchers(run, tmp_path, how):
     "Workers listen on loopback only, and have found a secret by themselves; of what they have made nothing stays"
-    assert {ip for launcher, ip in found(run(cmd, 'listens')) if not launcher} == {'127.0.0.1'}  # the launcher's own store is torch's
+    # the launcher's own store is torch's
+    assert {ip for launcher, ip in found(run(LAUNCHERS[how](2), 'listens')) if not launcher} == {'127.0.0.1'}
     assert made(tmp_path) == []
 
 
@@ -107,7 +107,8 @@ def caught(f):
 
 
 def under_attack(folder):
-    "Rank 1 is another user's process, too, that has only the address of the store: it writes a bomb under each key that is read, and sends one"
+    """Rank 1 is another user's process, too, that has only the address of the store: it writes a bomb under each key that is read, and
+    sends one"""
     import torch.distributed as dist
     from fastdist.comm import collectives
     from fastdist.comm.collectives import from_rank0
@@ -123,7 +124,8 @@ def under_attack(folder):
     def here(): dist.barrier()
     here()
     if r: write(**{'user/x': bomb, 'rank0/first/1': bomb,
-                   **{f'rank0/read/{i}': json.dumps(dict(parts=1)) for i in (2, 3)}, 'rank0/read/2/0': bomb, 'rank0/read/3/0': bytes(32)+bomb})
+                   **{f'rank0/read/{i}': json.dumps(dict(parts=1)) for i in (2, 3)}, 'rank0/read/2/0': bomb,
+                   'rank0/read/3/0': bytes(32)+bomb})
     here()
     res = [caught(lambda: world_store().get('x'))]
     if r: res += [caught(lambda: rank0_first(len, 'ab')), caught(lambda: rank0_read(len, 'ab')), caught(lambda: rank0_read(len, 'ab'))]
@@ -131,14 +133,17 @@ def under_attack(folder):
     # who has reached gloo's connections, and sends what it likes by a call of all workers, has no secret either
     real = collectives.sign
     if r: collectives.sign = lambda *_: b'0'*32
-    try: res += [caught(lambda: all_gather_list(Bomb(folder) if r else 'x')), caught(lambda: broadcast_object(Bomb(folder), src=1) and None), caught(lambda: from_rank0(Path('a')))]
+    try:
+        res += [caught(lambda: all_gather_list(Bomb(folder) if r else 'x')), caught(lambda: broadcast_object(Bomb(folder), src=1) and None),
+                caught(lambda: from_rank0(Path('a')))]
     finally: collectives.sign = real
     res.append(len(all_gather_list(Path('a'))))
     return res
 
 
 def test_intruder(world2, tmp_path):
-    "A bomb under each key that workers read, and in each message, with and without the form of a signature: none is opened, and the error says which it was"
+    """A bomb under each key that workers read, and in each message, with and without the form of a signature: none is opened, and the
+    error says which it was"""
     here = tmp_path.resolve()
     res = world2(under_attack, here, timeout=100)
     assert os.listdir(here) == []
@@ -147,13 +152,3 @@ def test_intruder(world2, tmp_path):
         if r: assert 'codec' in rank0[0] and rank0[1:] == [('read/2', 1, True), ('read/3', 1, True)]
         assert gathered == ('message', r, True) and sent == (None if r else ('message', 0, True)) and after == 2
         assert first == Path('a')  # rank 0 has the secret
-
-
-def test_no_file_for_the_secret(tmp_path, monkeypatch):
-    "It is made where the home can be written, once; elsewhere the error says what to set"
-    from fastdist.world import secret
-    monkeypatch.setenv('HOME', str(tmp_path/'home'))
-    assert secret.user_secret() == secret.user_secret() and stat.S_IMODE((tmp_path/'home/.cache/fastdist/secret').stat().st_mode) == 0o600
-    (tmp_path/'no').touch()
-    monkeypatch.setenv('HOME', str(tmp_path/'no'))
-    with pytest.raises(RuntimeError, match='set FASTDIST_SECRET'): secret.user_secret()

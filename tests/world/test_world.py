@@ -1,5 +1,6 @@
-"Starting, waiting and failing, on many workers"
+"Groups and calls of many workers, and what forks are"
 import os
+
 import pytest
 from learners import *
 
@@ -28,7 +29,8 @@ def within_each_other():
     from fastdist.all import get_rank, rank0_first, rank0_read
     def fail(): raise ValueError('no disk')
     res = []
-    for f in (lambda: rank0_first(rank0_first, fail), lambda: rank0_read(rank0_read, lambda: 5), lambda: rank0_first(rank0_first, get_rank), lambda: rank0_read(get_rank)):
+    for f in (lambda: rank0_first(rank0_first, fail), lambda: rank0_read(rank0_read, lambda: 5), lambda: rank0_first(rank0_first, get_rank),
+              lambda: rank0_read(get_rank)):
         try: res.append(f())
         except Exception as e: res.append(type(e).__name__)
     return res
@@ -37,28 +39,6 @@ def within_each_other():
 def test_rank0_first_within_itself(world3):
     "The others waited for a call of rank 0's of another number, without a limit"
     for r, res in enumerate(world3(within_each_other)): assert res == ['RemoteError' if r else 'ValueError', 5, r, 0], res
-
-
-def alone(monkeypatch, **env):
-    for k in [o for o in os.environ if o.startswith(('SLURM_', 'MASTER_', 'TORCHELASTIC_')) or o in ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE')]:
-        monkeypatch.delenv(k)
-    for k, v in env.items(): monkeypatch.setenv(k, v)
-
-
-def test_no_address_in_the_environment(monkeypatch):
-    "Was a KeyError, or one of urlparse about a port None"
-    from fastdist.world import distributed_init
-    for env, what in ({}, 'MASTER_ADDR and MASTER_PORT'), (dict(MASTER_ADDR='h'), 'MASTER_PORT'):
-        alone(monkeypatch, **env)
-        with pytest.raises(ValueError, match=f"init_method='env://' .* {what} is not set"): distributed_init('env://', rank=0, world_size=2)
-
-
-def test_arguments_that_are_none(monkeypatch):
-    "Alone without a word, or an AttributeError"
-    from fastdist.world import distributed_init
-    alone(monkeypatch)
-    for args in {'distributed_world_size': 2}, Path('/shared/meet'), 3:
-        with pytest.raises(TypeError, match='args=.* is not accepted: it is an init_method'): distributed_init(args)
 
 
 def too_large():
@@ -76,11 +56,34 @@ def test_a_value_that_is_too_large(world2):
     for res in world2(too_large): assert all("the value of 'large' has 83" in o and 'broadcast_object' in o for o in res), res
 
 
-def test_rank0_first_before_workers_are_started(monkeypatch):
-    "On a node of several, in the one task that Slurm has started for all of its GPUs: it waited ten minutes for workers that nobody starts"
-    from fastdist.world import rank0_first, world_store
-    alone(monkeypatch, SLURM_PROCID='0', SLURM_NTASKS='2', SLURM_LOCALID='0', SLURM_NODEID='0', SLURM_NNODES='2', SLURM_STEP_ID='0', SLURM_STEP_NODELIST='h[1-2]')
-    monkeypatch.setattr('torch.cuda.is_available', lambda: True)
-    monkeypatch.setattr('torch.cuda.device_count', lambda: 2)
-    for f in (lambda: rank0_first(len, 'a')), world_store:
-        with pytest.raises(ValueError, match='by `call_main`, and call this in what it calls'): f()
+def test_no_address_in_the_environment(monkeypatch):
+    "Was a KeyError, or one of urlparse about a port None"
+    from fastdist.world import distributed_init
+    for k in [o for o in os.environ if o.startswith(('SLURM_', 'MASTER_', 'TORCHELASTIC_', 'RANK', 'WORLD_SIZE', 'LOCAL_'))]:
+        monkeypatch.delenv(k)
+    with pytest.raises(ValueError, match="init_method='env://' .* MASTER_ADDR and MASTER_PORT is not set"):
+        distributed_init('env://', rank=0, world_size=2)
+
+
+def forked():
+    "A child forked in a group has its world, and ends nothing of it; one that is forked before has a world of its own"
+    from fastdist.world import current_world, setup_distrib, teardown_distrib
+    teardown_distrib()
+    def child(f):
+        pid = os.fork()
+        if pid == 0:
+            ok = False
+            try: ok = f()
+            finally: os._exit(0 if ok else 1)
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    w, ends = current_world(), []
+    apart = child(lambda: current_world() is not w)
+    setup_distrib()
+    w = current_world()
+    w.on_end(lambda: ends.append(1))
+    kept = child(lambda: current_world() is w and (w.end(), ends == [])[1])
+    teardown_distrib()
+    return apart, kept, ends
+
+
+def test_forks_are_no_ranks(world2): assert world2(forked) == [(True, True, [1])]*2
