@@ -13,7 +13,7 @@ warnings.filterwarnings('ignore')
 
 
 def main():
-    from test_thousand_workers import STRATEGIES, costs
+    from test_messages import STRATEGIES, costs
     from forked import started
     p = parser(__doc__)
     p.add_argument('--workers', type=int, nargs='+', default=[2, 8, 1024, 16384])

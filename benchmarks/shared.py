@@ -3,7 +3,7 @@ import argparse, ctypes, gc, os, statistics, sys, time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), *(str(ROOT/'tests'/o) for o in ('support', 'promises'))]
+sys.path[:0] = [str(ROOT), *(str(ROOT/'tests'/o) for o in ('support', 'contract'))]
 
 
 def parser(doc): return argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -164,8 +164,8 @@ def in_turn(items):
 
 
 # what takes half a minute and more, or waits for most of its time: one that began as the last would keep a core idle
-LONG = ('test_as_they_stand', 'test_killed_at_random_moments', 'test_tutorials.py', 'test_two_hosts.py', 'test_elastic.py', 'test_composed',
-        'test_exact_or_an_error', 'test_more_backwards', 'test_either_order')
+LONG = ('test_as_they_stand', 'test_killed_at_random_moments', 'test_tutorials.py', 'test_two_hosts.py', 'test_elastic.py',
+        'test_exact_or_an_error', 'test_either_order')
 
 
 def pytest_collection_modifyitems(config, items):

@@ -27,10 +27,10 @@ def losses(kind):
                 summed=SummedSquares)[kind]()
 
 
-def fitted(distrib, bs, n=23, loss='plain', fit='fit', steps=None, cbs=None, bn=False, opt=SGD, epochs=2, **ctx):
+def fitted(distrib, bs, n=23, loss='plain', fit='fit', steps=None, cbs=None, opt=SGD, **ctx):
     "Weights after fits; `distrib` is None for plain fastai, False for a context in one process"
     if steps: ctx['gradient_accumulation_steps'] = steps
-    learn = quiet(learner(n=n, bs=bs, loss=losses(loss), shuffle=False, bn=bn, opt=opt, cbs=cbs and cbs(), lr=0.05 if loss != 'summed' else 1e-3,
+    learn = quiet(learner(n=n, bs=bs, loss=losses(loss), shuffle=False, opt=opt, cbs=cbs and cbs(), lr=0.05 if loss != 'summed' else 1e-3,
                           model=mlp_one if loss == 'summed' else None,
                           splitter=lambda m: [params(m[:1]), params(m[1:])] if loss != 'summed' else trainable_params(m)))
     if loss == 'summed': learn.dls = DataLoaders(*[TfmdDL(Items(n, False), bs=bs, num_workers=0) for _ in range(2)])
@@ -39,7 +39,7 @@ def fitted(distrib, bs, n=23, loss='plain', fit='fit', steps=None, cbs=None, bn=
             learn.freeze()
             learn.fit(1)
             learn.unfreeze()
-        learn.fit(epochs)
+        learn.fit(2)
         if fit == 'twice': learn.fit(1)
     return weights(learn)
 
@@ -49,14 +49,14 @@ def mlp_one():
     return nn.Sequential(nn.Linear(4, 1, dtype=torch.float64))
 
 
-@pytest.mark.parametrize('n,bs,k,loss', [(23, 5, 2, 'plain'), (16, 4, 4, 'weighted'), (7, 2, 3, 'ignored'), (5, 1, 2, 'summed'), (13, 6, 5, 'plain')])
+@pytest.mark.parametrize('n,bs,k,loss', [(16, 4, 4, 'weighted'), (7, 2, 3, 'ignored'), (5, 1, 2, 'summed'), (13, 6, 5, 'plain')])
 def test_steps_are_a_large_batch(world, n, bs, k, loss):
     want = fitted(None, bs*k, n=n, loss=loss)
     assert diff(want, fitted(False, bs, n=n, loss=loss, steps=k)) < 2e-7
     for w in world(fitted, True, bs, n=n, loss=loss, steps=k): assert diff(want, w) < 2e-7
 
 
-CASES = dict(adam=dict(opt=Adam), frozen=dict(fit='frozen'), clip=dict(cbs=lambda: GradientClip(0.1)))
+CASES = dict(frozen=dict(fit='frozen', opt=Adam), clip=dict(cbs=lambda: GradientClip(0.1)))
 
 
 class EndsEarly(Callback):
@@ -74,12 +74,11 @@ def test_what_is_dropped_is_in_no_later_step(world2, strategy):
 
 @pytest.mark.parametrize('case', list(CASES))
 def test_steps_with_all_else(world, case):
-    kw = {'steps': 3, **CASES[case]}
-    want = fitted(None, 15, **{k: v for k, v in kw.items() if k != 'steps'})
-    for w in world(fitted, True, 5, **kw): assert diff(want, w) < 2e-7
+    want = fitted(None, 15, **CASES[case])
+    for w in world(fitted, True, 5, steps=3, **CASES[case]): assert diff(want, w) < 2e-7
 
 
-@pytest.mark.parametrize('n,bs,n_acc,fit', [(23, 5, 10, 'fit'), (22, 4, 9, 'twice'), (11, 1, 3, 'frozen')])
+@pytest.mark.parametrize('n,bs,n_acc,fit', [(22, 4, 9, 'twice'), (11, 1, 3, 'frozen')])
 def test_fastais_callback(world, n, bs, n_acc, fit):
     "As in one process: what is left at the end of a fit goes into the next one"
     kw = dict(n=n, fit=fit, cbs=partial(GradientAccumulation, n_acc))
@@ -124,41 +123,3 @@ def both():
 
 
 def test_not_both(world2): assert all('use one of them' in o for o in world2(both)) and 'use one of them' in both()
-
-
-def from_launcher(steps):
-    import os
-    os.environ['ACCELERATE_GRADIENT_ACCUMULATION_STEPS'] = steps
-    try: return fitted(True, 5)
-    except ValueError as e: return str(e)
-    finally: del os.environ['ACCELERATE_GRADIENT_ACCUMULATION_STEPS']
-
-
-def test_from_the_launcher(world2):
-    want = fitted(None, 10)
-    for w in world2(from_launcher, '2'): assert diff(want, w) < 2e-7
-    assert all("gradient_accumulation_steps (of the launcher)='two'" in o for o in world2(from_launcher, 'two'))
-
-
-def interrupted(how):
-    "A fit that ends by an error in the middle of a step, and another in the next context"
-    import fastdist.all
-    class Ends(Callback):
-        run_valid = False
-        def after_batch(self):
-            if self.iter == 2: raise ArithmeticError('in the middle')
-    cbs, ctx = ([GradientAccumulation(10)], {}) if how == 'callback' else ([], dict(gradient_accumulation_steps=2))
-    learn = quiet(learner(n=23, bs=5, cbs=cbs))
-    for same_context in (False, True):
-        with learn.distrib_ctx(split_batches=True, **ctx):
-            try: learn.fit(1, cbs=Ends())
-            except ArithmeticError: pass
-            if same_context: learn.fit(1)
-        with learn.distrib_ctx(split_batches=True, **ctx): learn.fit(1)
-    return weights(learn)
-
-
-@pytest.mark.parametrize('how', ['callback', 'steps'])
-def test_after_an_error_in_the_middle_of_a_step(world, how):
-    first, *others = world(interrupted, how)
-    for o in others: assert diff(first, o) == 0

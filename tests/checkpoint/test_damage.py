@@ -121,24 +121,3 @@ def fitted_to(ckpt, path):
     learn = made(path, more=False)
     learn.fit(1, cbs=Resume(ckpt, every=2))
     return learn
-
-
-def saved_twice(folder):
-    "Fits whose last step is one of those after which a checkpoint is made: it is made again as the fit ends; what is there then"
-    import fastdist.all
-    from fastdist.checkpoint.files import checkpoints
-    from fastdist.checkpoint.resume import Resume
-    from fastdist.world import get_rank
-    found = []
-    with contextlib.redirect_stderr(io.StringIO()) as said:
-        for i in range(6):
-            learn = quiet(learner(n=16, bs=8, n_val=2, model=mlp))
-            with learn.distrib_ctx(split_batches=True, resume=Resume(Path(folder)/f'{i}', every=2)): learn.fit(1)
-            if get_rank() == 0: found.append([(c.summary['step'], c.summary['ended'], c.verify()) for c in checkpoints(Path(folder)/f'{i}')])
-    return found, said.getvalue()
-
-
-def test_a_step_that_is_saved_twice(world3, tmp_path):
-    for rank, (found, said) in enumerate(world3(saved_twice, str(tmp_path))):
-        assert 'NOT saved' not in said
-        if rank == 0: assert all([o[:2] for o in cs] == [(2, True), (2, False)] for cs in found) and len(found) == 6, found

@@ -1,11 +1,12 @@
 "What callbacks, layers and loaders of one's own remember goes on after a restart as in the run that nobody has ended"
 import collections, warnings
 import pytest
+from loaders import Hops
 from test_resume import *
 from torch.optim.swa_utils import AveragedModel
 
 
-def fitted(folder, make, what, at=None, every=None, strategy=None, n=4):
+def fitted(folder, make, what, at=None, every=None):
     "A fit that ends at batch `at`, or goes on from where the one before has ended: (the texts of the warnings, weights, `what(learn)` of it)"
     import fastdist.all
     from fastdist.checkpoint.resume import Resume
@@ -13,9 +14,9 @@ def fitted(folder, make, what, at=None, every=None, strategy=None, n=4):
     global fitted_learner
     learn = fitted_learner = make(folder)
     learn.add_cb(Ends(at))
-    with warnings.catch_warnings(record=True) as said, learn.distrib_ctx(**ctx_of(strategy)) if strategy else contextlib.nullcontext():
+    with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter('always')
-        try: learn.fit(n, cbs=Resume(folder/'ckpt', every=every))
+        try: learn.fit(4, cbs=Resume(folder/'ckpt', every=every))
         except ZeroDivisionError: return
     return [str(o.message) for o in said if 'Resume' in str(o.message)], {k: v.tolist() for k, v in weights(learn).items()}, what(learn)
 
@@ -31,11 +32,11 @@ class Ends(Callback):
 def simple(folder, cbs=None, **kwargs): return made(folder, cbs=cbs, more=False, Data=Items, dropout=0, **kwargs)
 
 
-def compare(tmp_path, make, what, ends=(15,), every=None, **kwargs):
+def compare(tmp_path, make, what, ends=(15,), every=None):
     "The whole run, and the one that has ended at each of `ends`; the texts of the latter's warnings"
-    want = fitted(tmp_path/'whole', make, what, **kwargs)
-    for at in ends: assert fitted(tmp_path/'part', make, what, at, every, **kwargs) is None
-    said, *got = fitted(tmp_path/'part', make, what, None, every, **kwargs)
+    want = fitted(tmp_path/'whole', make, what)
+    for at in ends: assert fitted(tmp_path/'part', make, what, at, every) is None
+    said, *got = fitted(tmp_path/'part', make, what, None, every)
     assert repr(got) == repr(list(want[1:])), (got, want)
     return said
 
@@ -82,25 +83,13 @@ def test_a_state_that_is_no_data(tmp_path):
     assert not list(tmp_path.glob('*/step-*'))
 
 
-class Own(torch.utils.data.Sampler):
-    "Draws from a generator of its own"
-    def __init__(self, n): self.n, self.g = n, np.random.default_rng(3)
-    def __len__(self): return self.n
-    def __iter__(self): return iter(self.g.permutation(self.n).tolist())
-
-
-T = torch.utils.data
-DRAW = dict(own=lambda ds: T.DataLoader(ds, 4, sampler=Own(22)), counts=lambda ds: T.DataLoader(ds, 4, sampler=PerEpoch(22)))
-
-
-def drawing(kind, folder):
-    learn = simple(folder)
-    learn.dls.loaders[0] = DRAW[kind](learn.dls.train_ds)
-    return learn
-
-
-@pytest.mark.parametrize('kind', DRAW)
-def test_samplers_of_ones_own(kind, tmp_path): compare(tmp_path, partial(drawing, kind), lambda l: None, [9], 1)
+@pytest.mark.parametrize('sampler', [Hops, lambda n: PerEpoch(n)], ids=['own generator', 'counts'])
+def test_samplers_of_ones_own(sampler, tmp_path):
+    def make(folder):
+        learn = simple(folder)
+        learn.dls.loaders[0] = TorchDL(learn.dls.train_ds, 4, sampler=sampler(22))
+        return learn
+    compare(tmp_path, make, lambda l: None, [9], 1)
 
 
 class Collects(Callback):
@@ -118,50 +107,13 @@ def test_collections(tmp_path):
     assert len(said) == 1 and 'Resume does not save Collects.last: no data' in said[0], said
 
 
-class Counts:
-    def state_dict(self): return {k: v for k, v in vars(self).items() if k in ('epoch', 'seen')}
-    def load_state_dict(self, state): vars(self).update(state)
-
-
-class PerEpoch(Counts, torch.utils.data.Sampler):
+class PerEpoch(torch.utils.data.Sampler):
     "Another order in each epoch, by its own number; and from the second one on, another one by what it has seen"
     def __init__(self, n): self.n, self.epoch, self.seen = n, 0, []
     def __len__(self): return self.n
+    def state_dict(self): return dict(epoch=self.epoch, seen=self.seen)
+    def load_state_dict(self, state): self.epoch, self.seen = state['epoch'], state['seen']
     def __iter__(self):
         self.epoch += 1
         self.seen.append(self.epoch)
         return iter(torch.randperm(self.n, generator=torch.Generator().manual_seed(sum(self.seen))).tolist())
-
-
-class Scaled(nn.Linear):
-    "By how often it has been trained, which is no tensor"
-    n = 0
-    def forward(self, x):
-        self.n += self.training
-        return super().forward(x)*(1+self.n/10)
-    def get_extra_state(self): return dict(n=self.n)
-    def set_extra_state(self, state): self.n = state['n']
-
-
-def extra_saved(folder, strategy):
-    "(What the model has counted: as it was saved, as it was loaded again, and as what `fastdist export` writes has it)"
-    import fastdist.all
-    from fastdist.checkpoint.resume import Resume
-    from fastdist.launch.checkpoint.export import main
-    from fastdist.world import get_rank, rank0_first
-    from_the_start()
-    learn = simple(folder, model=lambda: nn.Sequential(Scaled(4, 8), nn.Linear(8, 3)).double())
-    with learn.distrib_ctx(**ctx_of(strategy)):
-        learn.fit(1, cbs=Resume(folder/'ckpt'))
-        n = learn.model[0].n
-        learn.save('saved')
-        learn.fit(1)
-        learn.load('saved')
-    loaded = learn.model[0].n
-    rank0_first(lambda: get_rank() == 0 and main([str(folder/'ckpt'), str(folder/'models'/'exported.pth')]))
-    learn.load('exported', with_opt=False)
-    return n, loaded, learn.model[0].n
-
-
-def test_the_extra_state_of_a_model_is_saved_and_exported(world2, tmp_path):
-    for o in world2(extra_saved, tmp_path, 'fsdp'): assert len({*o}) == 1 and o[0], o

@@ -1,26 +1,31 @@
 "P1 for every strategy: what people train ends as in one process, and so does what is saved; each worker has a part of what is shared out"
+import pandas as pd
 import pytest
-from test_training import case as training
+from test_training import Marks, case as training
 from fastai.learner import load_learner
+from loaders import KINDS
 from table import *
 
 # All that concerns the optimizer, gradients, and who has what; whole parameters and the very model are not in all of them
-NAMES = [*OPTS, 'radam', 'qhadam', 'ranger', 'lookahead', 'adamw', 'torch_sgd', 'larc', *'''clip accumulate clip_accumulate norms loss_norm marks summed combined adds_weights cancels
-         fp16 any_size own_batches accumulation_argument schedules trackers frozen_in_turn gan text_classifier'''.split()]
+NAMES = [*OPTS, 'radam', 'qhadam', 'ranger', 'lookahead', 'adamw', 'torch_sgd', 'larc', *'''clip accumulate clip_accumulate norms loss_norm
+         marks summed combined adds_weights cancels fp16_infinite any_size own_batches accumulation_argument schedules trackers
+         frozen_in_turn gan text_classifier sam aux own_backward used_sometimes'''.split()]
+# A loss with parts of the model, which is a sharded copy in some strategies; an argument of DistributedDataParallel's
+REPLICATED = 'gan', 'used_sometimes'
 SHARDED = STRATEGIES[1:]
 
 
 @pytest.mark.parametrize('n', [2, 3])
 @pytest.mark.parametrize('strategy', SHARDED)
 def test_as_one_process(worlds, strategy, n):
-    "Each case by two workers or by three; the loss of a GAN has parts of the model, which is a sharded copy in some strategies"
-    names = [o for o in NAMES[(n+SHARDED.index(strategy)) % 2::2] if o != 'gan' or strategy == 'zero1']
+    "Each case by two workers or by three"
+    names = [o for o in NAMES[(n+SHARDED.index(strategy)) % 2::2] if o not in REPLICATED or strategy == 'zero1']
     training.check(worlds(n), names, **ctx_of(strategy))
 
 
 def test_on_one_worker():
     "A worker alone, without a launcher, shares nothing out"
-    for i, strategy in enumerate(STRATEGIES): training.check(None, NAMES[i::12], **ctx_of(strategy))
+    for i, strategy in enumerate(STRATEGIES): training.check(None, [o for o in NAMES[i::12] if o not in REPLICATED], **ctx_of(strategy))
 
 
 case = Cases()
@@ -102,7 +107,8 @@ def many_in_and_out(within):
 
 
 class Odd(nn.Module):
-    "A parameter in three places, one with fewer rows than workers, numbers, a frozen layer, an LSTM, which keeps a list of its weights"
+    """A parameter in three places, one with fewer rows than workers, one without elements, numbers, a frozen layer, an LSTM, which keeps a
+    list of its weights"""
     def __init__(self):
         super().__init__()
         self.first = nn.Linear(4, 7)
@@ -111,13 +117,14 @@ class Odd(nn.Module):
         self.narrow, self.wide, self.rnn, self.head = nn.Linear(7, 1), nn.Linear(1, 7), nn.LSTM(7, 7, num_layers=2, batch_first=True), nn.Linear(7, 3)
         self.scale, self.shift = nn.Parameter(torch.tensor(1.5)), nn.Parameter(torch.tensor(.1))
         self.frozen, self.fixed = nn.Linear(7, 7).requires_grad_(False), nn.Parameter(torch.tensor(.9), requires_grad=False)
+        self.none = nn.Parameter(torch.zeros(0, 3))
         self.register_buffer('n', torch.tensor(0))
     def forward(self, x):
         if self.training: self.n += 1
         x = self.first(x).relu()
         for b in self.blocks: x = b(x)
         x = x+self.rnn(x[:, None])[0][:, -1]
-        return self.head(x+self.wide(self.narrow(x)).tanh()+self.frozen(x)*self.fixed)*self.scale+self.shift
+        return self.head(x+self.wide(self.narrow(x)).tanh()+self.frozen(x)*self.fixed)*self.scale+self.shift+self.none.sum(0)
 
 
 @case
@@ -131,6 +138,146 @@ def odd_parameters(within):
         learn.fit(1)
     learn.fit(1)
     return result(learn)
+
+
+class Tempered(nn.CrossEntropyLoss):
+    "With a temperature to learn"
+    def __init__(self):
+        super().__init__()
+        self.temperature = nn.Parameter(torch.tensor(1.5).double())
+    def forward(self, o, y): return super().forward(o/self.temperature, y).float()
+
+
+class SecondHead(Callback):
+    "A module of the callback's, after the model"
+    def __init__(self): self.head = new_head()
+    def before_train(self): self.head.train()
+    def before_validate(self): self.head.eval()
+    def after_pred(self): self.learn.pred = self.head(self.pred)
+
+
+def new_head(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 3)).double()
+
+
+def beside(within, module, **kwargs):
+    "The optimizer has parameters that are not the model's"
+    learn = quiet(learner(n=22, n_val=4, opt=partial(SGD, mom=.9), lr=.05, splitter=lambda m: [params(m), params(module)], **kwargs))
+    with within(learn): learn.fit(2)
+    return result(learn, weights_beside=module.state_dict())
+
+
+@case
+def loss_that_learns(within):
+    "Some shares of a batch have no labels, and so no gradient of the temperature"
+    loss = Tempered()
+    return beside(within, loss, loss=loss, cbs=[Marks(), GradientAccumulation(12)])
+
+
+@case(tol=2e-6)  # batches of two rows
+def module_of_a_callback(within):
+    cb = SecondHead()
+    return beside(within, cb.head, cbs=cb)
+
+
+class MovingAverage(Callback):
+    "Of the weights, of which it sees the worker's own part; it takes their place at the end of the fit"
+    def before_fit(self): self.avg = [p.detach().clone() for p in self.model.parameters()]
+    def after_step(self):
+        for a, p in zip(self.avg, self.model.parameters()): a.lerp_(p.detach(), .1)
+    def after_fit(self):
+        with torch.no_grad():
+            for a, p in zip(self.avg, self.model.parameters()): p.copy_(a)
+
+
+@case
+def moving_average(within):
+    learn = quiet(learner(n=22, bn=True, opt=Adam, metrics=accuracy))
+    with within(learn):
+        learn.fit(2, cbs=MovingAverage())
+        valid = list(learn.validate())
+    return result(learn, valid=valid)
+
+
+@case(tol=1e-6)
+def language_model(within):
+    "Tied weights, and texts that go on from batch to batch"
+    set_seed(7)
+    learn = KINDS['language_model'](1)
+    with within(learn): learn.fit_one_cycle(2)
+    assert learn.model[1].decoder.weight is learn.model[0].encoder.weight
+    return result(learn)
+
+
+class Encoder(nn.Module):
+    "In evaluation torch's layers go a fast path, which reads their weights"
+    def __init__(self):
+        super().__init__()
+        self.emb = nn.Linear(4, 8)
+        self.enc = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, dropout=0., batch_first=True), 2, enable_nested_tensor=False)
+        self.head = nn.Linear(8, 3)
+    def forward(self, x): return self.head(self.enc(self.emb(x)[:, None]).mean(1))
+
+
+@case
+def transformer(within):
+    learn = quiet(learner(n=20, opt=Adam, lr=.02, metrics=accuracy, model=lambda: (torch.manual_seed(3), Encoder().double())[1]))
+    with within(learn):
+        learn.fit(2)
+        preds = list(learn.get_preds())
+    return result(learn, preds=preds)
+
+
+@case
+def unet(within):
+    "Whose layers take what hooks have kept of others"
+    from fastai.vision.all import DynamicUnet, foreground_acc
+    set_seed(7)
+    dls = DataLoaders(*[TfmdDL([(torch.rand(3, 16, 16).double(), torch.randint(0, 2, (16, 16))) for _ in range(n)], bs=5,
+                               num_workers=0) for n in (10, 5)])
+    body = nn.Sequential(nn.Conv2d(3, 4, 3, stride=2, padding=1), nn.ReLU(), nn.Conv2d(4, 8, 3, stride=2, padding=1), nn.ReLU())
+    learn = quiet(Learner(dls, DynamicUnet(body, 2, (16, 16)).double(), loss_func=Double(axis=1), opt_func=SGD, lr=.05,
+                          metrics=foreground_acc))
+    with within(learn): learn.fit(1)
+    return result(learn)
+
+
+@case(tol=2e-6)
+def tabular(within):
+    "Without columns of numbers: the model has parameters without elements, which nothing uses"
+    from fastai.tabular.all import Categorify, CategoryBlock, TabularDataLoaders, tabular_learner
+    g = np.random.RandomState(3)
+    df = pd.DataFrame(dict(b=g.choice(list('xyz'), 22), y=g.randint(0, 2, 22)))
+    set_seed(3)
+    dls = TabularDataLoaders.from_df(df, procs=[Categorify], cat_names=['b'], cont_names=[], y_names='y', y_block=CategoryBlock(), bs=5,
+                                     valid_idx=range(17, 22), num_workers=0)
+    learn = quiet(tabular_learner(dls, layers=[4]))
+    with within(learn): learn.fit(2, .01)
+    return result(learn)
+
+
+@case
+def other_models(within):
+    "Between two fits, and as one begins: another head, or model, each worker's with weights of its own, and an optimizer for it"
+    from fastdist.all import get_rank
+    class NewHead(Callback):
+        def before_fit(self):
+            self.learn.model[-1] = nn.Linear(5, 3).double()
+            self.learn.create_opt()
+    learn = quiet(learner(n=22, opt=partial(SGD, mom=.9), lr=.05))
+    with within(learn):
+        learn.fit(1, cbs=GradientAccumulation(12))  # gradients of a batch wait when the model changes
+        learn.model.extend(new_head(get_rank()))
+        learn.opt = None
+        values = list(learn.validate())
+        learn.fit(1)
+        torch.manual_seed(get_rank())
+        learn.fit(1, cbs=NewHead())
+        learn.model = mlp(bn=True, seed=4+get_rank())
+        learn.create_opt()
+        learn.fit(1)
+    return result(learn, valid=values)
 
 
 class InDouble(Callback):
@@ -157,7 +304,9 @@ def vision(within):
 
 @pytest.mark.parametrize('n', [2, 3])
 @pytest.mark.parametrize('strategy', STRATEGIES)
-def test_models_and_files(worlds, strategy, n): case.check(worlds(n), list(case)[(n+STRATEGIES.index(strategy)) % 2::2], **ctx_of(strategy))
+def test_models_and_files(worlds, strategy, n):
+    names = [o for o in case if o != 'other_models' or strategy in ('ddp', 'zero1')]  # a sharded copy keeps its layers
+    case.check(worlds(n), names[(n+STRATEGIES.index(strategy)) % 2::2], **ctx_of(strategy))
 
 
 def shares(strategy):

@@ -27,10 +27,6 @@ class WithAct(nn.BatchNorm1d):
         return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, self.training, m, self.eps).relu()
 
 
-class Doubled(nn.BatchNorm1d):
-    def forward(self, x): return super().forward(x)*2
-
-
 class Recomputed(nn.Module):
     "As models of timm do after `set_grad_checkpointing`; running statistics count a batch twice, in one process too"
     def __init__(self):
@@ -73,6 +69,9 @@ def ce(p, y, **kwargs): return F.cross_entropy(p, y, **kwargs).float()  # as fas
 def weighted(p, y): return ((W[y]*F.cross_entropy(p, y, reduction='none')).sum() / W[y].sum()).float()
 weighted.loss_divisor = lambda y: W[y].sum()
 def contrast(p, y): return torch.log_softmax(p@p.T, 1).diag().mean().neg().float() + ce(p, y)
+def rmse_loss(p, y): return (p.sum(1)-y).square().mean().sqrt().float()
+def made_by_model(p, y): return torch.tensor(0.)
+made_by_model.loss_divisor = lambda y: (y != -100).sum()
 
 
 def whole(f):
@@ -104,6 +103,73 @@ class ReplacesLoss(Callback):
 class Marks(Callback):
     "Some labels do not count: of a share, perhaps none"
     def before_batch(self): self.learn.yb = (torch.where(self.x[:, 0] > .3, -100, self.y),)
+
+
+class OfModel(Callback):
+    "The model makes its loss itself, of the labels that count, and this puts it in the place of the loss function's"
+    def after_loss(self):
+        self.learn.loss_grad = ce(self.pred, self.y)
+        self.learn.loss = self.learn.loss_grad.clone()
+
+
+class Drops(Callback):
+    "Samples are left out: all of some shares, and not of a batch"
+    def before_batch(self):
+        kept = self.x[:, 0] < .9
+        self.learn.xb, self.learn.yb = (self.x[kept],), (self.y[kept],)
+
+
+class Picks(Callback):
+    "Some predictions do not count"
+    def after_pred(self):
+        kept = self.x[:, 1] < .4
+        if kept.any(): self.learn.pred, self.learn.yb = self.pred[kept], (self.y[kept],)
+
+
+class MakesTargets(Callback):
+    "Which the data set does not have"
+    def before_batch(self): self.learn.yb = ((self.x[:, 0] > 0).long(),)
+
+
+class OnlyX(Items):
+    def __getitem__(self, i): return super().__getitem__(i)[:1]
+
+
+def only_x():
+    learn = learner(n=22, cbs=MakesTargets(), bs=6)
+    for dl in learn.dls.loaders: dl.dataset.__class__ = OnlyX
+    return learn
+
+
+class Skips(Items):
+    "Some samples cannot be read"
+    skipped = ()
+    def __getitem__(self, i):
+        from fastai.data.load import SkipItemException
+        if i in self.skipped: raise SkipItemException
+        return super().__getitem__(i)
+
+
+def skipping(*skipped, **kwargs):
+    learn = learner(shuffle=False, **kwargs)
+    learn.dls.train.dataset.__class__ = type('Skipping', (Skips,), dict(skipped=skipped))
+    return learn
+
+
+class Aux(Callback):
+    "Auxiliary losses with a backward of their own: of the batch's predictions, and of a forward after its backward"
+    run_valid = False
+    def after_loss(self): (self.pred.pow(2).mean()*.3).backward(retain_graph=True)
+    def after_backward(self): (self.learn.model(*self.xb).pow(2).mean()*.3).backward()
+
+
+class OwnBackward(Callback):
+    "In place of fastai's, of the loss as other callbacks have made it"
+    run_valid = False
+    def before_backward(self):
+        from fastai.callback.core import CancelBackwardException  # not this module's, which travels by value
+        (self.learn.loss_grad*.5).backward()
+        raise CancelBackwardException()
 
 
 class Sam(Callback):
@@ -139,6 +205,15 @@ class Scales(MixedPrecision):
         super().before_fit()
         self.autocast, self.learn.scaler = torch.autocast('cpu', enabled=False), torch.amp.GradScaler('cpu', init_scale=2.**10, growth_interval=3)
     def after_fit(self): self.learn.scaler = None
+
+
+class Spoils(Callback):
+    "The first sample of the third batch, which rank 0 has, is infinite: all skip the step, and the scale halves"
+    order = -30
+    def before_batch(self):
+        from fastdist.all import get_rank
+        if self.training and self.train_iter == 2 and get_rank() == 0:
+            self.learn.xb = (self.x.index_fill(0, torch.tensor([0]), float('inf')),)
 
 
 class Tags(Items):
@@ -179,7 +254,6 @@ LEARNERS = dict(
     clip_accumulate=lambda: learner(cbs=[GradientClip(.1), GradientAccumulation(8)]), norms=lambda: learner(n=21, model=stack((Kinds,))),
     own_forward=lambda: learner(n=22, model=stack((4, 8), (WithAct, 8), (8, 8), (nn.BatchNorm1d, 8), (8, 3))),
     own_forward_mean=lambda: learner(n=22, model=stack((4, 8), (partial(WithAct, momentum=None), 8), (8, 3))),
-    subclass=lambda: learner(n=22, model=stack((4, 5), (Doubled, 5), (5, 3))),
     recomputed=lambda: learner(n=22, model=stack((4, 8), (Recomputed,), (8, 3)), lr=.01),
     loss_norm=lambda: learner(n=22, loss=NormedLoss(False)), loss_norm_stats=lambda: learner(n=22, bn=True, loss=NormedLoss(True)),
     loss_norm_whole=lambda: learner(n=22, loss=whole(NormedLoss(False))), teacher=lambda: learner(bn=True, cbs=Teaches()),
@@ -187,17 +261,28 @@ LEARNERS = dict(
     ignore_index=lambda: learner(bs=3, loss=Double(ignore_index=1)), marks=lambda: learner(n=22, cbs=[Marks(), GradientAccumulation(9)]),
     summed=lambda: learner(n=22, loss=Double(reduction='sum'), lr=.01),
     divisor=lambda: learner(n=22, loss=weighted, cbs=GradientAccumulation(9)),
-    combined=lambda: learner(n=22, bn=True, loss=whole(Combined())), contrast=lambda: learner(n=21, loss=whole(contrast)),
+    combined=lambda: learner(n=22, bn=True, loss=Combined()), contrast=lambda: learner(n=21, loss=contrast),
+    unsaid=lambda: learner(n=22, loss=rmse_loss),
+    of_model=lambda: learner(n=22, loss=made_by_model, cbs=[Marks(), OfModel()]),
+    marks_weights=lambda: learner(n=22, loss=Double(weight=W), cbs=Marks()),
+    drops=lambda: learner(n=22, bs=4, cbs=Drops()), drops_accumulate=lambda: learner(n=22, bs=11, cbs=[Drops(), GradientAccumulation(9)]),
+    picks=lambda: learner(n=22, bs=11, cbs=Picks()), only_x=only_x, skips_many=lambda: skipping(*range(1, 22, 3), n=22, bs=22),
+    skips_share=lambda: skipping(1, 4, n=5, bs=5, bn=True),
+    own_backward=lambda: learner(n=22, cbs=[OwnBackward(), GradientAccumulation(9)]),
+    aux=lambda: learner(n=22, bn=True, cbs=[Aux(), GradientAccumulation(8)]),
     combined_accumulate=lambda: learner(n=22, loss=whole(Combined()), cbs=[L1(), GradientAccumulation(9)]),
     adds=lambda: learner(n=22, cbs=AddsToLoss()), adds_weights=lambda: learner(n=22, loss=Double(weight=W), cbs=AddsToLoss()),
     l1=lambda: learner(n=22, cbs=L1()), replaces=lambda: learner(n=22, cbs=ReplacesLoss()), sam=lambda: learner(bn=True, cbs=Sam()),
-    cancels=lambda: learner(n=24, bn=True, cbs=Cancels()), fp16=lambda: learner(bn=True, cbs=Scales()))
+    cancels=lambda: learner(n=24, bn=True, cbs=Cancels()), fp16=lambda: learner(bn=True, cbs=Scales()),
+    fp16_infinite=lambda: learner(n=40, opt=partial(SGD, mom=.9), cbs=[Scales(), Spoils(), GradientClip(.05)]))
 
 
 def fitted(make, within):
     "Two epochs, with metrics of training too"
     learn = quiet(make())
-    if not learn.metrics: learn.metrics, learn.recorder.train_metrics = L(AvgMetric(accuracy)) if learn.dls.train.dataset[0][1].dim() == 0 else L(), True
+    if not learn.metrics:
+        classes = learn.dls.train.dataset[0][-1].dim() == 0
+        learn.metrics, learn.recorder.train_metrics = L(AvgMetric(accuracy)) if classes else L(), True
     with within(learn): learn.fit(2)
     return result(learn)
 
@@ -220,6 +305,24 @@ def own_batches(within):
         with within(learn, split_batches=False): learn.fit(2)
         res.append(result(learn))
     return res
+
+
+class Sometimes(nn.Module):
+    "Uses a layer for some samples only: in some batches one worker does, and another does not"
+    def __init__(self):
+        super().__init__()
+        self.a, self.spare, self.b = nn.Linear(4, 5), nn.Linear(5, 5), nn.Linear(5, 3)
+    def forward(self, x):
+        h, which = self.a(x).relu(), x[:, 0] > .8
+        return self.b(h+torch.zeros_like(h).masked_scatter(which[:, None], self.spare(h[which])) if which.any() else h)
+
+
+@case
+def used_sometimes(within):
+    from accelerate.utils import DistributedDataParallelKwargs
+    learn = quiet(learner(n=20, bs=4, opt=partial(SGD, mom=.9), model=lambda: (torch.manual_seed(3), Sometimes().double())[1]))
+    with within(learn, kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)]): learn.fit(2)
+    return result(learn)
 
 
 @case
@@ -370,9 +473,16 @@ def text_classifier(within):
     return result(learn)
 
 
+# Where a share is empty or the sizes are the very thing, and where gradients are averaged, or not, in a way of their own
+BOTH = '''any_size own_batches drops skips_share skips_many picks accumulate norms unsaid class_weights sam frozen_in_turn cancels
+          fp16_infinite'''.split()
+
+
 @pytest.mark.sizes
 @pytest.mark.parametrize('world', [2, 3])
-def test_as_one_process(worlds, world): case.check(worlds(world))
+def test_as_one_process(worlds, world):
+    "Each case by two workers or by three, and some by both"
+    case.check(worlds(world), [o for i, o in enumerate(case) if i % 2 == world % 2 or o in BOTH])
 
 
 # What is drawn at random, or rounded, is the same in all workers, and not that of one process

@@ -63,14 +63,17 @@ class Counted(DistributedDL):
     def load_state_dict(self, state):
         self.n_seen = state['n_seen']
         super().load_state_dict(state['inner'])
+    def after_batch(self, b): return super().after_batch(b)*2
 
 
-@pytest.mark.parametrize('kind', ['tfmd', 'sorted', 'language_model', 'torch', 'torch_batch_sampler', 'torch_stream'])
+@pytest.mark.parametrize('kind', ['tfmd', 'stream', 'processes', 'torch', 'torch_stream'])
 def test_a_subclass(kind):
+    twice = 1 if kind.startswith('torch') else 2  # PyTorch's loaders call no `after_batch`
     for how in ways(kind):
         expected, dl = listed(DistributedDL(made(kind), 1, 2, **how)), made(kind)
         mine, n = Counted(dl, 1, 2, **how, note='x'), len(expected)
-        assert mine.dl is dl and all(isinstance(mine, o) for o in (Counted, DistributedDL, type(dl))) and listed(mine) == expected
+        assert mine.dl is dl and all(isinstance(mine, o) for o in (Counted, DistributedDL, type(dl)))
+        assert listed(mine) == [[v*twice for v in b] for b in expected]
         mine.unit = 'of them'
         assert (mine.note, mine.said, len(mine)) == ('x', f'{n} of them', n+100)
         later = Counted(made(kind), 1, 2, **how)
@@ -78,30 +81,11 @@ def test_a_subclass(kind):
         assert later.n_seen == n
 
 
-class Changed(DistributedDL):
-    "Overrides what fastai calls in the loader"
-    calls = ()
-    def before_iter(self):
-        self.calls = (*self.calls, 'before_iter')
-        super().before_iter()
-    def after_iter(self): self.calls = (*self.calls, 'after_iter')
-    def create_item(self, i): return super().create_item(i)+1000
-    def after_batch(self, b): return super().after_batch(b)*2
-
-
-@pytest.mark.parametrize('kind', ['tfmd', 'stream', 'processes'])
-def test_a_subclass_overrides_what_the_loader_does(kind):
-    mine = Changed(made(kind), 1, 2, split_batches=True)
-    assert listed(mine) == [[(v+1000)*2 for v in b] for b in listed(DistributedDL(made(kind), 1, 2, split_batches=True))]
-    assert mine.calls == ('before_iter', 'after_iter')
-    assert [v for b in listed(mine.dl) for v in b] == list(range(10))
-
-
 def test_a_subclass_stays_one():
     "In `new`, copies and pickles"
     mine = Counted(made('tfmd'), 1, 2, split_batches=True, note='x')
     for o in mine.new(), copy.copy(mine), copy.deepcopy(mine), pickle.loads(pickle.dumps(mine)), mine.new(bs=3).new(bs=4):
-        assert isinstance(o, Counted) and isinstance(o, TfmdDL) and listed(o) == listed(DistributedDL(mine, 1, 2, split_batches=True))
+        assert isinstance(o, Counted) and isinstance(o, TfmdDL) and len(o) > 100 and listed(o) == listed(mine)
 
 
 @pytest.mark.parametrize('kind', MAKE)
@@ -137,17 +121,3 @@ def test_what_is_set_reaches_the_loader():
     assert listed(ddl) == [[0, -2], [-4, -6], [-8]] and t.collate_fn is ddl.collate_fn
     with pytest.raises((AttributeError, ValueError)): ddl.bs = 3
     with pytest.raises(ValueError): ddl.batch_size = 3
-
-
-def test_processes_that_persist_are_kept():
-    class Pid:
-        def __len__(self): return 8
-        def __getitem__(self, i): return os.getpid()
-    ddl = DistributedDL(TorchDL(Pid(), batch_size=2, num_workers=2, persistent_workers=True), 0, 2, split_batches=False)
-    pids = [{v for b in ddl for v in b.tolist()} for _ in range(2)]
-    assert pids[0] == pids[1] and len(pids[0]) == 2
-    ddl.close()
-    assert not pids[0] & {v for b in ddl for v in b.tolist()}
-    ddl.close()
-
-

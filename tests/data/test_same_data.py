@@ -7,7 +7,7 @@ from learners import learner as small_learner
 
 def frame(n=40):
     g = np.random.RandomState(3)
-    return pd.DataFrame(dict(a=g.rand(n), b=g.choice(list('xyz'), n), user=g.randint(0, 9, n), title=g.randint(0, 9, n), rating=g.rand(n)*5, y=g.randint(0, 2, n), id=np.arange(n))).set_index('id', drop=False)
+    return pd.DataFrame(dict(a=g.rand(n), b=g.choice(list('xyz'), n), y=g.randint(0, 2, n)))
 
 
 def tabular():
@@ -19,42 +19,20 @@ def tabular():
 def learner(dls): return Learner(dls, nn.Sequential(nn.Linear(1, 2)), loss_func=CrossEntropyLossFlat())
 
 
-def of_frame(splitter, df):
-    from fastai.data.all import ColReader, DataBlock, TransformBlock
+def block():
+    from fastai.data.all import ColReader, DataBlock, RandomSplitter, TransformBlock
     as_x, as_y = lambda o: tensor([float(o)]), lambda o: tensor(int(o))
     blocks = TransformBlock(type_tfms=[as_x]), TransformBlock(type_tfms=[as_y])
-    return learner(DataBlock(blocks, get_x=ColReader('a'), get_y=ColReader('y'), splitter=splitter).dataloaders(df, bs=8))
-
-
-def block():
-    from fastai.data.all import RandomSplitter
-    return of_frame(RandomSplitter(), frame())
+    return learner(DataBlock(blocks, get_x=ColReader('a'), get_y=ColReader('y'), splitter=RandomSplitter()).dataloaders(frame(), bs=8))
 
 
 def torchs(n=40): return torch.rand(n, 1, generator=torch.Generator().manual_seed(1)), torch.arange(n)%2
 
 
-def random_split():
-    from torch.utils.data import DataLoader, TensorDataset, random_split
-    return learner(DataLoaders(*(DataLoader(o, batch_size=8) for o in random_split(TensorDataset(*torchs()), [32, 8]))))
-
-
-def permuted(kind):
-    from torch.utils.data import TensorDataset
+def permuted():
     x, y = torchs()
     p = np.random.permutation(40)
-    parts = [(x[o], y[o]) for o in (p[:32], p[32:])]
-    class Pairs:
-        def __init__(self, xs, ys): self.xs, self.ys = xs, ys
-        def __len__(self): return len(self.xs)
-        def __getitem__(self, i): return self.xs[i], self.ys[i]
-    of = dict(tensors=TensorDataset, own=Pairs, lists=lambda x, y: list(zip(x, y)))[kind]
-    return learner(DataLoaders.from_dsets(*(of(*o) for o in parts), bs=8))
-
-
-def halves(n=40):
-    from torch.utils.data import TensorDataset, random_split
-    return random_split(TensorDataset(*torchs(n)), [32, 8])
+    return learner(DataLoaders.from_dsets(*[list(zip(x[o], y[o])) for o in (p[:32], p[32:])], bs=8))
 
 
 class Wraps:
@@ -64,10 +42,12 @@ class Wraps:
     def __getitem__(self, i): return self.ds[i]
 
 
-def wrapped(): return learner(DataLoaders.from_dsets(*map(Wraps, halves()), bs=8))
+def wrapped():
+    from torch.utils.data import TensorDataset, random_split
+    return learner(DataLoaders.from_dsets(*map(Wraps, random_split(TensorDataset(*torchs()), [32, 8])), bs=8))
 
 
-KINDS = dict(tabular=tabular, block=block, wrapped=wrapped, **{f'permuted_{o}': partial(permuted, o) for o in ('tensors', 'own', 'lists')})
+KINDS = dict(tabular=tabular, block=block, wrapped=wrapped, permuted=permuted)
 
 
 def seen(kind, seed):
@@ -81,21 +61,17 @@ def seen(kind, seed):
     except ValueError as e: return str(e)
 
 
-@pytest.mark.parametrize('kind', list(KINDS))
+@pytest.mark.parametrize('kind', KINDS)
 def test_a_split_of_its_own_in_each_worker(world3, kind):
     assert world3(seen, kind, True) == [None]*3
     for e in world3(seen, kind, False): assert 'has other data than that of rank 0' in e and 'set_seed(42) before it' in e, e
 
 
 def as_before(n):
-    "What scripts for fastai.distributed and fairseq call"
-    import numpy as np
-    from torch.distributed import ReduceOp
-    from fastdist.all import DistributedDL, get_rank, setup_distrib
-    from fastdist.world import all_reduce, all_reduce_dict, get_world_size
+    "What scripts for fastai.distributed call of a loader: `to_detach` gathers"
+    from fastdist.all import DistributedDL, setup_distrib
     setup_distrib()
-    rank, size, res = get_rank(), get_world_size(), {}
-    gathered, dl = {}, TfmdDL(list(range(n)), bs=3, num_workers=0)
+    res, gathered, dl = {}, {}, TfmdDL(list(range(n)), bs=3, num_workers=0)
     for split in (None, False, True):
         ddl = DistributedDL(dl, split_batches=split)
         gathered[split] = [ddl.to_detach((b, dict(s=b.float().requires_grad_()))) for b in ddl]
@@ -112,12 +88,6 @@ def as_before(n):
     with learn.distrib_ctx(split_batches=True): learn.fit(1, lr=0., cbs=Look())
     res['sizes'], res['local'], res['texts'] = [[len(t) for t in o[:2]] for o in preds if len(o) == 3], all(o[2] for o in preds if len(o) == 3), texts
     res['pairs'] = [o[:2] for o in preds if len(o) == 3]
-    res['numbers'] = all_reduce(10+rank), all_reduce(1.5+rank, op='min'), all_reduce(np.float64(rank), op='max'), all_reduce(rank, op='mean'), all_reduce(torch.tensor([rank]), op='min').tolist(), all_reduce(torch.tensor([float(rank)]), op='mean').tolist()
-    logs = all_reduce_dict(dict(loss=torch.tensor(0.5), n=3, nll=2.5), 'cpu', None)
-    res['logs'] = {k: (str(v.dtype), v.item()) for k, v in logs.items()}
-    for bad in ('median', ReduceOp.PRODUCT):
-        try: all_reduce(1, op=bad)
-        except ValueError as e: texts.append(str(e))
     return res
 
 
@@ -133,6 +103,4 @@ def test_as_their_first_users_know_them(worlds, size):
             else: assert ids == list(range(31)), split
         assert r['sizes'] == [[5, 5], [5, 5], [3, 3]] and r['local']
         for preds, ys in r['pairs']: assert [one.dls.train_ds.y[rows[tuple(p.float().tolist())]] for p in preds] == ys.tolist()
-        assert r['numbers'] == (sum(10+o for o in range(size)), 1.5, size-1, (size-1)/2, [0], [(size-1)/2])
-        assert r['logs'] == dict(loss=('torch.float32', 0.5*size), n=('torch.float64', 3.*size), nll=('torch.float64', 2.5*size))
-        assert all('in an evaluation each worker has whole batches of its own' in o for o in r['texts'][:-2]) and all('is not known: take one of' in o for o in r['texts'][-2:])
+        assert (r['texts'] or rank == 2) and all('in an evaluation each worker has whole batches of its own' in o for o in r['texts'])

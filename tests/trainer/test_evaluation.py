@@ -4,25 +4,25 @@ import pytest
 from learners import *
 
 
-@pytest.fixture(params=[2, 3])
-def world(request, worlds): return worlds(request.param)
-
-
 def apart():
     "What each rank raises where one is in another call than the others"
     from fastdist.world import get_rank
-    learn = quiet(Learner(dls_of(13, 13, bs=4), mlp(), loss_func=Double()))
+    learn = quiet(Learner(dls_of(13, 13, bs=4), mlp(), loss_func=Double(), metrics=accuracy))
     calls = [lambda: learn.get_preds(), lambda: learn.validate(), lambda: learn.get_preds(ds_idx=0), lambda: learn.fit(1), lambda: learn.validate()]
     def error(f):
         try: return f()
         except Exception as e: return f'{type(e).__name__}: {e}'
-    with learn.distrib_ctx(watchdog=30): return [error(a if get_rank() == 1 else b) for a, b in zip(calls, calls[1:])]
+    with learn.distrib_ctx(watchdog=30):
+        res = [error(a if get_rank() == 1 else b) for a, b in zip(calls, calls[1:])]
+        if get_rank() == 1: learn.metrics = L(AvgMetric(accuracy), AvgMetric(error_rate))
+        return res, error(learn.validate)
 
 
-def test_ranks_in_different_evaluations(world):
-    "All of them learn which rank is in which call, before any data is sent; and can go on"
+def test_ranks_in_different_evaluations(world3):
+    "All of them learn which rank is in which call, or has other metrics, before any data is sent; and can go on"
     names = ['learn.get_preds of ds_idx=1', 'learn.validate of ds_idx=1', 'learn.get_preds of ds_idx=0', 'a fit', 'learn.validate of ds_idx=1']
-    for found in world(apart):
+    for found, of_metrics in world3(apart):
+        for o in 'OutOfStep: ', 'rank 1 at the metrics (', 'AvgLoss AvgMetric AvgMetric': assert o in of_metrics, of_metrics
         for text, one, others in zip(found, names, names[1:]):
             assert text.startswith('OutOfStep: ') and f'rank 1 at {one}' in text and f'at {others}' in text and 'test_evaluation.py:' in text, text
 

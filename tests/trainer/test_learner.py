@@ -1,4 +1,4 @@
-"What a learner does around a fit: its Accelerator, files, fits outside of a context, bars, and callbacks that come and go"
+"What a learner does around a fit: files, fits outside of a context, bars, and callbacks that come and go"
 import pytest
 from learners import *
 
@@ -10,30 +10,9 @@ def world(request, worlds): return worlds(request.param)
 
 
 def in_ctx(learn, distrib, **ctx):
-    import contextlib
     if not distrib: return contextlib.nullcontext()
     import fastdist.all
     return learn.distrib_ctx(**{**SPLIT, **ctx})
-
-
-def accelerators():
-    "What a script of fastai.distributed's asks its trainer's `Accelerator`; each trainer has one"
-    learn = quiet(learner(n=22, bs=5))
-    with in_ctx(learn, True):
-        told = dict(ACCELERATE_MIXED_PRECISION='fp16', ACCELERATE_USE_FSDP='true', ACCELERATE_DYNAMO_BACKEND='EAGER')  # Accelerate refuses fp16 on the CPU
-        with pytest.MonkeyPatch.context() as mp:
-            for k, v in told.items(): mp.setenv(k, v)
-            before = dict(os.environ)
-            acc = learn.distributed_trainer.accelerator
-            assert dict(os.environ) == before
-        assert (acc.mixed_precision, acc.state.fsdp_plugin if hasattr(acc.state, 'fsdp_plugin') else None) == ('no', None)
-        learn.fit(1)
-        assert learn.distributed_trainer.accelerator is acc
-        acc.wait_for_everyone()
-        return acc.process_index, acc.num_processes, acc.gather(torch.tensor([acc.process_index])).tolist()
-
-
-def test_accelerator(world2): assert world2(accelerators) == [(0, 2, [0, 1]), (1, 2, [0, 1])]
 
 
 class Unwritable:
@@ -83,7 +62,8 @@ def alone():
         res.append(list(learn.validate()))
         learn.get_preds()
         learn.fit(1)
-        learn.save('alone'); learn.load('alone')
+        learn.save('alone')
+        learn.load('alone')
         learn.lr_find(num_it=6, show_plot=False)
     return res
 
@@ -119,17 +99,6 @@ def test_outside_of_a_context(world):
     learn = quiet(learner(n=9, bs=4, metrics=[accuracy, F1Score(average='macro')]))
     assert diff(res[0][0], list(learn.validate())) < 1e-6
     for r in res: assert diff(r[0], res[0][0]) < 1e-6
-
-
-def test_no_bar_where_nobody_sees_it_in_one_process_either(monkeypatch):
-    "fastai's would fill a file, frame by frame"
-    import io, sys, fastdist.all
-    learn, out = learner(n=10), io.StringIO()
-    monkeypatch.setattr(sys, 'stdout', out)
-    with learn.distrib_ctx(): learn.fit(1)
-    assert '|' not in out.getvalue() and '█' not in out.getvalue() and 'train_loss' in out.getvalue()
-    learn.fit(1)  # after it, as before
-    assert '|' in out.getvalue()
 
 
 class Notes(Callback):

@@ -1,54 +1,10 @@
-"Models with a state of their own, over plain loaders: hidden states, statistics"
+"Models with statistics of their own"
 import pytest
-from fastai.callback.rnn import ModelResetter
 from learners import *
-import torch.nn.functional as F
 
 
 @pytest.fixture(params=[2, 3])
 def world(request, worlds): return worlds(request.param)
-
-
-class Reader(nn.Module):
-    "A recurrent model as in fastai's book: its hidden state goes on from batch to batch"
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(3)
-        self.emb, self.rnn, self.out, self.h = nn.Embedding(7, 5), nn.LSTM(5, 6, batch_first=True), nn.Linear(6, 7), None
-    def forward(self, x):
-        res, h = self.rnn(self.emb(x), self.h)
-        self.h = tuple(o.detach() for o in h)
-        return self.out(res)
-    def reset(self): self.h = None
-
-
-def flat(p, y): return F.cross_entropy(p.reshape(-1, 7), y.reshape(-1)).float()
-
-
-def reader(bs=6):
-    "Chunks of a text, in the order that makes row `i` of a batch the continuation of row `i` of the one before"
-    g = torch.Generator().manual_seed(1)
-    def chunks(n):
-        text = torch.randint(0, 7, (n*bs*4+1,), generator=g)
-        seqs = [(text[i*4:i*4+4], text[i*4+1:i*4+5]) for i in range(n*bs)]
-        return [seqs[i+n*j] for i in range(n) for j in range(bs)]
-    set_seed(5)
-    dls = DataLoaders.from_dsets(chunks(7), chunks(5), bs=bs, shuffle=False, drop_last=True, num_workers=0)
-    return Learner(dls, Reader().double(), loss_func=flat, metrics=[perplexity, AvgMetric(lambda p, y: (p.argmax(2)==y).double().square().mean())], cbs=ModelResetter(), lr=.1, opt_func=SGD)
-
-
-def read(distrib=True):
-    import fastdist.all
-    learn = quiet(reader())
-    with learn.distrib_ctx(split_batches=True) if distrib else contextlib.nullcontext():
-        learn.fit(1)
-        values, preds = learn.validate(), learn.get_preds()[0]
-    return weights(learn), [list(v) for v in learn.recorder.values], list(values), preds
-
-
-def test_hidden_states(world):
-    one = read(False)
-    for every in world(read): assert max(off := [diff(a, b) for a, b in zip(one, every)]) < 1e-6, off
 
 
 class Stats(nn.Module):
