@@ -21,7 +21,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_leaves, tree_map
 from ..comm.collectives import as_bytes, buckets, gather_single, is_dtensor, local
-from ..fault.connections import lost_peer
 from ..model.units import units
 from .backward import Backwards, average_used
 from .base import Strategy, check_trainable, inner_opt, modules_of, unused_error
@@ -297,7 +296,7 @@ def _copy(self:FullyShard):
     kw = dict(mesh=self.mesh, reshard_after_forward=self.reshard, ignored_params={*self.replicated},
               offload_policy=CPUOffloadPolicy(pin_memory=pin) if self.cpu_offload else OffloadPolicy())
     # the type of what the model returns is not that of what its parts return
-    self.handles = [m.register_forward_hook(self._check_written) for m in (*map(copy.get_submodule, parts),copy)] # before torch's
+    self.handles = [m.register_forward_hook(self._check_part) for m in (*map(copy.get_submodule, parts),copy)] # before torch's
     self.parts = [fully_shard(copy.get_submodule(n), mp_policy=replace(policy, output_dtype=None), **kw) for n in parts]
     self.parts.append(fully_shard(copy, mp_policy=policy, **kw))
     for m in copy.modules():
@@ -416,9 +415,13 @@ def _gathered(self:FullyShard, module):
     return {n:p for n,p in module.named_parameters() if not is_dtensor(p) and p not in replicated}
 
 @patch
-def _check_written(self:FullyShard, module, *_):
-    "After the first forward of a part: raise a `RuntimeError` that names a parameter which it has changed"
-    changed = [] if self.checked or torch.compiler.is_compiling() else [n for n,p in self._gathered(module).items() if p._version]
+def _check_part(self:FullyShard, module, args, output):
+    "After the first forward of a part: a `RuntimeError` for what torch does not see, which is parameters that it has changed, and tensors in objects"
+    if self.checked or torch.compiler.is_compiling(): return
+    if torch.is_grad_enabled() and not any(isinstance(o, Tensor) for o in tree_leaves(output)): raise RuntimeError(
+        f"rank {get_rank()}: {type(module).__name__.removeprefix('FSDP')} returns its tensors in an object in which torch does not find them, so "
+        f"strategy={self.name!r} cannot train it: return a tensor, or a tuple or dict of tensors, or use strategy='zero1'")
+    changed = [n for n,p in self._gathered(module).items() if p._version]
     if changed: raise RuntimeError(
         f"rank {get_rank()}: {changed[0]} is written to in a forward, which changes what has been gathered for that pass alone, so "
         f"strategy={self.name!r} cannot train it: write to it in a callback (after_step), or use strategy='zero1'")
@@ -432,9 +435,6 @@ def before_backward(self:FullyShard):
 def end_backward(self:FullyShard, own):
     "torch has reduced what it shards"
     self.ran = True
-    if own and not self.checked and self._gathered(self.model): raise RuntimeError(
-        f"rank {get_rank()}: {type(self.own).__name__} returns its tensors in an object in which torch does not find them, so "
-        f"strategy={self.name!r} cannot train it: return a tensor, or a tuple or dict of tensors, or use strategy='zero1'")
     average_used([*[p for p in self.replicated if p.requires_grad], *self.extra_params])
 
 @patch
@@ -472,21 +472,19 @@ def end_fit(self:FullyShard):
 
 @patch
 def explain(self:FullyShard, error):
-    "Raise an error that names the strategy and the way out, where `error` is one of torch's about shards"
-    if isinstance(error, Exception) and _about_shards(error): raise RuntimeError(
+    "Raise an error that names the strategy and the way out, where torch's own code for shards has raised `error`"
+    if isinstance(error, (torch.OutOfMemoryError,RemoteError)) or not _from_shards(error): return
+    raise RuntimeError(
         f"rank {get_rank()}: with strategy={self.name!r} parameters and gradients are DTensors between the passes, each worker has its "
         "rows of them, and something in this fit (a callback, the loss, sparse gradients, a part of the model that is called by itself, "
         "a gradient of a gradient) computes with them in a way that torch has not: use strategy='zero1' or 'ddp'. "
         f"torch's error: {error}") from error
 
-_words = r'torch/distributed/(tensor|fsdp|_composable)|DTensor|for sparse tensors|out of bounds for storage of size 0|appears to not have been used'
-
-def _about_shards(error):
-    "Does `error`, or what it comes from, tell of torch's `DTensor`s, or of a module that it has sharded?"
+def _from_shards(error):
+    "Does `error` come from torch's `DTensor` or `fully_shard`, and not from a collective of theirs?"
     modules = [f.f_globals.get('__name__', '') for f,_ in traceback.walk_tb(error.__traceback__)]
-    if isinstance(error, (torch.OutOfMemoryError,dist.DistError)) or lost_peer(error): return False
-    if modules and modules[-1].startswith(('fastdist.','torch.distributed.distributed_c10d')): return False
-    return bool(re.search(_words, ''.join(traceback.format_exception(error))))
+    return not modules[-1].startswith('torch.distributed.distributed_c10d') and any(
+        o.startswith(('torch.distributed.tensor','torch.distributed.fsdp')) for o in modules)
 
 # %% ../../nbs/strategy/05_fsdp.ipynb #0fa453da
 def _layers(model): return [*map(id, model.modules()), *((id(p),p.dtype) for p in model.parameters())]
@@ -499,9 +497,6 @@ def check_unchanged(self:FullyShard):
     if wrapped or self.layers!=_layers(self.model): raise RuntimeError(
         f"rank {get_rank()}: layers or parameters of learn.model have been exchanged in a context with strategy={self.name!r}, in which "
         "it is a sharded copy of the learner's own: leave the context before you change the model")
-
-@patch
-def own_params(self:FullyShard): return [*self.model.parameters(), *(() if self.own is None else self.own.parameters())]
 
 @patch
 def set_opt(self:FullyShard, opt):
