@@ -22,22 +22,14 @@ from ..world.ranks import current_world, get_local_world_size, get_rank, get_wor
 
 # %% ../../nbs/strategy/06_select.ipynb #c829001e
 def _check_hook(ddp):
-    "A `ValueError` for a communication hook that torch has not, or that cannot work"
+    "A `ValueError` for a communication hook that torch has not, or an option that none takes"
     hooks = DDPCommunicationHookType
     for k,ok in (('comm_hook',list(hooks)), ('comm_wrapper',[hooks.NO,hooks.FP16,hooks.BF16])):
         if getattr(ddp, k) not in ok:
             refuse(k, getattr(ddp, k), f"it is one of {', '.join(map(repr, ok))} (of accelerate.utils.DDPCommunicationHookType)")
     if ddp.comm_hook==hooks.NO and ddp.comm_wrapper!=hooks.NO:
         refuse('comm_wrapper', ddp.comm_wrapper, "there is no comm_hook that it would wrap")
-    if ddp.comm_hook==hooks.BATCHED_POWER_SGD: refuse(
-        'comm_hook', ddp.comm_hook, "torch's own hook fails at the first step that it compresses "
-        "(it hands _orthogonalize a matrix, which wants a batch of them): give POWER_SGD")
-    if ddp.comm_hook==hooks.POWER_SGD:
-        from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
-        try: PowerSGDState(None, **ddp.comm_state_option)
-        except (TypeError,ValueError) as e:
-            refuse('comm_state_option', ddp.comm_state_option, f"torch's PowerSGDState does not take it: {e}")
-    elif ddp.comm_state_option: refuse('comm_state_option', ddp.comm_state_option, "it is for the hook of PowerSGD")
+    if ddp.comm_state_option and ddp.comm_hook not in (hooks.POWER_SGD,hooks.BATCHED_POWER_SGD): refuse('comm_state_option', ddp.comm_state_option, "it is for the hook of PowerSGD")
 
 # %% ../../nbs/strategy/06_select.ipynb #73da3c95
 _hook_fields = 'comm_hook','comm_wrapper','comm_state_option'
@@ -134,28 +126,18 @@ def close_strategy(strategy # A `Strategy` from `make_strategy`; an error may ha
     if strategy.unsynced or aborted:
         for p in (*strategy.model.parameters(), *strategy.extra_params): p.grad = None
 
-# %% ../../nbs/strategy/06_select.ipynb #bec02c6b
-def _bytes_needed(word, params, trained, state, n, unit=0):
-    """Bytes that one of `n` workers needs for parameters, gradients with what they are sent from, and optimizer state.
-    All arguments are bytes: `trained` of parameters that are trained, `unit` of the largest part that is gathered as one"""
-    return dict(ddp=params+2*trained+state, zero1=params+2*trained+state/n,
-                zero2=params+(params+trained+state)/n, fsdp=(params+trained+state)/n+2*unit)[word]
-
 # %% ../../nbs/strategy/06_select.ipynb #6d3c7df1
 def choose(learn, # `Learner` that is to be trained
            device, # This worker's device
           ):
     "The word of the strategy that fits, and why"
-    gib = lambda n: f'{n/2**30:.1f} GiB'
     if device.type=='cpu': free = psutil.virtual_memory().available/max(get_local_world_size(), 1)
     else: free = torch.cuda.mem_get_info(device)[0]
     ps = list(learn.model.parameters())
     params,trained = sum(p.nbytes for p in ps),sum(p.nbytes for p in ps if p.requires_grad)
     there = sum(p.nbytes for p in ps if p.device.type==device.type) # already
-    node,n = get_local_world_size(),get_world_size()
-    free,smallest,largest = all_min(int(free+there), node, -node)
-    state,unit,has = 2*trained,params/8,f"the {gib(free)} that a worker has, for a model of {gib(params)}"
-    for word,m in ('ddp',1),('zero1',n),('zero2',n),*([('hsdp',node)] if 1<smallest==-largest<n else []),('fsdp',n):
-        need = _bytes_needed(word.replace('hsdp', 'fsdp'), params, trained, state, m, unit)
-        if need <= 0.6*free: return word, f"which needs {gib(need)} of {has}"
-    return word, f"which needs {gib(need)}, more than is good of {has}: nothing takes less"
+    free,n = all_min(int(free+there))[0],get_world_size()
+    needs = dict(ddp=params+4*trained, zero1=params+2*trained+2*trained/n, fsdp=(params+3*trained)/n+params/4)
+    word = next((k for k,need in needs.items() if need <= 0.6*free), 'fsdp')
+    need,has,size = (f'{o/2**30:.1f} GiB' for o in (needs[word],free,params))
+    return word, f"which needs {need} of the {has} that a worker has, for a model of {size}"

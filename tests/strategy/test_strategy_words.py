@@ -66,11 +66,10 @@ def chosen(free):
 def test_auto(world2):
     "By the bytes: parameters P, gradients G and what they are sent from, state O=2P; 60 % of the memory may be taken"
     P = 8*(4*4096+4096+4096*3+3)
-    for free, word in ((8.5, 'ddp'), (7, 'zero1'), (5.5, 'zero2'), (3, 'fsdp'), (.1, 'fsdp')):
+    for free, word in ((8.5, 'ddp'), (7, 'zero1'), (5.5, 'fsdp'), (.1, 'fsdp')):
         every = world2(chosen, int((free-1)*P) if free > 1 else 1000)
         assert [o[0] for o in every]==[word]*2, (free, every)
         assert f"strategy='auto': '{word}', which needs" in every[0][1] and every[1][1]==''
-    assert 'nothing takes less' in every[0][1]
 
 
 def own():
