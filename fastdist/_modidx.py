@@ -1717,8 +1717,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
             'fastdist.trainer.args': { 'fastdist.trainer.args._check_class': ('trainer/args.html#_check_class', 'fastdist/trainer/args.py'),
                                        'fastdist.trainer.args._check_handlers': ( 'trainer/args.html#_check_handlers',
                                                                                   'fastdist/trainer/args.py'),
-                                       'fastdist.trainer.args._check_ignored': ( 'trainer/args.html#_check_ignored',
-                                                                                 'fastdist/trainer/args.py'),
                                        'fastdist.trainer.args._check_is': ('trainer/args.html#_check_is', 'fastdist/trainer/args.py'),
                                        'fastdist.trainer.args._check_names': ('trainer/args.html#_check_names', 'fastdist/trainer/args.py'),
                                        'fastdist.trainer.args._check_rng_types': ( 'trainer/args.html#_check_rng_types',

@@ -6,7 +6,7 @@
 __all__ = ['mesh_of', 'shard_like', 'grad_rows', 'gather_rows', 'exchange_params', 'RowsOptimizer', 'FullyShard']
 
 # %% ../../nbs/strategy/05_fsdp.ipynb #15ae509a
-import re,traceback
+import traceback
 from copy import deepcopy
 from dataclasses import replace
 from functools import wraps
@@ -25,7 +25,7 @@ from ..model.units import units
 from .backward import Backwards, average_used
 from .base import Strategy, check_trainable, inner_opt, modules_of, unused_error
 from .sharded import ShardedOptimizer, map_state, move_state, params_of
-from ..world.errors import RemoteError, refuse
+from ..world.errors import RemoteError
 from ..world.group import keep_timeout
 from ..world.ranks import current_world, get_device, get_rank
 
@@ -119,14 +119,11 @@ def _total_norm(grads, mesh, norm_type):
     shards,full = partition(grads, is_dtensor)
     def norm(ts):
         some = [t for t in ts if t.numel()] or [local(grads[0]).new_zeros(1)]
-        return nn.utils.get_total_norm(some, norm_type).to(get_device())
-    if norm_type==math.inf:
-        total = norm(map(local, shards))
-        dist.all_reduce(total, dist.ReduceOp.MAX, group=mesh['shard'].get_group())
-        return torch.maximum(total, norm(full))
-    total = norm(map(local, shards))**norm_type
-    dist.all_reduce(total, group=mesh['shard'].get_group())
-    return (total + norm(full)**norm_type)**(1/norm_type)
+        return nn.utils.get_total_norm(some, norm_type).to(get_device()).view(1)
+    own = norm(map(local, shards))
+    norms = own.new_empty(mesh['shard'].size())
+    gather_single(as_bytes(norms), as_bytes(own), group=mesh['shard'].get_group())
+    return torch.linalg.vector_norm(torch.cat([norms, norm(full)]), norm_type)
 
 _clip_full = GradientClip.before_step
 
@@ -251,7 +248,6 @@ class FullyShard(Strategy):
                  reshard=None, # torch's `reshard_after_forward`: let go of gathered parameters between forward and backward?
                  mp_policy=None, # torch's `MixedPrecisionPolicy`
                  cpu_offload=False, # Keep parameters, gradients and optimizer state in CPU memory? Or torch's `CPUOffloadPolicy`
-                 ignored=(), # Modules whose parameters are not sharded, but replicated; or a regular expression for their names
                 ):
         store_attr()
         self.backwards = Backwards(self)
@@ -276,19 +272,13 @@ class FullyShard(Strategy):
 @patch
 def _copy(self:FullyShard):
     "A copy of the model, sharded, whose parameters have no values yet"
-    model,ignored = self.model,self.ignored or ()
-    if isinstance(ignored, str): ignored = [m for n,m in model.named_modules() if re.fullmatch(ignored, n)]
-    ids = {id(p) for m in ignored for p in m.parameters()} & {id(p) for p in model.parameters()}
-    if self.ignored and not ids: refuse(
-        'fsdp_plugin.ignored_modules', self.ignored, f"it means no module of {type(model).__name__} that has parameters: leave it out, "
-        "or give modules of learn.model, or a regular expression for their whole names")
-    ids |= {id(p) for p in model.parameters() if not p.dim() or not p.numel()} # a number has no rows
+    model = self.model
+    ids = {id(p) for p in model.parameters() if not p.dim() or not p.numel()} # a number has no rows
     names = {m:n for n,m in model.named_modules()}
     parts = [names[m] for m in units(model, self.modules, self.min_numel, arg='fsdp_plugin.transformer_cls_names_to_wrap')]
     self._check_hooks()
     copy = _meta_copy(model, ids)
-    pairs = dict(zip(map(id, model.parameters()), copy.parameters()))
-    self.replicated = [o for i,o in pairs.items() if i in ids]
+    self.replicated = [new for p,new in zip(model.parameters(), copy.parameters()) if id(p) in ids]
     self.params = [p for p in model.parameters() if id(p) not in ids]
     self.formats = {p:torch.empty_like(p, device='meta') for p in self.params}
     for t in (*self.replicated, *copy.buffers()): t.data = t.data.to(self.device)

@@ -71,7 +71,7 @@ def _from_word(settings, learn, device):
     if word in _wholes: return _wholes[word](ddp)
     from fastdist.strategy.fsdp import FullyShard # here: what it needs of torch's takes seconds to import
     shard,reshard = _node_size(settings.mesh) if word=='hsdp' else None,False if word=='zero2' else fsdp.reshard
-    return FullyShard(word, shard, fsdp.modules, fsdp.min_numel, reshard, fsdp.mp_policy, fsdp.cpu_offload, fsdp.ignored)
+    return FullyShard(word, shard, fsdp.modules, fsdp.min_numel, reshard, fsdp.mp_policy, fsdp.cpu_offload)
 
 _wholes = dict(ddp=Replica, zero1=Zero1) # whole parameters in each worker
 

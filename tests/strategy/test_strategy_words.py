@@ -148,27 +148,3 @@ def offloaded(reshard):
 def test_cpu_offload_and_reshard(world2, reshard):
     for m in world2(offloaded, reshard):
         for k in m: assert diff(fit(k[0], Adam).weights, m[k].weights) < 1e-7
-
-
-def ignoring(names):
-    import fastdist.all
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy='size_based_wrap', min_num_params=1, ignored_modules=names)
-    seen = []
-    class Look(Callback):
-        def before_step(self): seen.append({n: type(p).__name__ for n, p in self.model.named_parameters()})
-    def model():
-        torch.manual_seed(3)
-        return Scaled(False).double()
-    learn = quiet(learner(n=20, bs=5, opt=Adam, lr=0.05, wd=0.1, model=model, splitter=splitter, cbs=[Look(), GradientClip(0.05)]))
-    with learn.distrib_ctx(split_batches=True, fsdp_plugin=plugin): learn.fit(1)
-    return weights(learn), seen[0]
-
-
-def test_ignored_modules(world2):
-    "Their parameters are replicated, and trained with the gradients of all"
-    one = fit('clip', Adam, n=20).weights
-    for w, seen in world2(ignoring, r'head\.2'):
-        assert diff(one, w) < 1e-7
-        assert sorted(n for n, o in seen.items() if o=='Parameter')==['head.2.bias', 'head.2.weight', 'scale']
-
-
