@@ -263,7 +263,7 @@ class FullyShard(Strategy):
         with torch.no_grad(): self._fill(copy)
         for p in own.parameters(): p.grad = None
         for p in self.params: p.data = p.data.new_empty(0)
-        self.own,self.model,learn.model = own,copy,copy
+        self.user_model,self.model,learn.model = own,copy,copy
         self._exchange_noted(own, copy)
         self.layers = _layers(copy)
         self._add_hooks()
@@ -356,7 +356,7 @@ def _check_hooks(self:FullyShard):
             "computes with other tensors, so that the hook would not be called: use strategy='zero1'")
 
 @patch
-def _refuse_own(self:FullyShard, *_):
+def _refuse_user_model(self:FullyShard, *_):
     raise RuntimeError(
         f"rank {get_rank()}: the model as it was before the context is in use, whose parameters have no values meanwhile, as "
         f"strategy={self.name!r} trains a sharded copy: take learn.model")
@@ -377,7 +377,8 @@ def _add_hooks(self:FullyShard):
             "that its rows would get none: drop the last batch (drop_last=True), use weight decay (wd), or strategy='zero1'")
         return g/scale
     self.handles += [m.register_load_state_dict_pre_hook(load) for m in self.model.modules()]
-    self.handles += [self.own.register_forward_pre_hook(self._refuse_own), self.own.register_state_dict_pre_hook(self._refuse_own)]
+    user_model,refuse = self.user_model,self._refuse_user_model
+    self.handles += [user_model.register_forward_pre_hook(refuse), user_model.register_state_dict_pre_hook(refuse)]
     self.penalties = []
     for p in self.model.parameters():
         if not (is_dtensor(p) and p.is_floating_point()): continue
@@ -406,11 +407,11 @@ def _gathered(self:FullyShard, module):
 
 @patch
 def _check_part(self:FullyShard, module, args, output):
-    "After the first forward of a part: a `RuntimeError` for what torch does not see, which is parameters that it has changed, and tensors in objects"
+    "After the first forward of a part: a `RuntimeError` for what torch does not see: tensors in objects, changed parameters"
     if self.checked or torch.compiler.is_compiling(): return
     if torch.is_grad_enabled() and not any(isinstance(o, Tensor) for o in tree_leaves(output)): raise RuntimeError(
-        f"rank {get_rank()}: {type(module).__name__.removeprefix('FSDP')} returns its tensors in an object in which torch does not find them, so "
-        f"strategy={self.name!r} cannot train it: return a tensor, or a tuple or dict of tensors, or use strategy='zero1'")
+        f"rank {get_rank()}: {type(module).__name__.removeprefix('FSDP')} returns its tensors in an object in which torch does not find "
+        f"them, so strategy={self.name!r} cannot train it: return a tensor, or a tuple or dict of tensors, or use strategy='zero1'")
     changed = [n for n,p in self._gathered(module).items() if p._version]
     if changed: raise RuntimeError(
         f"rank {get_rank()}: {changed[0]} is written to in a forward, which changes what has been gathered for that pass alone, so "
@@ -433,7 +434,7 @@ def check_used(self:FullyShard):
     if self.checked: return
     self.checked = True
     self._check_hooks()
-    if any(p.grad is not None for p in self.own.parameters()): self._refuse_own()
+    if any(p.grad is not None for p in self.user_model.parameters()): self._refuse_user_model()
     unused = [p for p in self.model.parameters() if p.requires_grad and p.grad is None and p.numel()]
     if unused: raise unused_error(self.model, unused, "use strategy='zero1' with ")
 
@@ -493,17 +494,17 @@ def set_opt(self:FullyShard, opt):
     "Give `opt` the sharded parameters, and shard its state"
     self._find_extra_params(opt, self.new)
     if self.sharded is not None and self.sharded.opt is opt: return
-    self.release()
+    self.restore_opt()
     if opt is None: return
     exchange_params(opt, self.new)
     self.sharded = RowsOptimizer(opt, self.mesh)
 
 @patch
-def release(self:FullyShard, group=None):
+def restore_opt(self:FullyShard, group=None):
     "Give the optimizer its own parameters and the whole state back"
     sharded,self.sharded = self.sharded,None
     if sharded is None: return
-    sharded.release(group)
+    sharded.restore_opt(group)
     exchange_params(sharded.opt, {new:p for p,new in self.new.items()})
     move_state(sharded.opt, self.home)
 
@@ -511,8 +512,8 @@ def release(self:FullyShard, group=None):
 @torch.no_grad()
 def close(self:FullyShard, group=None):
     "Give the learner its own model back, with what the copy has learned"
-    if self.own is None: return
-    own,copy,self.own = self.own,self.model,None
+    if self.user_model is None: return
+    own,copy,self.user_model = self.user_model,self.model,None
     for h in (*self.handles,*self.penalties): h.remove()
     self.backwards.end_batch()
     try: self._give_back(own, copy, group)
@@ -527,7 +528,7 @@ def close(self:FullyShard, group=None):
 @patch
 def _give_back(self:FullyShard, own, copy, group):
     self.sync_params()
-    self.release(group)
+    self.restore_opt(group)
     def wholes(rows, params): return gather_rows([(p, rows(self.new[p]), self.new[p].shape) for p in params], self.mesh, group)
     for p,values in () if group is False else wholes(local, self.params):
         p.data = torch.empty_like(self.formats[p], device=self.home).copy_(values)

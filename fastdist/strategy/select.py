@@ -29,7 +29,8 @@ def _check_hook(ddp):
             refuse(k, getattr(ddp, k), f"it is one of {', '.join(map(repr, ok))} (of accelerate.utils.DDPCommunicationHookType)")
     if ddp.comm_hook==hooks.NO and ddp.comm_wrapper!=hooks.NO:
         refuse('comm_wrapper', ddp.comm_wrapper, "there is no comm_hook that it would wrap")
-    if ddp.comm_state_option and ddp.comm_hook not in (hooks.POWER_SGD,hooks.BATCHED_POWER_SGD): refuse('comm_state_option', ddp.comm_state_option, "it is for the hook of PowerSGD")
+    if ddp.comm_state_option and ddp.comm_hook not in (hooks.POWER_SGD,hooks.BATCHED_POWER_SGD):
+        refuse('comm_state_option', ddp.comm_state_option, "it is for the hook of PowerSGD")
 
 # %% ../../nbs/strategy/06_select.ipynb #73da3c95
 _hook_fields = 'comm_hook','comm_wrapper','comm_state_option'
@@ -92,7 +93,7 @@ def _same_state(strategy, group=None):
         if group is None: raise
         return False
     if same: return group
-    strategy.release(False)
+    strategy.restore_opt(False)
     warn(f"rank {get_rank()}: the optimizers of the workers do not remember the same tensors, as some have made another, have frozen other "
          "layers, or have failed in the first step, and what they remembered is dropped: load a checkpoint, or go on with a new optimizer")
     return group
@@ -108,7 +109,7 @@ def close_strategy(strategy # A `Strategy` from `make_strategy`; an error may ha
     "Close `strategy`, as well as that goes after an error: a warning where other workers took their shards along"
     m = monitor()
     aborted,name = m is not None and m.aborted,_meeting(strategy)
-    if strategy.model is None or strategy.shards_params and strategy.own is None: # it is not set up, and has no shards
+    if strategy.model is None or strategy.shards_params and strategy.user_model is None: # it is not set up, and has no shards
         if name is not None: no_shards(name)
         return
     group = None if name is None else gather_group(name) or False

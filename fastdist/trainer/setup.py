@@ -118,7 +118,7 @@ def _shape(self:LearnerSetup):
     strategy,ddp = self.strategy,settings.ddp
     strategy.grad_weight = lambda root=None: self.step.grad_weight(root)
     # what the last batch does not use would not be averaged
-    self.hooks = StepHooks(self, strategy, each=ddp is not None and (ddp.find_unused_parameters or ddp.static_graph))
+    self.hooks = StepHooks(self, strategy, each_batch=ddp is not None and (ddp.find_unused_parameters or ddp.static_graph))
     self.add(self.hooks, undo)
     undo.callback(self._close_strategy)
     strategy.setup(learn, self.device)
@@ -136,7 +136,7 @@ def prepare(self:LearnerSetup, undo):
 def _recompute(self:LearnerSetup, undo):
     modules,model,arg = self.settings.recompute,self.learn.model,'activation_checkpointing'
     if modules is False: return
-    own = self.strategy and self.strategy.own
+    own = self.strategy and self.strategy.user_model
     if own is not None and modules is not True: # which are chosen in the learner's own model, of which this is a copy
         copies = dict(zip(own.modules(), model.modules()))
         modules = [copies[m] for m in select(own, modules, arg)]
