@@ -11,7 +11,7 @@ from contextlib import ExitStack,contextmanager
 
 from fastai.basics import *
 from .files import Checkpoint, DamagedCheckpoint, ForeignCheckpoint, Saver, checkpoints, ends_of, folder_lock, readable
-from .state import load_plain, not_saved, put_rest, put_tensors, signature, take_rest, take_tensors, worker_of
+from .state import load_fit_state, load_plain, not_saved, put_tensors, signature, take_fit_state, take_tensors, worker_of
 from ..callbacks.fastai_patches import QuickCallback, device_of, trainer_of
 from ..comm.collectives import all_gather_list
 from ..comm.rank0 import rank0_read
@@ -134,12 +134,13 @@ class Resume(QuickCallback):
         self.folder,self.keep,self.default = real_folder(path),whole_number(keep),default
         if self.keep is None: refuse('keep', keep, "it is a number of checkpoints, 1 or more")
         self.signals,(self.unit,self.every) = StopSignals(partial(self.request, stop=True), status),every_of(every)
-        self.fit,self.step,self.asked,self.sent = None,0,0,0 # `fit`: a `_FitState`, in a fit; what was asked, and is not heard yet
+        self.fit,self.step = None,0 # `fit`: a `_FitState`, in a fit
+        self.local_request = self.sent_request = 0 # of this worker: not sent yet; sent, and not followed yet by all
 
     def request(self, stop=False # Ask all workers to end after it?
                ):
         "Ask for a checkpoint at the end of a step, the same in all workers; for signal handlers, of any worker"
-        self.asked = 2**20 if stop else max(self.asked, 1)
+        self.local_request = 2**20 if stop else max(self.local_request, 1)
 
     def __getstate__(self): return {**vars(self), 'fit':None} # a copy, as one that `learn.export` writes, is in no fit
 
@@ -207,7 +208,7 @@ def put_back(self:Resume):
     device = device_of(self.learn) or next((p.device for p in self.learn.model.parameters()), None)
     rest = load_plain(c.path/f'rank-{shared.rank if same else 0}.pt', device)
     put_tensors(self.learn, c)
-    with self._other_loaders_told(): missing = put_rest(self.learn, rest, same, metrics=same and not self.fit.skips)
+    with self._other_loaders_told(): missing = load_fit_state(self.learn, rest, same, metrics=same and not self.fit.skips)
     text = f"{', '.join(missing)} cannot take the state that {c.path} has: make what has it in __init__, or a callback in before_fit"
     if missing and not self.fit.skips: raise self._error(text)
     if missing: self._warn(text)
@@ -227,22 +228,22 @@ def put_loader(self:Resume, dl # The training loader of the epoch, a `Distribute
 
 # %% ../../nbs/checkpoint/03_resume.ipynb #618ce774
 @patch
-def wish(self:Resume):
-    "What this worker asks all of them for: it is sent with the loss; 1 for a checkpoint, 2**20 to end after it"
+def take_request(self:Resume):
+    "What this worker requests of all, which is sent with the loss: 1 for a checkpoint, 2**20 to end after it"
     if self.fit is None: return 0
-    if res := self.asked: self.asked = 0 # only then: a signal that comes meanwhile would be lost
+    if res := self.local_request: self.local_request = 0 # only then: a signal that comes meanwhile would be lost
     if self.unit=='seconds' and self.fit.shared.rank==0 and time.monotonic() >= self.fit.next_time:
         self.fit.next_time = time.monotonic()+self.every
         res = max(res, 1)
-    self.sent = max(self.sent, res)
+    self.sent_request = max(self.sent_request, res)
     return res
 
 @patch
-def _heed(self:Resume, wished):
-    "What workers have asked for is due in all"
-    self.fit.due |= wished > 0
-    self.fit.stops |= wished >= 2**20
-    if wished: self.sent = 0
+def _follow_request(self:Resume, requested):
+    "What a worker has requested is due in all"
+    self.fit.due |= requested > 0
+    self.fit.stops |= requested >= 2**20
+    if requested: self.sent_request = 0
 
 @patch
 def before_batch(self:Resume):
@@ -260,7 +261,7 @@ def after_batch(self:Resume):
     "Save, if it is time, and the batch was the last of a step"
     fit = self.fit
     if not self.training or fit is None: return
-    self._heed(trainer_of(self.learn).step.wished if self.many else self.wish()) # on a GPU a batch late
+    self._follow_request(trainer_of(self.learn).step.requested if self.many else self.take_request()) # on a GPU a batch late
     fit.due |= fit.stepped and self.unit=='steps' and self.step%self.every==0
     if not fit.due or not fit.stepped or not isinstance(getattr(fit.loop, 'dl', None), DistributedDL): return
     if self.many and trainer_of(self.learn).totals.copies: return self._warn(
@@ -272,8 +273,8 @@ def after_epoch(self:Resume):
     "Save, if it is time; the end of the last epoch is that of the fit"
     fit = self.fit
     if fit is None or fit.depth > 1: return
-    self.wish()
-    self._heed(self._agree(self.sent))
+    self.take_request()
+    self._follow_request(self._agree(self.sent_request))
     done = fit.epoch+1
     fit.due |= self.unit=='epochs' and done%self.every==0
     if fit.due and fit.stepped and (done < self.learn.n_epoch or fit.stops): self._save(done, 0, validated=True)
@@ -304,10 +305,10 @@ def _save(self:Resume, epoch, batch, validated=False, ended=False):
     dl = fit.loop.dl if batch and batch < fit.loop.n else None
     if dl is None and batch: batch = fit.loop.n
     summary = self._summary(epoch=epoch, batch=batch, validated=validated, ended=ended)
-    fit.saver.start(summary, take_tensors(learn), take_rest(learn, dl))
+    fit.saver.start(summary, take_tensors(learn), take_fit_state(learn, dl))
     fit.due,fit.next_time = False,time.monotonic()+self.every
     failed = (ended or fit.stops) and self._agree(int(not fit.saver.finish()))
-    if ended: self._heed(self._agree(self.wish())) # of a signal that came meanwhile: no batch follows that would
+    if ended: self._follow_request(self._agree(self.take_request())) # of a signal that came meanwhile: no batch follows that would
     if fit.stops:
         fit.stops = False
         what = f"NOT saved to {self.folder}, where an older checkpoint may be" if failed else f"saved to {self.folder}"

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['plain_copy', 'load_plain', 'memory_of', 'remembered', 'restore', 'not_saved', 'worker_of', 'take_tensors',
-           'put_tensors', 'signature', 'take_rest', 'put_rest', 'read_state']
+           'put_tensors', 'signature', 'take_fit_state', 'load_fit_state', 'read_state']
 
 # %% ../../nbs/checkpoint/02_state.ipynb #e9c3cb87
 import _codecs,hashlib,json
@@ -294,7 +294,7 @@ def _stale_buffers(learn):
 
 _of_learner = 'train_iter n_iter pct_train loss smooth_loss final_record epoch'.split()
 
-def take_rest(learn, # `Learner` in a fit
+def take_fit_state(learn, # `Learner` in a fit
               dl=None, # The `DistributedDL` that is trained on, in the middle of an epoch
              ):
     "A copy of what this worker remembers beside tensors"
@@ -322,8 +322,8 @@ def _put_opt(opt, saved):
         p.requires_grad_(nm in saved['trained'])
         p.grad = torch.zeros_like(p, requires_grad=False) if nm in saved['grads'] else None
 
-def put_rest(learn, # `Learner` in a fit
-             rest, # What `take_rest` has copied, in the worker of this rank, or in rank 0 of another number of workers
+def load_fit_state(learn, # `Learner` in a fit
+             rest, # What `take_fit_state` has copied, in the worker of this rank, or in rank 0 of another number of workers
              same=True, # Were there as many workers?
              metrics=True, # What the metrics have of an epoch, too?
             )->list: # Names of attributes of callbacks that are not here

@@ -124,7 +124,7 @@ def end_fit(self:Replica):
 def close(self:Replica, group=None):
     "Give the optimizer back"
     self.end_fit()
-    self.release(group)
+    self.restore_opt(group)
 
 # %% ../../nbs/strategy/03_ddp.ipynb #63ad5698
 @patch

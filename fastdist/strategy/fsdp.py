@@ -6,7 +6,7 @@
 __all__ = ['mesh_of', 'shard_like', 'grad_rows', 'gather_rows', 'exchange_params', 'RowsOptimizer', 'FullyShard']
 
 # %% ../../nbs/strategy/05_fsdp.ipynb #15ae509a
-import re,traceback
+import traceback
 from copy import deepcopy
 from dataclasses import replace
 from functools import wraps
@@ -21,12 +21,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_leaves, tree_map
 from ..comm.collectives import as_bytes, buckets, gather_single, is_dtensor, local
-from ..fault.connections import lost_peer
 from ..model.units import units
 from .backward import Backwards, average_used
 from .base import Strategy, check_trainable, inner_opt, modules_of, unused_error
 from .sharded import ShardedOptimizer, map_state, move_state, params_of
-from ..world.errors import RemoteError, refuse
+from ..world.errors import RemoteError
 from ..world.group import keep_timeout
 from ..world.ranks import current_world, get_device, get_rank
 
@@ -120,14 +119,11 @@ def _total_norm(grads, mesh, norm_type):
     shards,full = partition(grads, is_dtensor)
     def norm(ts):
         some = [t for t in ts if t.numel()] or [local(grads[0]).new_zeros(1)]
-        return nn.utils.get_total_norm(some, norm_type).to(get_device())
-    if norm_type==math.inf:
-        total = norm(map(local, shards))
-        dist.all_reduce(total, dist.ReduceOp.MAX, group=mesh['shard'].get_group())
-        return torch.maximum(total, norm(full))
-    total = norm(map(local, shards))**norm_type
-    dist.all_reduce(total, group=mesh['shard'].get_group())
-    return (total + norm(full)**norm_type)**(1/norm_type)
+        return nn.utils.get_total_norm(some, norm_type).to(get_device()).view(1)
+    own = norm(map(local, shards))
+    norms = own.new_empty(mesh['shard'].size())
+    gather_single(as_bytes(norms), as_bytes(own), group=mesh['shard'].get_group())
+    return torch.linalg.vector_norm(torch.cat([norms, norm(full)]), norm_type)
 
 _clip_full = GradientClip.before_step
 
@@ -252,7 +248,6 @@ class FullyShard(Strategy):
                  reshard=None, # torch's `reshard_after_forward`: let go of gathered parameters between forward and backward?
                  mp_policy=None, # torch's `MixedPrecisionPolicy`
                  cpu_offload=False, # Keep parameters, gradients and optimizer state in CPU memory? Or torch's `CPUOffloadPolicy`
-                 ignored=(), # Modules whose parameters are not sharded, but replicated; or a regular expression for their names
                 ):
         store_attr()
         self.backwards = Backwards(self)
@@ -268,7 +263,7 @@ class FullyShard(Strategy):
         with torch.no_grad(): self._fill(copy)
         for p in own.parameters(): p.grad = None
         for p in self.params: p.data = p.data.new_empty(0)
-        self.own,self.model,learn.model = own,copy,copy
+        self.user_model,self.model,learn.model = own,copy,copy
         self._exchange_noted(own, copy)
         self.layers = _layers(copy)
         self._add_hooks()
@@ -277,19 +272,13 @@ class FullyShard(Strategy):
 @patch
 def _copy(self:FullyShard):
     "A copy of the model, sharded, whose parameters have no values yet"
-    model,ignored = self.model,self.ignored or ()
-    if isinstance(ignored, str): ignored = [m for n,m in model.named_modules() if re.fullmatch(ignored, n)]
-    ids = {id(p) for m in ignored for p in m.parameters()} & {id(p) for p in model.parameters()}
-    if self.ignored and not ids: refuse(
-        'fsdp_plugin.ignored_modules', self.ignored, f"it means no module of {type(model).__name__} that has parameters: leave it out, "
-        "or give modules of learn.model, or a regular expression for their whole names")
-    ids |= {id(p) for p in model.parameters() if not p.dim() or not p.numel()} # a number has no rows
+    model = self.model
+    ids = {id(p) for p in model.parameters() if not p.dim() or not p.numel()} # a number has no rows
     names = {m:n for n,m in model.named_modules()}
     parts = [names[m] for m in units(model, self.modules, self.min_numel, arg='fsdp_plugin.transformer_cls_names_to_wrap')]
     self._check_hooks()
     copy = _meta_copy(model, ids)
-    pairs = dict(zip(map(id, model.parameters()), copy.parameters()))
-    self.replicated = [o for i,o in pairs.items() if i in ids]
+    self.replicated = [new for p,new in zip(model.parameters(), copy.parameters()) if id(p) in ids]
     self.params = [p for p in model.parameters() if id(p) not in ids]
     self.formats = {p:torch.empty_like(p, device='meta') for p in self.params}
     for t in (*self.replicated, *copy.buffers()): t.data = t.data.to(self.device)
@@ -297,7 +286,7 @@ def _copy(self:FullyShard):
     kw = dict(mesh=self.mesh, reshard_after_forward=self.reshard, ignored_params={*self.replicated},
               offload_policy=CPUOffloadPolicy(pin_memory=pin) if self.cpu_offload else OffloadPolicy())
     # the type of what the model returns is not that of what its parts return
-    self.handles = [m.register_forward_hook(self._check_written) for m in (*map(copy.get_submodule, parts),copy)] # before torch's
+    self.handles = [m.register_forward_hook(self._check_part) for m in (*map(copy.get_submodule, parts),copy)] # before torch's
     self.parts = [fully_shard(copy.get_submodule(n), mp_policy=replace(policy, output_dtype=None), **kw) for n in parts]
     self.parts.append(fully_shard(copy, mp_policy=policy, **kw))
     for m in copy.modules():
@@ -367,7 +356,7 @@ def _check_hooks(self:FullyShard):
             "computes with other tensors, so that the hook would not be called: use strategy='zero1'")
 
 @patch
-def _refuse_own(self:FullyShard, *_):
+def _refuse_user_model(self:FullyShard, *_):
     raise RuntimeError(
         f"rank {get_rank()}: the model as it was before the context is in use, whose parameters have no values meanwhile, as "
         f"strategy={self.name!r} trains a sharded copy: take learn.model")
@@ -388,7 +377,8 @@ def _add_hooks(self:FullyShard):
             "that its rows would get none: drop the last batch (drop_last=True), use weight decay (wd), or strategy='zero1'")
         return g/scale
     self.handles += [m.register_load_state_dict_pre_hook(load) for m in self.model.modules()]
-    self.handles += [self.own.register_forward_pre_hook(self._refuse_own), self.own.register_state_dict_pre_hook(self._refuse_own)]
+    user_model,refuse = self.user_model,self._refuse_user_model
+    self.handles += [user_model.register_forward_pre_hook(refuse), user_model.register_state_dict_pre_hook(refuse)]
     self.penalties = []
     for p in self.model.parameters():
         if not (is_dtensor(p) and p.is_floating_point()): continue
@@ -416,9 +406,13 @@ def _gathered(self:FullyShard, module):
     return {n:p for n,p in module.named_parameters() if not is_dtensor(p) and p not in replicated}
 
 @patch
-def _check_written(self:FullyShard, module, *_):
-    "After the first forward of a part: raise a `RuntimeError` that names a parameter which it has changed"
-    changed = [] if self.checked or torch.compiler.is_compiling() else [n for n,p in self._gathered(module).items() if p._version]
+def _check_part(self:FullyShard, module, args, output):
+    "After the first forward of a part: a `RuntimeError` for what torch does not see: tensors in objects, changed parameters"
+    if self.checked or torch.compiler.is_compiling(): return
+    if torch.is_grad_enabled() and not any(isinstance(o, Tensor) for o in tree_leaves(output)): raise RuntimeError(
+        f"rank {get_rank()}: {type(module).__name__.removeprefix('FSDP')} returns its tensors in an object in which torch does not find "
+        f"them, so strategy={self.name!r} cannot train it: return a tensor, or a tuple or dict of tensors, or use strategy='zero1'")
+    changed = [n for n,p in self._gathered(module).items() if p._version]
     if changed: raise RuntimeError(
         f"rank {get_rank()}: {changed[0]} is written to in a forward, which changes what has been gathered for that pass alone, so "
         f"strategy={self.name!r} cannot train it: write to it in a callback (after_step), or use strategy='zero1'")
@@ -432,9 +426,6 @@ def before_backward(self:FullyShard):
 def end_backward(self:FullyShard, own):
     "torch has reduced what it shards"
     self.ran = True
-    if own and not self.checked and self._gathered(self.model): raise RuntimeError(
-        f"rank {get_rank()}: {type(self.own).__name__} returns its tensors in an object in which torch does not find them, so "
-        f"strategy={self.name!r} cannot train it: return a tensor, or a tuple or dict of tensors, or use strategy='zero1'")
     average_used([*[p for p in self.replicated if p.requires_grad], *self.extra_params])
 
 @patch
@@ -443,7 +434,7 @@ def check_used(self:FullyShard):
     if self.checked: return
     self.checked = True
     self._check_hooks()
-    if any(p.grad is not None for p in self.own.parameters()): self._refuse_own()
+    if any(p.grad is not None for p in self.user_model.parameters()): self._refuse_user_model()
     unused = [p for p in self.model.parameters() if p.requires_grad and p.grad is None and p.numel()]
     if unused: raise unused_error(self.model, unused, "use strategy='zero1' with ")
 
@@ -472,21 +463,19 @@ def end_fit(self:FullyShard):
 
 @patch
 def explain(self:FullyShard, error):
-    "Raise an error that names the strategy and the way out, where `error` is one of torch's about shards"
-    if isinstance(error, Exception) and _about_shards(error): raise RuntimeError(
+    "Raise an error that names the strategy and the way out, where torch's own code for shards has raised `error`"
+    if isinstance(error, (torch.OutOfMemoryError,RemoteError)) or not _from_shards(error): return
+    raise RuntimeError(
         f"rank {get_rank()}: with strategy={self.name!r} parameters and gradients are DTensors between the passes, each worker has its "
         "rows of them, and something in this fit (a callback, the loss, sparse gradients, a part of the model that is called by itself, "
         "a gradient of a gradient) computes with them in a way that torch has not: use strategy='zero1' or 'ddp'. "
         f"torch's error: {error}") from error
 
-_words = r'torch/distributed/(tensor|fsdp|_composable)|DTensor|for sparse tensors|out of bounds for storage of size 0|appears to not have been used'
-
-def _about_shards(error):
-    "Does `error`, or what it comes from, tell of torch's `DTensor`s, or of a module that it has sharded?"
+def _from_shards(error):
+    "Does `error` come from torch's `DTensor` or `fully_shard`, and not from a collective of theirs?"
     modules = [f.f_globals.get('__name__', '') for f,_ in traceback.walk_tb(error.__traceback__)]
-    if isinstance(error, (torch.OutOfMemoryError,dist.DistError)) or lost_peer(error): return False
-    if modules and modules[-1].startswith(('fastdist.','torch.distributed.distributed_c10d')): return False
-    return bool(re.search(_words, ''.join(traceback.format_exception(error))))
+    return not modules[-1].startswith('torch.distributed.distributed_c10d') and any(
+        o.startswith(('torch.distributed.tensor','torch.distributed.fsdp')) for o in modules)
 
 # %% ../../nbs/strategy/05_fsdp.ipynb #0fa453da
 def _layers(model): return [*map(id, model.modules()), *((id(p),p.dtype) for p in model.parameters())]
@@ -501,24 +490,21 @@ def check_unchanged(self:FullyShard):
         "it is a sharded copy of the learner's own: leave the context before you change the model")
 
 @patch
-def own_params(self:FullyShard): return [*self.model.parameters(), *(() if self.own is None else self.own.parameters())]
-
-@patch
 def set_opt(self:FullyShard, opt):
     "Give `opt` the sharded parameters, and shard its state"
     self._find_extra_params(opt, self.new)
     if self.sharded is not None and self.sharded.opt is opt: return
-    self.release()
+    self.restore_opt()
     if opt is None: return
     exchange_params(opt, self.new)
     self.sharded = RowsOptimizer(opt, self.mesh)
 
 @patch
-def release(self:FullyShard, group=None):
+def restore_opt(self:FullyShard, group=None):
     "Give the optimizer its own parameters and the whole state back"
     sharded,self.sharded = self.sharded,None
     if sharded is None: return
-    sharded.release(group)
+    sharded.restore_opt(group)
     exchange_params(sharded.opt, {new:p for p,new in self.new.items()})
     move_state(sharded.opt, self.home)
 
@@ -526,8 +512,8 @@ def release(self:FullyShard, group=None):
 @torch.no_grad()
 def close(self:FullyShard, group=None):
     "Give the learner its own model back, with what the copy has learned"
-    if self.own is None: return
-    own,copy,self.own = self.own,self.model,None
+    if self.user_model is None: return
+    own,copy,self.user_model = self.user_model,self.model,None
     for h in (*self.handles,*self.penalties): h.remove()
     self.backwards.end_batch()
     try: self._give_back(own, copy, group)
@@ -542,7 +528,7 @@ def close(self:FullyShard, group=None):
 @patch
 def _give_back(self:FullyShard, own, copy, group):
     self.sync_params()
-    self.release(group)
+    self.restore_opt(group)
     def wholes(rows, params): return gather_rows([(p, rows(self.new[p]), self.new[p].shape) for p in params], self.mesh, group)
     for p,values in () if group is False else wholes(local, self.params):
         p.data = torch.empty_like(self.formats[p], device=self.home).copy_(values)

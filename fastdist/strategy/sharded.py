@@ -53,7 +53,7 @@ def move_state(opt, # A fastai optimizer
 _replaced = 'step','state_dict','load_state_dict' # methods of the optimizer
 
 class ShardedOptimizer:
-    "Stands behind the methods of `opt`, of whose state each worker keeps a part, until `release`"
+    "Stands behind the methods of `opt`, of whose state each worker keeps a part, until `restore_opt`"
     def __init__(self, opt # The learner's optimizer, with its whole state
                 ):
         self.opt,self.inner = opt,inner_opt(opt)
@@ -94,7 +94,7 @@ class ShardedOptimizer:
         self.shard() # first: the device may not have room for the whole
         move_state(self.opt)
 
-    def release(self, group=None # As of `Strategy.close`
+    def restore_opt(self, group=None # As of `Strategy.close`
                ):
         "Give the optimizer back, with its whole state"
         for k in _replaced: delattr(self.opt, k)

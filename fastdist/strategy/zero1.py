@@ -123,13 +123,13 @@ class Zero1(Replica):
         "Shard the steps and the state of `opt`"
         self._find_extra_params(opt)
         if self.sharded is not None and self.sharded.opt is opt and {*self.sharded.owners}=={*params_of(opt)}: return
-        self.release()
+        self.restore_opt()
         if opt is None: return
         self._check_opt(opt)
         _check_step(opt)
         self.sharded = OwnedOptimizer(opt)
 
-    def release(self, group=None):
+    def restore_opt(self, group=None):
         "Give the optimizer back, with its whole state"
         sharded,self.sharded = self.sharded,None
-        if sharded is not None: sharded.release(group)
+        if sharded is not None: sharded.restore_opt(group)

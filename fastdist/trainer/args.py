@@ -155,27 +155,16 @@ def _launched_fsdp():
         if v.upper() not in ok.split(): refuse(f'fsdp_{k.lower()}', v, "(of the launcher) it has no effect in version 2: leave it out")
     return _launched(FullyShardedDataParallelPlugin)
 
-_taken = {'fsdp_version','reshard_after_forward','mixed_precision_policy','cpu_offload','ignored_modules','activation_checkpointing',
+_taken = {'fsdp_version','reshard_after_forward','mixed_precision_policy','cpu_offload','activation_checkpointing',
           'activation_checkpointing_offload','auto_wrap_policy','transformer_cls_names_to_wrap','min_num_params','state_dict_type',
           'cpu_ram_efficient_loading'}
 # how a policy finds what is a unit of its own: by names of classes, by size
 _policies = {None:(False,False), 'transformer_auto_wrap_policy':(True,False), 'size_based_auto_wrap_policy':(False,True)}
 
-def _check_ignored(mods):
-    if isinstance(mods, str):
-        try: re.compile(mods)
-        except re.error as e: refuse('fsdp_plugin.ignored_modules', mods, f"it is no regular expression for the names of modules: {e}")
-    elif mods is not None:
-        mods = list(mods) if is_iter(mods) else [mods]
-        for o in mods:
-            if not isinstance(o, nn.Module):
-                refuse('fsdp_plugin.ignored_modules', o, "it is a list of modules, or a regular expression for their names")
-    return mods
-
 def _fsdp_settings(plugin # Accelerate's `FullyShardedDataParallelPlugin`, or `None`
                   ):
     "What the plugin says"
-    if plugin is None: return SimpleNamespace(reshard=None, mp_policy=None, cpu_offload=False, modules=None, min_numel=None, ignored=None,
+    if plugin is None: return SimpleNamespace(reshard=None, mp_policy=None, cpu_offload=False, modules=None, min_numel=None,
                                               activation_checkpointing=False, activation_offload=False)
     no = lambda k, why: refuse(f'fsdp_plugin.{k}', getattr(plugin, k), why)
     if plugin.fsdp_version!=2: no('fsdp_version', "torch replaces it by version 2: give FullyShardedDataParallelPlugin(fsdp_version=2)")
@@ -191,7 +180,6 @@ def _fsdp_settings(plugin # Accelerate's `FullyShardedDataParallelPlugin`, or `N
     offload = isinstance(plugin.cpu_offload, torch.distributed.fsdp.CPUOffloadPolicy) and plugin.cpu_offload
     return SimpleNamespace(reshard=reshard, mp_policy=plugin.mixed_precision_policy, cpu_offload=offload,
         modules=[o.strip() for o in (names.split(',') if isinstance(names, str) else names or ())] or None, min_numel=size,
-        ignored=_check_ignored(plugin.ignored_modules),
         activation_checkpointing=bool(plugin.activation_checkpointing), activation_offload=bool(plugin.activation_checkpointing_offload))
 
 # %% ../../nbs/trainer/00_args.ipynb #d8c36dd6

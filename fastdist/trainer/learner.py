@@ -339,9 +339,9 @@ def get_preds(self:Learner, *args,
     if helps: # it gets nothing, and decodes nothing
         n = 2 + sum(bool(given.get(k)) for k in ('with_input','with_loss','with_decoded'))
         given.update(with_decoded=False, act=noop)
-    trainer.requested = dict(dst=0 if rank0_only else None)
+    trainer.evaluation_args = dict(dst=0 if rank0_only else None)
     try: res = _get_preds(*call.args, **call.kwargs)
-    finally: trainer.requested = {}
+    finally: trainer.evaluation_args = {}
     return (None,)*n if helps else res
 
 # %% ../../nbs/trainer/06_learner.ipynb #d06c1b71

@@ -21,7 +21,7 @@ from ..metrics.metrics import EpochTotals
 from ..model.units import checkpoint_activations, compile_model, select
 from ..model.batchnorm import global_batch_norm
 from ..strategy.base import check_values, same_everywhere, sync_buffers, full_model
-from ..strategy.select import close_strategy, drop_strategy, make_strategy, open_strategy
+from ..strategy.select import close_strategy, make_strategy
 from .args import check_args_consistent
 from .loaders import SharedLoaders, back_on_device, move_learner
 from .step import StepHooks
@@ -90,7 +90,7 @@ def _share(self:LearnerSetup):
     same_data(learn.dls) # first: vocabularies, and so models, may differ by it
     check_values(whole := full_model(learn))
     undo.enter_context(back_on_device(learn, device)) # undone last, when the strategy has given back what it has
-    undo.callback(self._drop_strategy)
+    undo.callback(self._close_strategy)
     self._choose_strategy()
     same_everywhere(whole, learn.opt)
     self.random,self.totals = WorkerRandom(get_rank()),EpochTotals(learn)
@@ -109,11 +109,6 @@ def _choose_strategy(self:LearnerSetup):
     self.strategy = make_strategy(self.settings, self.learn, self.device)
     if not self.strategy.shards_params: move_learner(self.learn, self.device)
 
-@patch
-def _drop_strategy(self:LearnerSetup):
-    strategy,self.strategy = self.strategy,None
-    if strategy is not None: drop_strategy(strategy) # an error has kept it from being set up
-
 # %% ../../nbs/trainer/04_setup.ipynb #df5ee11a
 @patch
 def _shape(self:LearnerSetup):
@@ -125,10 +120,10 @@ def _shape(self:LearnerSetup):
     strategy,ddp = self.strategy,settings.ddp
     strategy.grad_weight = lambda root=None: self.step.grad_weight(root)
     # what the last batch does not use would not be averaged
-    self.hooks = StepHooks(self, strategy, each=ddp is not None and (ddp.find_unused_parameters or ddp.static_graph))
+    self.hooks = StepHooks(self, strategy, each_batch=ddp is not None and (ddp.find_unused_parameters or ddp.static_graph))
     self.add(self.hooks, undo)
     undo.callback(self._close_strategy)
-    open_strategy(strategy, learn, self.device)
+    strategy.setup(learn, self.device)
     strategy.set_opt(learn.opt)
     self.prepare(undo)
     self._note_model()
@@ -143,7 +138,7 @@ def prepare(self:LearnerSetup, undo):
 def _recompute(self:LearnerSetup, undo):
     modules,model,arg = self.settings.recompute,self.learn.model,'activation_checkpointing'
     if modules is False: return
-    own = self.strategy and self.strategy.own
+    own = self.strategy and self.strategy.user_model
     if own is not None and modules is not True: # which are chosen in the learner's own model, of which this is a copy
         copies = dict(zip(own.modules(), model.modules()))
         modules = [copies[m] for m in select(own, modules, arg)]
@@ -156,7 +151,7 @@ def _compile(self:LearnerSetup, undo):
 @patch
 def _close_strategy(self:LearnerSetup):
     strategy,self.strategy,self.hooks = self.strategy,None,None
-    close_strategy(strategy)
+    if strategy is not None: close_strategy(strategy)
 
 @patch
 def _unshape(self:LearnerSetup):

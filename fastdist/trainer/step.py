@@ -12,14 +12,15 @@ from fastai.basics import *
 from fastai.callback.rnn import RNNRegularizer
 from fastai.callback.training import GradientAccumulation
 from ..callbacks.fastai_patches import QuickCallback, send_to_host
-from ..callbacks.accumulation import AccumulateSteps, grads_of, looked_at, scale_all
+from ..callbacks.accumulation import AccumulateSteps, grads_of, scale_all, user_reads_grads
+from ..checkpoint.resume import resume_of
 from ..comm.collectives import AsyncReduce, all_gather_list, checksum, first_other, is_dtensor, same_text, tensors_in
 from ..fault.cancel import ending
 from ..metrics.losses import LossRoute, gather_batch, is_summed, kept_labels, loss_divisor, loss_parts
 from ..metrics.metrics import metric_kind
 from ..model.batchnorm import set_norm_scope
 from ..strategy.backward import is_made_of
-from ..strategy.base import callback_results, callbacks_of
+from ..strategy.base import callbacks_of
 from ..world.ranks import get_rank, get_world_size
 
 # %% ../../nbs/trainer/02_step.ipynb #40fdf795
@@ -130,17 +131,18 @@ class LossMessage:
                  parts=None, # Tensors that metrics read of the loss function, by name
                 ):
         self.device,self.total,self.fingerprint,self.parts = device,share.total,fingerprint,parts or {}
-        self.ends,self.wished = None,0 # the exception by which a worker ends a loop of all; what callbacks `wish` for, over all workers
+        self.ends,self.requested = None,0 # the exception by which a worker ends a loop of all; what workers request by `Resume`, summed
         self.sums = self.agreed = self.copied = None # from `receive` on
         samples = share.samples*share.counts
+        resume = resume_of(learn)
         parts = [x for v in self.parts.values() for x in ((0.,0.) if v is None else (_sum_of(v, mean.divisor),mean.divisor))]
-        self.sent = AsyncReduce(_numbers(device, _sum_of(learn.loss, samples), mean.remaining, mean.rows, samples, *flags,
-            sum(callback_results(learn, 'wish')), *((0.,)*4 if fingerprint is None else fingerprint.numbers()), *parts))
+        self.reduction = AsyncReduce(_numbers(device, _sum_of(learn.loss, samples), mean.remaining, mean.rows, samples, *flags,
+            0 if resume is None else resume.take_request(), *((0.,)*4 if fingerprint is None else fingerprint.numbers()), *parts))
 
     def receive(self, before=None # The message of the batch before
                ):
         "Wait for the sums. What is agreed on is read at once; on a GPU, for which nobody waits, that of the batch before is"
-        self.sums = self.sent.wait()
+        self.sums = self.reduction.wait()
         if self.device.type=='cpu': self.agreed = self.sums[:_n_agreed].tolist()
         else:
             self.copied = send_to_host(self.sums[:_n_agreed])
@@ -148,7 +150,7 @@ class LossMessage:
             copied,done = before.copied
             done.synchronize() # it has ended, unless the host has run ahead by more than that
             self.agreed = copied.tolist()
-        *flags,self.wished,h,hh,w,ww = self.agreed[4:]
+        *flags,self.requested,h,hh,w,ww = self.agreed[4:]
         if self.fingerprint is not None: self.fingerprint.check(h, hh, w, ww)
         self.ends = next((exc for exc,n in zip(ending, flags) if n), None)
 
@@ -173,7 +175,7 @@ class TrainingStep:
     @property
     def ends(self): return self.message and self.message.ends
     @property
-    def wished(self): return self.message.wished if self.message else 0
+    def requested(self): return self.message.requested if self.message else 0
 
     def grad_weight(self, root=None # Tensor that is propagated backward; by default some loss that is computed anew
                    ):
@@ -336,23 +338,23 @@ class StepHooks(QuickCallback):
     order = 1000
     def __init__(self, trainer, # Has the `TrainingStep` of the batch as `step`, and the `decisions` of the callbacks
                  strategy, # `Strategy` of the learner
-                 each=False, # Average gradients after each batch, also where the optimizer does not step?
+                 each_batch=False, # Average gradients after each batch, also where the optimizer does not step?
                 ):
         super().__init__()
-        self.trainer,self.strategy,self.each = trainer,strategy,each
-        self.looked_at = self.fingerprint = None
+        self.trainer,self.strategy,self.each_batch = trainer,strategy,each_batch
+        self.user_reads_grads = self.fingerprint = None
         self.sync = True
         self.unchecked = 3 # steps without a backward pass that `_check_made` is to look at
 
     def begin_epoch(self):
         "The learner may have other callbacks now"
-        self.looked_at = None
+        self.user_reads_grads = None
         self.fingerprint = Fingerprint(self.learn, self.strategy.name=='ddp', self.fingerprint.n if self.fingerprint else 0)
 
     def begin_batch(self):
         "Before any other callback has the batch, and may train on it itself"
-        if self.looked_at is None: self.looked_at = looked_at(self.learn) # what looks has the gradients of the global batch
-        self.sync = self.each or self.looked_at or self.trainer.step.ends_step()
+        if self.user_reads_grads is None: self.user_reads_grads = user_reads_grads(self.learn) # those of the global batch
+        self.sync = self.each_batch or self.user_reads_grads or self.trainer.step.ends_step()
         self.strategy.begin_batch(self.sync)
 
     def before_batch(self):

@@ -43,7 +43,7 @@ class DistributedTrainer(LearnerSetup):
     def __init__(self, sync_bn=True, **kwargs):
         super().__init__()
         self.settings = check_args(dict(sync_bn=sync_bn, **kwargs))
-        self.requested = {} # of the next evaluation, by `get_preds`: see `Evaluation`
+        self.evaluation_args = {} # of the next evaluation, by `get_preds`: see `Evaluation`
 
     @property
     def accelerator(self):
@@ -171,8 +171,8 @@ def validate_together(self:DistributedTrainer):
     learn,random,outer = self.learn,self.random,self.evaluation
     if not (self.in_fit or self.nested): self.rewrap_if_changed()
     learn.dl = self.loaders.evaluate(learn.dl, self.decisions.alone)
-    requested,self.requested = self.requested,{}
-    evaluation = self.evaluation = Evaluation(learn, self.decisions, **requested)
+    args,self.evaluation_args = self.evaluation_args,{}
+    evaluation = self.evaluation = Evaluation(learn, self.decisions, **args)
     try:
         alone = self.in_fit or self.nested or not evaluation.shared
         with nullcontext() if alone else self._fail_together(), evaluation.together():

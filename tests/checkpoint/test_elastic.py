@@ -9,7 +9,7 @@ WAITS = '''print('step', step, 'of', get_world_size(), flush=True)
         n = get_world_size()
         Path(f'step{step}of{n}').touch()
         # alone: until the launcher asks for an end, as there is a second node; together: until that is gone
-        while not Path('gone').exists() and (n == 1 and step > 3 and not self.learn.resume.asked or n == 2 and step > 8): time.sleep(0.02)'''
+        while not Path('gone').exists() and (n == 1 and step > 3 and not self.learn.resume.local_request or n == 2 and step > 8): time.sleep(0.02)'''
 CONF = 'last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=10'
 
 

@@ -35,11 +35,10 @@ def chosen(free):
 def test_auto(world2):
     "By the bytes: parameters P, gradients G and what they are sent from, state O=2P; 60 % of the memory may be taken"
     P = 8*(4*4096+4096+4096*3+3)
-    for free, word in ((8.5, 'ddp'), (7, 'zero1'), (5.5, 'zero2'), (3, 'fsdp'), (.1, 'fsdp')):
+    for free, word in ((8.5, 'ddp'), (7, 'zero1'), (5.5, 'fsdp'), (.1, 'fsdp')):
         every = world2(chosen, int((free-1)*P) if free > 1 else 1000)
         assert [o[0] for o in every]==[word]*2, (free, every)
         assert f"strategy='auto': '{word}', which needs" in every[0][1] and every[1][1]==''
-    assert 'nothing takes less' in every[0][1]
 
 
 def own():
@@ -94,26 +93,3 @@ def test_cpu_offload_and_reshard(world2):
     plugin = PLUGIN(cpu_offload=True, reshard_after_forward=False)
     for m in world2(fits, dict(split_batches=True, fsdp_plugin=plugin), [('clip', 'adam')]): assert diff(fit('clip', Adam).weights,
         m['clip', 'adam'].weights) < 1e-7
-
-
-def ignoring(names):
-    import fastdist.all
-    seen = []
-    class Look(Callback):
-        def before_step(self): seen.append({n: type(p).__name__ for n, p in self.model.named_parameters()})
-    def model():
-        torch.manual_seed(3)
-        return Scaled(False).double()
-    learn = quiet(learner(n=20, bs=5, opt=Adam, lr=0.05, wd=0.1, model=model, splitter=splitter, cbs=[Look(), GradientClip(0.05)]))
-    with learn.distrib_ctx(split_batches=True, fsdp_plugin=PLUGIN(ignored_modules=names)): learn.fit(1)
-    return weights(learn), seen[0]
-
-
-def test_ignored_modules(world2):
-    "Their parameters are replicated, and trained with the gradients of all"
-    one = fit('clip', Adam, n=20).weights
-    for w, seen in world2(ignoring, r'head\.2'):
-        assert diff(one, w) < 1e-7
-        assert sorted(n for n, o in seen.items() if o=='Parameter')==['head.2.bias', 'head.2.weight', 'scale']
-
-
