@@ -201,32 +201,11 @@ def reduce_differing():
 def test_all_reduce_errors(world3):
     for rank, res, one, after in world3(reduce_differing):
         assert after == 3.
-        assert res[0][0] == 'ValueError' and 'rank 0 has torch.float32 of shape (3, 500), ranks 1, 2 have torch.float32 of shape (2, 500)' in res[0][1] and 'all_gather_tensors' in res[0][1]
+        assert res[0][0] == 'ValueError' and 'rank 0 has torch.float32 of shape (3, 500), ranks 1, 2 have torch.float32 of shape (2, 500)' in res[0][1] and 'all_gather_list' in res[0][1]
         assert res[1][0] == 'ValueError' and 'ranks 1, 2 have torch.float64' in res[1][1] and res[2][0] == 'ValueError'
         assert [o[0] for o in res[3:]] == ['TypeError', 'TypeError', 'ValueError', 'TypeError', 'TypeError', 'TypeError']
         assert '.float()' in res[3][1] and '.int()' in res[4][1] and "'sum', 'mean', 'max', 'min'" in res[5][1]
         assert one[0] == 'TypeError' and "rank 0: tensor is str 'no tensor'" in one[1] and ('rank 0 failed in all_reduce(op=' in one[1]) == (rank != 0)
-
-
-def gather_tensors():
-    talk, rank, n = start()
-    every = [torch.full((), 3), torch.rand(3, 500, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).T, torch.ones(0, 4).bool()]
-    bad = []
-    for shift in range(3):
-        mine = lambda r: every[(r+shift) % 3]
-        res = talk.all_gather_tensors(mine(rank))
-        for r, o in enumerate(res):
-            if o.dtype != mine(r).dtype or o.shape != mine(r).shape or not torch.equal(o, mine(r)): bad.append((shift, r))
-            if o.numel(): o.zero_()  # a copy
-    bad += [i for i, o in enumerate(every[:2]) if not o.any()]
-    odd = talk.all_gather_tensors(torch.ones(1001+rank, dtype=torch.int8 if rank else torch.complex128))
-    return bad, [len(o) for o in odd], error(lambda: talk.all_gather_tensors([1] if rank == n-1 else torch.ones(2)))
-
-
-def test_all_gather_tensors(world):
-    for bad, sizes, e in world(gather_tensors):
-        assert not bad and sizes == [1001+r for r in range(world.size)]
-        assert e[0] == 'TypeError' and f"rank {world.size-1}: t is list" in e[1]
 
 
 # Dicts
@@ -351,7 +330,7 @@ def subgroups():
     g, other = dist.new_group([0, 2]), dist.new_group([1])
     f = io.StringIO()
     calls = [lambda g: talk.all_gather_list((rank, 'x'*2000), group=g), lambda g: talk.all_reduce(torch.full((2000,), float(rank)), g, op='mean')[0].item(),
-             lambda g: talk.all_reduce_dict(dict(a=rank, t=torch.full((2000,), float(rank))), group=g)['t'][0].item(), lambda g: [len(o) for o in talk.all_gather_tensors(torch.ones(900*(rank+1)), g)],
+             lambda g: talk.all_reduce_dict(dict(a=rank, t=torch.full((2000,), float(rank))), group=g)['t'][0].item(), lambda g: [len(o) for o in talk.all_gather_list(torch.ones(900*(rank+1)), g)],
              lambda g: talk.broadcast_object(rank, group=g), lambda g: talk.broadcast_object('x'*2000+str(rank), src=2, group=g)[2000:],
              lambda g: talk.agree(rank == 2, 'all', group=g), lambda g: talk.agree(rank == 0, 'rank0', g),
              lambda g: talk.print_in_order('hi', group=g, file=f)]
