@@ -255,7 +255,7 @@ FAULTS = [Fault(*o) for o in [
      'from .machine import is_worker, nearest, plural\n', 'from .machine import is_worker, nearest, plural\nimport torch\n',
      ['tests/launch/test_config.py::test_wrong_config_at_once']),
     ('thread-at-import', 'P8', "an import starts a thread",
-     'World.on_begin(monitor)\n', 'World.on_begin(monitor)\nimport threading,time\nthreading.Thread(target=time.sleep, args=(1e6,), daemon=True).start()\n',
+     'World.begin_hooks.append(monitor)\n', 'World.begin_hooks.append(monitor)\nimport threading,time\nthreading.Thread(target=time.sleep, args=(1e6,), daemon=True).start()\n',
      ['tests/promises/test_p8_import.py::test_either_order']),
     ('port-at-import', 'P8', "an import opens a port: the store of a process alone is a TCPStore, and made at once",
      '_start_timeout = 600 #', "_alone = dist.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)\n_start_timeout = 600 #",

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from fastai.basics import *
 from fastai.callback.fp16 import MixedPrecision
 from torch.amp import GradScaler, autocast
-from ..comm.collectives import from_rank0
+from ..comm.collectives import broadcast_object
 from ..world.errors import refuse
 
 # %% ../../nbs/callbacks/02_precision.ipynb #ad5ea734
@@ -40,7 +40,7 @@ def synchronize_rng(rng_types # Some of 'torch', 'cuda' and 'generator', or `Non
                    ):
     "Give all workers rank 0's random states; a message for each of 'torch' and 'cuda'"
     for kind,rng in (('torch',torch),('cuda',torch.cuda)):
-        if kind in (rng_types or ()): rng.set_rng_state(from_rank0(rng.get_rng_state()))
+        if kind in (rng_types or ()): rng.set_rng_state(broadcast_object(rng.get_rng_state()))
 
 # %% ../../nbs/callbacks/02_precision.ipynb #1b82b156
 def _depth():

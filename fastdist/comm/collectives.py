@@ -6,8 +6,8 @@
 __all__ = ['bucket_bytes', 'tensors_in', 'bytes_in', 'buckets', 'as_bytes', 'byte_array', 'checksum', 'checksums', 'is_dtensor',
            'local', 'named', 'gather_single', 'group_ranks', 'comm_device', 'gather_bytes', 'AsyncReduce',
            'same_and_most', 'same_text', 'all_min', 'who_has', 'first_other', 'pack', 'unpack', 'OutOfStep',
-           'check_calls', 'Call', 'same_call', 'all_gather_list', 'gather_tensors', 'broadcast_object', 'from_rank0',
-           'agree', 'rank0_only', 'print_in_order', 'all_reduce', 'all_reduce_dict', 'all_gather_tensors']
+           'check_calls', 'Call', 'same_call', 'all_gather_list', 'gather_tensors', 'broadcast_object', 'agree',
+           'rank0_only', 'print_in_order', 'all_reduce', 'all_reduce_dict']
 
 # %% ../../nbs/comm/00_collectives.ipynb #da82582f
 import hashlib,io,json,pickle,sys,traceback,zlib
@@ -270,13 +270,13 @@ def _caller():
     f = next((o for o in outside if not is_library(o.f_code.co_filename)), outside[0])
     return _trim(f"{f.f_code.co_filename}:{f.f_lineno} in {f.f_code.co_name}", 200, end=True)
 
-def _frame(name, info=None, payload=b'', error=None):
+def _frame(name, payload=b'', error=None):
     "What a worker says of its call: a line of JSON, and the payload, where that is small"
-    text = json.dumps([_trim(name, 100), _caller(), error, info, len(payload)], ensure_ascii=False).encode()+b'\n'
+    text = json.dumps([_trim(name, 100), _caller(), error, len(payload)], ensure_ascii=False).encode()+b'\n'
     return text+payload.numpy().tobytes() if 0 < len(payload) <= _frame_size-len(text) else text
 
 def _exchange(frame, n, group):
-    "(name, caller, error, info, size, small payload or `None`) of each of the `n` workers of a group"
+    "(name, caller, error, size, small payload or `None`) of each of the `n` workers of a group"
     every = _flat(frame.ljust(_frame_size, b'\0')).view(1, -1)
     if dist.is_initialized():
         mine = every[0].to(comm_device(torch.device('cpu'), group))
@@ -313,19 +313,19 @@ def check_calls(ranks, # Those that called
 
 # %% ../../nbs/comm/00_collectives.ipynb #c989d7a1
 class Call:
-    "One call that all workers of `group` make; `infos` and `sizes` are what their frames say, in the order of the group"
+    "One call that all workers of `group` make"
     def __init__(self, name:str, # Of the call, with the arguments that have to be the same in all workers
                  group, # A process group; `None` for that of all workers
-                 prepare, # Called with this `Call`; returns what JSON can hold, and a payload of bytes (on the CPU), or `None` for none
+                 prepare, # Function without arguments that returns a payload of bytes (on the CPU), or `None` for none
                 ):
         self.name,self.group,self.ranks = name,group,group_ranks(group)
         self.me,error = self.ranks.index(get_rank()),None
         try:
-            info,payload = prepare(self)
+            payload = prepare()
             self.payload = _flat(b'') if payload is None else payload
-            frame = _frame(name, info, self.payload)
+            frame = _frame(name, self.payload)
         except Exception as e: frame,error = _frame(name, error=(type(e).__name__, _trim(str(e), 300))),e
-        names,callers,errors,self.infos,self.sizes,self.small = zip(*_exchange(frame, len(self.ranks), group))
+        names,callers,errors,self.sizes,self.small = zip(*_exchange(frame, len(self.ranks), group))
         if error: raise error
         check_calls(self.ranks, names, callers, errors)
 
@@ -356,7 +356,7 @@ def same_call(name, # Of the call that all workers make
              ):
     "Is `also` the same in all workers? An `OutOfStep` in all where they are at different calls: who is at which is asked only then"
     if same_text(f'{name}\n{also}'): return True
-    Call(name, None, lambda c: (None,None))
+    Call(name, None, lambda: None)
     return False
 
 # %% ../../nbs/comm/00_collectives.ipynb #386a3612
@@ -365,7 +365,7 @@ def all_gather_list(data, # Anything that can be pickled; tensors in it arrive o
                     max_size:int=None, # Bytes that a worker's pickle may have; by default any number
                    ):
     "List of every worker's `data`, in the order of the group; a `ValueError` in all workers names those that have more than `max_size`"
-    c = Call('all_gather_list'+(f'({max_size=})' if max_size is not None else ''), group, lambda c: (None,pack(data)))
+    c = Call('all_gather_list'+(f'({max_size=})' if max_size is not None else ''), group, lambda: pack(data))
     large = [(r,f'{s-32} bytes') for r,s in zip(c.ranks, c.sizes) if max_size is not None and s-32 > max_size] # without the signature
     if large: raise ValueError(f"all_gather_list: {who_has(*zip(*large))}, which is more than {max_size=}: "
                                "pass a larger max_size, or leave it out for any size")
@@ -376,7 +376,7 @@ def gather_tensors(o, # Anything that can be pickled, with tensors in it; of `No
                    group=None, # A process group; by default that of all workers
                   ):
     "List of each worker's `o`, by rank, on the CPU, and of this worker's own as it is; `None` in workers that receive nothing"
-    c = Call(f'gather_tensors({dst=})', group, lambda c: (None,None if o is None else pack(o)))
+    c = Call(f'gather_tensors({dst=})', group, lambda: None if o is None else pack(o))
     parts = c.parts(dst)
     if parts is None or dst not in (None,get_rank()): return
     return [o if i==c.me else c.load(p, i) if len(p) else None for i,p in enumerate(parts)]
@@ -387,35 +387,19 @@ def broadcast_object(o=None, # What rank `src` sends; in other workers it does n
                      group=None, # A process group; by default that of all workers
                     ):
     "Rank `src`'s object, in all workers; a `ValueError` where `src` is not in the group"
-    if src is None: src = group_ranks(group)[0]
-    def prepare(c):
-        if src not in c.ranks: raise ValueError(f"rank {get_rank()}: {src=} is not in this group: its global ranks are {c.ranks}")
-        return None,pack(o) if src==c.ranks[c.me] else None
+    ranks = group_ranks(group)
+    if src is None: src = ranks[0]
+    def prepare():
+        if src not in ranks: raise ValueError(f"rank {get_rank()}: {src=} is not in this group: its global ranks are {ranks}")
+        if src==get_rank(): return pack(o)
     c = Call(f'broadcast_object({src=})', group, prepare)
-    i = c.ranks.index(src)
-    if len(c.ranks)==1: return o
+    i = ranks.index(src)
+    if len(ranks)==1: return o
     if c.small[i] is None: # too large for the frame
         flat = (c.payload if i==c.me else torch.empty(c.sizes[i], dtype=torch.uint8)).to(comm_device(torch.device('cpu'), group))
         dist.broadcast(flat, src, group=group)
     else: flat = _flat(c.small[i])
     return o if i==c.me else c.load(flat, i)
-
-# %% ../../nbs/comm/00_collectives.ipynb #39460622
-_small = 1016 # bytes that travel with their number
-
-def from_rank0(o # What rank 0 sends; in other workers it does not matter
-              ):
-    "Rank 0's object, in all workers, which are at the same line: one message where it is small, and else two"
-    if get_world_size()==1: return o
-    to,first = comm_device(torch.device('cpu'), None),is_master()
-    flat = pack(o) if first else _flat(b'')
-    size = torch.tensor([len(flat)], device='cpu').view(torch.uint8) # 8 bytes
-    head = F.pad(torch.cat([size,flat[:_small]]), (0,_small-min(_small, len(flat)))).to(to)
-    dist.broadcast(head, 0)
-    n = head[:8].cpu().view(torch.int64).item()
-    rest = (flat[_small:] if first else torch.empty(max(0, n-_small), dtype=torch.uint8)).to(to)
-    if len(rest): dist.broadcast(rest, 0)
-    return o if first else unpack(torch.cat([head[8:],rest])[:n])
 
 # %% ../../nbs/comm/00_collectives.ipynb #1855c9d9
 _decide = dict(any=any, all=all, rank0=lambda votes: votes[0])
@@ -425,10 +409,10 @@ def agree(value, # This worker's, true or false
           group=None, # A process group; by default that of all workers
          ):
     "One bool for all workers, out of each worker's `value`"
-    def prepare(c):
+    def prepare():
         if how not in _decide: raise ValueError(f"rank {get_rank()}: {how=} is not known: take one of {', '.join(map(repr, _decide))}")
-        return bool(value),None
-    votes = Call(f'agree({how=})', group, prepare).infos
+        return pack(bool(value))
+    votes = Call(f'agree({how=})', group, prepare).objects()
     return _decide[how](votes)
 
 # %% ../../nbs/comm/00_collectives.ipynb #92f75624
@@ -443,7 +427,7 @@ def print_in_order(*args, # As of `print`
                    **kwargs, # `file`, `end`, ... of `print`: in the group's first worker, which prints for all of them
                   ):
     "Print every worker's text in the order of ranks, each line with its rank"
-    c = Call('print_in_order', group, lambda c: (None,pack(sep.join(map(str, args)))))
+    c = Call('print_in_order', group, lambda: pack(sep.join(map(str, args))))
     for r,text in zip(c.ranks, c.objects()):
         if not c.me: print('\n'.join(f'[rank {r}] {o}' for o in text.split('\n')), **kwargs)
 
@@ -453,17 +437,14 @@ _floats = torch.float16,torch.bfloat16,torch.float32,torch.float64
 _integers = torch.int8,torch.uint8,torch.int32,torch.int64
 _fold = dict(sum=sum, mean=lambda vs: sum(vs)/len(vs), max=max, min=min)
 
-def _check_dense(t, what):
-    "Has `t`, which is `what` in the message, memory of its own? Wrappers, as DTensor is one, have none"
-    if isinstance(t, Tensor) and t.layout==torch.strided and t.device.type!='meta' and not hasattr(t, '__tensor_flatten__'): return
-    where = f' of layout {t.layout} on {t.device}' if isinstance(t, Tensor) else f' {_trim(repr(t), 80)}'
-    raise TypeError(f"rank {get_rank()}: {what} is {type(t).__name__}{where}: it must be a dense tensor, of a DTensor its .to_local(), "
-                    "or, to be reduced, a number; send other things with all_gather_list")
-
 def _outline(o, what, op):
     "What workers must have in common of `o`, which is `what` in the message; a `TypeError` where `op` cannot reduce it"
     if isinstance(o, (Number,np.bool_)): return 'a number'
-    _check_dense(o, what)
+    # wrappers, as DTensor is one, have no memory of their own
+    if not isinstance(o, Tensor) or o.layout!=torch.strided or o.device.type=='meta' or hasattr(o, '__tensor_flatten__'):
+        where = f' of layout {o.layout} on {o.device}' if isinstance(o, Tensor) else f' {_trim(repr(o), 80)}'
+        raise TypeError(f"rank {get_rank()}: {what} is {type(o).__name__}{where}: it must be a number, or a dense tensor, of a DTensor its "
+                        ".to_local(); send other things with all_gather_list")
     if o.dtype not in (_floats if op=='mean' else _floats+_integers): raise TypeError(
         f"rank {get_rank()}: {what} is of {o.dtype}, which {op=} does not take: convert it, with .float() or .int()")
     return f"{o.dtype} of shape {tuple(o.shape)}{'' if o.device.type=='cpu' else ' on the GPU'}"
@@ -480,18 +461,18 @@ def _reduce(ts, op, group):
 
 def _reduced(name, values, group, op):
     "All of `values`, a `dict` of numbers and tensors, reduced; keys may be in another order in each worker"
-    def prepare(c):
+    def prepare():
         if op not in _reduce_ops: raise ValueError(
             f"rank {get_rank()}: {op=} is not known: take one of {', '.join(map(repr, _reduce_ops))}")
         outlines = {k:_outline(v, k, op) for k,v in values.items()}
-        return None,pack((outlines, {k:v for k,v in values.items() if not isinstance(v, Tensor)}))
+        return pack((outlines, {k:v for k,v in values.items() if not isinstance(v, Tensor)}))
     c = Call(f'{name}({op=})', group, prepare)
     every,numbers = zip(*c.objects())
     for k in dict.fromkeys(k for o in every for k in o):
         outlines = [o.get(k, 'nothing') for o in every]
         if len(set(outlines)) > 1: raise ValueError(
             f"{name}: {k} differs: {who_has(c.ranks, outlines)}; all workers must have the same keys, shapes and dtypes, "
-            "or take all_gather_tensors")
+            "or take all_gather_list")
     res = {k:_fold[op]([o[k] for o in numbers]) for k in numbers[0]}
     tensors = [k for k in every[0] if k not in res] # in the first worker's order
     for ks in groupby(tensors, lambda k: (values[k].dtype,values[k].device.type)).values():
@@ -523,12 +504,3 @@ def all_reduce_dict(data:dict, # Numbers and tensors by name
     names = {k:f'data[{k!r}]' for k in data}
     res = _reduced('all_reduce_dict', {names[k]:v for k,v in data.items()}, group, op)
     return {k:back(res[names[k]], v) for k,v in data.items()}
-
-def all_gather_tensors(t, # Any dense tensor; those of other workers may be of another shape and dtype
-                       group=None, # A process group; by default that of all workers
-                      ):
-    "List of every worker's tensor, in the order of the group, on the device of this worker's"
-    def prepare(c):
-        _check_dense(t, 't')
-        return None,pack(t.detach().as_subclass(Tensor))
-    return [o.to(t.device) for o in Call('all_gather_tensors', group, prepare).objects()]

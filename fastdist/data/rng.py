@@ -15,7 +15,7 @@ from copy import deepcopy
 import numpy as np
 import torch, torch.distributed as dist
 from fastcore.all import ReindexCollection
-from ..comm.collectives import from_rank0, same_text
+from ..comm.collectives import broadcast_object, same_text
 from ..world.ranks import current_world, get_rank, get_world_size
 
 # %% ../../nbs/data/00_rng.ipynb #7154465a
@@ -219,7 +219,7 @@ def shared_order(gens=(), # Generators that are agreed on too, from `generators_
     "Within, draws are made from the shared stream and are the same in all workers; yields the state at the start"
     with _outside():
         start,states = (rng_state()[:3],generator_states(gens)) if state is None else (state[:3],state[3])
-        if sync and dist.is_initialized() and get_world_size() > 1: start,states = from_rank0((start,states))
+        if sync and dist.is_initialized() and get_world_size() > 1: start,states = broadcast_object((start,states))
         set_generator_states(gens, states)
         set_rng_state((*start,None))
         yield *start,states
@@ -228,7 +228,7 @@ def shared_order(gens=(), # Generators that are agreed on too, from `generators_
 def rank0_stream():
     "Within, the shared stream of all workers is rank 0's; a worker that was seeded otherwise goes back to its own after"
     mine = rng_state()
-    set_rng_state(first := from_rank0(mine))
+    set_rng_state(first := broadcast_object(mine))
     try: yield
     finally:
         if _text(first)!=_text(mine): set_rng_state(mine)
@@ -237,7 +237,7 @@ def resync_streams():
     "Take rank 0's shared stream again, and warn, where callbacks have drawn other numbers of random numbers than in rank 0"
     mine = rng_state()
     if same_text(_text(mine)): return
-    set_rng_state(from_rank0(mine))
+    set_rng_state(broadcast_object(mine))
     if get_rank()==0: current_world().cached('parted', lambda: warnings.warn(
         "not all workers have drawn as many random numbers outside of loader, forward and backward (a callback that draws for each sample "
         "of a batch, or in some ranks only), so what was drawn after that was not the same in all. From this epoch on it is again: draw in "

@@ -96,7 +96,7 @@ class CancelSync:
         mine = [(self.keys[id(cb)],_asks(cb)) for cb in self.learn.cbs if _asks(cb) or not self.watches(cb)],list(trained)
         every,same = [mine],same_text(repr((what,mine,also)))
         if not same:
-            every = Call(what, None, lambda c: (None,pack(mine))).objects()
+            every = Call(what, None, lambda: pack(mine)).objects()
             _check_consistent(every)
         self.everywhere = set.intersection(*({k for k,_ in cbs} for cbs,_ in every))
         self.active = True

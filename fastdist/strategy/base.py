@@ -11,7 +11,7 @@ import torch.distributed as dist
 from fastai.basics import *
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
-from ..comm.collectives import all_gather_list, as_bytes, bucket_bytes, checksums, from_rank0, comm_device, same_text, tensors_in, who_has
+from ..comm.collectives import all_gather_list, as_bytes, broadcast_object, bucket_bytes, checksums, comm_device, same_text, tensors_in, who_has
 from ..model.batchnorm import has_global_stats
 from ..model.buffers import average_buffers
 from ..world.ranks import get_rank, get_world_size
@@ -240,4 +240,4 @@ def same_everywhere(model, # The same layers in all workers
                          f"({len(every[r])} and {len(every[0])} of them): build the same learner in all workers")
     with torch.no_grad(): _broadcast(elsewhere if same else ts)
     if same: return
-    for (s,k),v in zip(numbers, from_rank0(values)): s[k] = v
+    for (s,k),v in zip(numbers, broadcast_object(values)): s[k] = v

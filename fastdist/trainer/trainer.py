@@ -14,7 +14,7 @@ from ..callbacks.fastai_patches import device_losses
 from ..callbacks.data_parallel import ParallelTrainer
 from ..callbacks.loggers import loggers_hidden
 from ..callbacks.precision import autocast_kept, synchronize_rng
-from ..comm.collectives import all_gather_list, from_rank0, same_call
+from ..comm.collectives import all_gather_list, broadcast_object, same_call
 from ..comm.rank0 import check_outside
 from ..data.loaders import data_of, same_data
 from ..data.rng import rank0_stream, resync_streams
@@ -227,7 +227,7 @@ def before_epoch(self:DistributedTrainer):
 def after_epoch(self:DistributedTrainer):
     "Callbacks decide by the log: all have rank 0's"
     rec = getattr(self.learn, 'recorder', None)
-    if rec is not None and self.in_fit and not self.nested: rec.log = L(from_rank0(list(rec.log)))
+    if rec is not None and self.in_fit and not self.nested: rec.log = L(broadcast_object(list(rec.log)))
 
 @patch
 def before_train(self:DistributedTrainer):

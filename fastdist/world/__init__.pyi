@@ -29,7 +29,6 @@ from ..comm.collectives import all_gather_list as all_gather_list
 from ..comm.collectives import broadcast_object as broadcast_object
 from ..comm.collectives import print_in_order as print_in_order
 from ..comm.collectives import rank0_only as rank0_only
-from ..comm.collectives import all_gather_tensors as all_gather_tensors
 from ..comm.collectives import all_reduce as all_reduce
 from ..comm.collectives import all_reduce_dict as all_reduce_dict
 from ..comm.rank0 import rank0_first as rank0_first

@@ -265,7 +265,7 @@ def subgroups():
     calls = [lambda g: talk.all_gather_list((rank, 'x'*2000), group=g),
              lambda g: talk.all_reduce(torch.full((2000,), float(rank)), g, op='mean')[0].item(),
              lambda g: talk.all_reduce_dict(dict(a=rank), group=g)['a'],
-             lambda g: [len(o) for o in talk.all_gather_tensors(torch.ones(900*(rank+1)), g)],
+             lambda g: [len(o) for o in talk.all_gather_list(torch.ones(900*(rank+1)), g)],
              lambda g: talk.broadcast_object(rank, src=2, group=g), lambda g: talk.agree(rank == 2, 'all', group=g),
              lambda g: talk.print_in_order('hi', group=g, file=f)]
     inside = [error(lambda: c(g)) for c in calls]
