@@ -11,7 +11,7 @@ import torch.distributed as dist
 from fastai.basics import *
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
-from ..comm.collectives import all_gather_list, as_bytes, buckets, checksums, from_rank0, comm_device, same_text, tensors_in, who_has
+from ..comm.collectives import all_gather_list, as_bytes, bucket_bytes, checksums, from_rank0, comm_device, same_text, tensors_in, who_has
 from ..model.batchnorm import has_global_stats
 from ..model.buffers import average_buffers
 from ..world.ranks import get_rank, get_world_size
@@ -107,12 +107,17 @@ def callbacks_of(learn, # Any `Learner`
 def _broadcast(ts # Tensors, in the same order, shapes and kinds of device in all workers
               ):
     "Overwrite `ts` with rank 0's, in place"
-    for device,kind in groupby([t.detach() for t in ts if t.numel()], lambda t: t.device).items():
-        for some in buckets(kind):
-            # as bytes: gloo knows neither bfloat16 nor bool, and takes no strides
-            flat = torch.cat([as_bytes(t) for t in some]).to(comm_device(device, None))
-            dist.broadcast(flat, src=0)
-            for t,b in zip(some, flat.split([t.nbytes for t in some])): t.copy_(b.clone().view(t.dtype).view(t.shape))
+    def to(t): return comm_device(t.device, None)
+    here,elsewhere = partition([t.detach() for t in ts if t.numel()], lambda t: to(t).type==t.device.type)
+    for some in (here, *([t] for t in elsewhere)): # one by one: the device that they are sent from may not have room for all
+        # as bytes: gloo knows neither bfloat16 nor bool, and takes no strides
+        flat = [as_bytes(t.to(to(t))) for t in some]
+        large,small = partition(flat, lambda b: b.nbytes > 2**16) # these as they are, for a copy of them takes memory
+        works = [dist.broadcast(b, src=0, async_op=True) for b in large]
+        if small: dist._broadcast_coalesced(dist.group.WORLD, small, bucket_bytes, 0)
+        for w in works: w.wait()
+        for t,b in zip(some, flat):
+            if b.data_ptr()!=t.data_ptr(): t.copy_(b.view(t.dtype).view(t.shape))
 
 # %% ../../nbs/strategy/00_base.ipynb #f0401b1e
 def _check_buffers(named):
