@@ -258,7 +258,7 @@ class FullyShard(Strategy):
         own = self.model
         self._check_held()
         self.mesh,self.checked,self.ran = mesh_of(device.type, self.shard),False,True
-        self.home = torch.device('cpu') if all(p.device.type=='cpu' for p in own.parameters()) else device
+        self.user_device = torch.device('cpu') if all(p.device.type=='cpu' for p in own.parameters()) else device
         copy = self._copy()
         with torch.no_grad(): self._fill(copy)
         for p in own.parameters(): p.grad = None
@@ -324,7 +324,7 @@ def _fill(self:FullyShard, copy):
         for n,p in [*m.named_parameters(recurse=False)]:
             if p in new: setattr(m, n, new[p])
     at = {id(own[n]):p for n,p in copy.named_parameters()}
-    self.new = {p:at[id(p)] for p in self.model.parameters()}
+    self.new_params = {p:at[id(p)] for p in self.model.parameters()}
 
 # %% ../../nbs/strategy/05_fsdp.ipynb #473702a5
 @patch
@@ -492,11 +492,11 @@ def check_unchanged(self:FullyShard):
 @patch
 def set_opt(self:FullyShard, opt):
     "Give `opt` the sharded parameters, and shard its state"
-    self._find_extra_params(opt, self.new)
+    self._find_extra_params(opt, self.new_params)
     if self.sharded is not None and self.sharded.opt is opt: return
     self.restore_opt()
     if opt is None: return
-    exchange_params(opt, self.new)
+    exchange_params(opt, self.new_params)
     self.sharded = RowsOptimizer(opt, self.mesh)
 
 @patch
@@ -505,8 +505,8 @@ def restore_opt(self:FullyShard, group=None):
     sharded,self.sharded = self.sharded,None
     if sharded is None: return
     sharded.restore_opt(group)
-    exchange_params(sharded.opt, {new:p for p,new in self.new.items()})
-    move_state(sharded.opt, self.home)
+    exchange_params(sharded.opt, {new:p for p,new in self.new_params.items()})
+    move_state(sharded.opt, self.user_device)
 
 @patch
 @torch.no_grad()
@@ -519,27 +519,31 @@ def close(self:FullyShard, group=None):
     try: self._give_back(own, copy, group)
     finally:
         for p,like in self.formats.items(): # of which some are not to be had
-            if p.shape!=like.shape: p.data = torch.full_like(like, math.nan if p.is_floating_point() else 0, device=self.home)
+            if p.shape!=like.shape: p.data = torch.full_like(like, math.nan if p.is_floating_point() else 0, device=self.user_device)
         self.model = own
         if self.learn.model is copy: self.learn.model = own
         self._exchange_noted(copy, own)
-        self.parts,self.new = [],{}
+        self.parts,self.new_params = [],{}
 
 @patch
 def _give_back(self:FullyShard, own, copy, group):
     self.sync_params()
     self.restore_opt(group)
-    def wholes(rows, params): return gather_rows([(p, rows(self.new[p]), self.new[p].shape) for p in params], self.mesh, group)
+    def wholes(rows, params):
+        shards = [(p, self.new_params[p]) for p in params]
+        return gather_rows([(p, rows(new), new.shape) for p,new in shards], self.mesh, group)
     for p,values in () if group is False else wholes(local, self.params):
-        p.data = torch.empty_like(self.formats[p], device=self.home).copy_(values)
-        local(self.new[p]).untyped_storage().resize_(0) # the device never has both
-    graded = [p for p in self.params if self.new[p].grad is not None] if group is None else []
-    for p,g in wholes(grad_rows, graded): p.grad,self.new[p].grad = g.to(self.home, copy=True),None
-    for p,new in self.new.items(): p.requires_grad_(new.requires_grad)
+        p.data = torch.empty_like(self.formats[p], device=self.user_device).copy_(values)
+        local(self.new_params[p]).untyped_storage().resize_(0) # the device never has both
+    graded = [p for p in self.params if self.new_params[p].grad is not None] if group is None else []
+    for p,g in wholes(grad_rows, graded): p.grad,self.new_params[p].grad = g.to(self.user_device, copy=True),None
+    for p,new in self.new_params.items(): p.requires_grad_(new.requires_grad)
     for p in own.parameters():
-        if not is_dtensor(new := self.new[p]): p.data,p.grad = new.data.to(self.home),None if new.grad is None else new.grad.to(self.home)
+        if is_dtensor(new := self.new_params[p]): continue
+        p.data = new.data.to(self.user_device)
+        p.grad = None if new.grad is None else new.grad.to(self.user_device)
     for a,b in zip(own.modules(), copy.modules()):
-        vars(a).update(_learned(b, self.home))
-        for n,t in a.named_buffers(recurse=False): t.data = b.get_buffer(n).to(self.home)
+        vars(a).update(_learned(b, self.user_device))
+        for n,t in a.named_buffers(recurse=False): t.data = b.get_buffer(n).to(self.user_device)
     loss = vars(self.learn).get('loss_grad')
     if loss is not None: self.learn.loss_grad = loss.detach() # its graph would keep the copy

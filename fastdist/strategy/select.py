@@ -124,8 +124,7 @@ def close_strategy(strategy # A `Strategy` from `make_strategy`; an error may ha
         f"{'weights, which are nan now' if strategy.shards_params else 'optimizer state'}, and are gone: "
         "load a checkpoint before you go on with this learner")
     # an error has ended the fit: gradients that differ between workers, or are garbage, must not get into the next
-    if strategy.unsynced or aborted:
-        for p in (*strategy.model.parameters(), *strategy.extra_params): p.grad = None
+    if strategy.unsynced or aborted: strategy.drop_grads()
 
 # %% ../../nbs/strategy/06_select.ipynb #6d3c7df1
 def choose(learn, # `Learner` that is to be trained

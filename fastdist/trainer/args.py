@@ -166,7 +166,7 @@ def _fsdp_settings(plugin # Accelerate's `FullyShardedDataParallelPlugin`, or `N
     "What the plugin says"
     if plugin is None: return SimpleNamespace(reshard=None, mp_policy=None, cpu_offload=False, modules=None, min_numel=None,
                                               activation_checkpointing=False, activation_offload=False)
-    no = lambda k, why: refuse(f'fsdp_plugin.{k}', getattr(plugin, k), why)
+    def no(k, why): refuse(f'fsdp_plugin.{k}', getattr(plugin, k), why)
     if plugin.fsdp_version!=2: no('fsdp_version', "torch replaces it by version 2: give FullyShardedDataParallelPlugin(fsdp_version=2)")
     plain = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type=plugin.state_dict_type)
     for k in {o.name for o in fields(plugin)}-_taken:

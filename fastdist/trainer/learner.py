@@ -201,7 +201,7 @@ class _AllOrNone(ContextManagers):
             raise
 
 # %% ../../nbs/trainer/06_learner.ipynb #0e8eb529
-def _warn_apart():
+def _warn_local_only():
     "Warn, once, of a fit by which each worker trains a model of its own: that may be meant, and most often is not"
     world,n = current_world(),get_world_size()
     if n > 1 and get_rank()==0: world.cached('apart', lambda: warnings.warn(
@@ -215,7 +215,7 @@ _validation_context = Learner.validation_context
 def _around(learn, event_type):
     trainer = trainer_of(learn)
     if trainer is None and event_type=='fit':
-        if not hasattr(learn, 'lr_finder'): _warn_apart() # it restores what it trains
+        if not hasattr(learn, 'lr_finder'): _warn_local_only() # it restores what it trains
         return norm_scope_of('local') # also where a callback fits it, in a batch that another learner trains on all workers
     if event_type=='fit': return trainer.fit_together()
     return trainer.validate_together() if event_type=='validate' and device_of(learn) is not None else nullcontext()

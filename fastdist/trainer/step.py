@@ -168,8 +168,8 @@ class TrainingStep:
         self.mean,self.loss,self.message = LossMean(self.share),None,None
         self.before = last and (last.message or last.before)
         self.uneven = getattr(last, 'uneven', None) # have shares of a batch before not added up to the samples dealt out?
-        # do gradients wait for the step of this batch; did they before it?
-        self.waiting,self.waited = last is not None and last.waiting,False
+        self.grads_pending = last is not None and last.grads_pending # do gradients wait for the step of this batch?
+        self.grads_were_pending = False # did they before it?
         self.kept = [] # (metric, its state before this batch)
 
     @property
@@ -218,7 +218,8 @@ def note_loss(self:TrainingStep):
             self.mean.choose(learn, self.share, self.device, self._mixes_batches())
         self.loss = learn.loss_grad
         self._set_loss()
-        self.waited,self.waiting = self.waiting,True # until the optimizer has stepped, or a callback has cancelled that
+        self.grads_were_pending = self.grads_pending
+        self.grads_pending = True # until the optimizer has stepped, or a callback has cancelled that
     for cb in callbacks_of(learn, RNNRegularizer): # a share may be of one row, and the batch not
         h = cb.rnn.raw_out
         if cb.beta and len(h)==1 and self.share.total!=1:
@@ -228,7 +229,7 @@ def note_loss(self:TrainingStep):
 def _mixes_batches(self:TrainingStep):
     "Are gradients that may have to be scaled before the step added to those of batches before? `AccumulateSteps` sees to that"
     if callbacks_of(self.learn, AccumulateSteps): return False
-    return self.uneven is not False if callbacks_of(self.learn, GradientAccumulation) else self.waiting
+    return self.uneven is not False if callbacks_of(self.learn, GradientAccumulation) else self.grads_pending
 
 @patch
 def _set_loss(self:TrainingStep):
@@ -308,7 +309,7 @@ def scale_gradients(self:TrainingStep):
     # fastai's callback divides by a number of its own, whatever there is
     scale = share.total/(remaining or 1)*(rows/share.planned_rows if callbacks_of(learn, GradientAccumulation) else 1)
     if accs or scale==1: return
-    if self.waited: raise RuntimeError(
+    if self.grads_were_pending: raise RuntimeError(
         f"rank {get_rank()}: some labels of this batch do not count, for the first time since its gradients were accumulated with those of "
         "others. Say what the mean in the loss divides by: learn.loss_func.loss_divisor = lambda y: (y!=-100).sum()")
     scale_all(grads_of(learn), scale)

@@ -50,8 +50,8 @@ class DistributedTrainer(LearnerSetup):
         "Accelerate's view of this worker, which fastai's trainer has by this name. Made when a script asks for it: nothing here does"
         if self._accelerator is None:
             # what the launcher was told of these is the strategy's, and the precision's, to do
-            told = 'USE_FSDP','USE_PARALLELISM_CONFIG','DYNAMO_BACKEND','MIXED_PRECISION'
-            with modified_env(*(f'ACCELERATE_{o}' for o in told)): self._accelerator = Accelerator(cpu=get_device().type=='cpu')
+            settings = 'USE_FSDP','USE_PARALLELISM_CONFIG','DYNAMO_BACKEND','MIXED_PRECISION'
+            with modified_env(*(f'ACCELERATE_{o}' for o in settings)): self._accelerator = Accelerator(cpu=get_device().type=='cpu')
         return self._accelerator
 
     @property
@@ -298,7 +298,7 @@ def before_step(self:DistributedTrainer):
 @patch
 def after_step(self:DistributedTrainer):
     "No gradients wait for the next batch"
-    self.step.waiting = False
+    self.step.grads_pending = False
 
 DistributedTrainer.after_cancel_step = DistributedTrainer.after_step # fastai zeroes them then
 
