@@ -1,6 +1,4 @@
 "Loaders in fits: orders that differ, and looks at a loader. (contract/test_every_loader.py has each kind beside one process.)"
-import contextlib
-
 import pytest
 from loaders import *
 

@@ -1,6 +1,6 @@
 """P6: what runs on the CPU runs on GPUs, with the same numbers; a worker stays on its own. Where there
 is none the GPUs are pretended (support/fakegpu), under nccl's rules."""
-import io, os, signal, time
+import os, signal, time
 
 import fakegpu, pytest, real_gpus
 from accelerate import ParallelismConfig
