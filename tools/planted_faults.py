@@ -55,7 +55,7 @@ FAULTS = [Fault(*o) for o in [
      ['tests/contract/test_every_loader.py::test_each_sample_once[3]']),
     ('same-augmentations', 'P1', "dropout and augmentations of a fit are the same in all workers",
      'seed = seed_of(self.rank, random.getstate()', 'seed = seed_of(0, random.getstate()',
-     ['tests/contract/test_every_loader.py::test_each_sample_once[3]']),
+     ['tests/data/test_loaders.py::test_a_fit_draws_the_same_after_the_same_seed']),
     ('shares-weigh-alike', 'P1', "gradients of unequal shares of a batch get equal weights",
      'get_world_size()*self.samples/self.total if', '1. if',
      ['tests/contract/test_training.py::test_as_one_process[2]']),

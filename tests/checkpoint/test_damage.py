@@ -1,5 +1,5 @@
 "A checkpoint that is damaged, half, of another run or of another model is never loaded as if whole: it is named, and the one before it is taken"
-import io, random, shutil, time
+import random, shutil, time
 import pytest
 from test_resume import *
 

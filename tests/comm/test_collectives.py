@@ -207,19 +207,6 @@ def test_not_reduced(world3):
         assert '.float()' in alone[0][1] and '.int()' in alone[1][1] and f"rank {rank}: data['b'] is NoneType None" in alone[2][1]
 
 
-def gather_tensors():
-    talk, rank, n = start()
-    every = [torch.full((), 3), torch.rand(3, 500, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).T,
-             torch.ones(0, 4).bool()]
-    res = talk.all_gather_tensors(every[rank])
-    good = all(o.dtype == t.dtype and o.shape == t.shape and o.equal(t) for o, t in zip(res, every[:n], strict=True))
-    return good, error(lambda: talk.all_gather_tensors([1] if rank == n-1 else torch.ones(2)))
-
-
-def test_all_gather_tensors(world):
-    for good, e in world(gather_tensors): assert good and e[0] == 'TypeError' and f'rank {world.size-1}: t is list' in e[1]
-
-
 # Decisions, and being out of step
 
 def agrees():

@@ -2,7 +2,6 @@
 import pytest
 from fastai.callback.rnn import rnn_cbs
 from fastai.callback.training import BnFreeze
-from fastai.losses import BCEWithLogitsLossFlat
 from table import *
 
 case = Cases()

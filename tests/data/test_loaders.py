@@ -1,8 +1,31 @@
-"Loaders in fits: orders that differ, and looks at a loader. (contract/test_every_loader.py has each kind beside one process.)"
-import contextlib
-
+"Loaders in fits: random numbers, orders that differ, and looks at a loader. (contract/test_every_loader.py has the numbers of each kind.)"
 import pytest
 from loaders import *
+
+
+class Draws(Callback):
+    "What dropout draws in each training batch"
+    def before_fit(self): self.drawn = []
+    def after_pred(self):
+        if self.training: self.drawn.append(torch.rand(1).item())
+
+
+def fit_twice():
+    import fastdist.all
+    learn = quiet(learner(n=22, bs=5, cbs=Draws()))
+    res = []
+    with learn.distrib_ctx(split_batches=True):
+        for seed in (3, 3, None):
+            if seed: set_seed(seed)
+            learn.fit(1)
+            res.append(learn.draws.drawn)
+    return res
+
+
+def test_a_fit_draws_the_same_after_the_same_seed(world3):
+    res = world3(fit_twice)
+    for first, again, other in res: assert first == again and not set(first) & set(other)
+    assert len({v for worker in res for v in worker[0]}) == sum(len(worker[0]) for worker in res)
 
 
 def own_orders(kind):

@@ -1,7 +1,5 @@
 "Predictions that rank 0 alone has. (contract/test_numbers.py has them beside one process, by each option.)"
-
-import pytest, torch
-
+import pytest
 from learners import *
 
 

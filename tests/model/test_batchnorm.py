@@ -18,7 +18,7 @@ def prepared(shape, dtype=torch.float64, last=False, affine=True, cut=slice(None
     return bn.to(device, dtype), x.requires_grad_(), g
 
 
-def passed(bn, x, g, twice=False):
+def passed(bn, x, g, twice):
     "Output, gradient of the input, gradients of the parameters, and running statistics; with `twice`, gradients of those of the input"
     y = bn(x)
     if twice:

@@ -20,21 +20,9 @@ class Fault(Callback):
     def before_batch(self):
         if get_rank()==1 and self.epoch==1: raise ValueError('the first to fail')
 learn.add_cb(Fault())''',
-    loader='''
-def fault(self, i):
-    if get_rank()==1 and i==11: raise ValueError('the first to fail')
-    return self.x[i],self.y[i]
-type(learn.dls.train_ds).__getitem__ = fault''',
     argument='''
 real = learn.distrib_ctx
 learn.distrib_ctx = lambda **kwargs: real(**kwargs, **({'sync_bm':1} if get_rank()==1 else {}))''',
-    killed='''
-class Fault(Callback):
-    def before_batch(self):
-        if get_rank()==1 and self.epoch==1:
-            print('the first to fail', file=sys.stderr, flush=True)
-            os.kill(os.getpid(), 9)
-learn.add_cb(Fault())''',
     left='''
 class Fault(Callback):
     def before_batch(self):

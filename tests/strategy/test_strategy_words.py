@@ -1,5 +1,4 @@
 "Strategies by a word, by Accelerate's plugins, and of one's own"
-import pytest
 from accelerate.parallelism_config import ParallelismConfig
 from strategies import *
 

@@ -1,5 +1,4 @@
 "What is said of a loss that is no mean over samples, and what it costs. (contract/test_training.py has the numbers.)"
-import pytest
 from learners import *
 import torch.nn.functional as F
 
