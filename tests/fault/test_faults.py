@@ -178,7 +178,7 @@ def test_killed_without_a_launcher(tmp_path, who):
     res, _ = ended(tmp_path, f'killed {who}')
     assert res[who] is None
     for r in {0, 1, 2} - {who}:
-        assert f'rank {r} stopped because' in res[r][1], res[r]
+        assert res[r][1].startswith(f'rank {r} ') and 'stopped because' in res[r][1], res[r]
         if who: assert res[r][0]['rank'] == 1 and 'rank 1 (host' in res[r][1] and 'ended without a traceback' in res[r][1], res[r]
 
 
