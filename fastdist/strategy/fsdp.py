@@ -21,6 +21,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_leaves, tree_map
 from ..comm.collectives import as_bytes, buckets, gather_single, is_dtensor, local
+from ..fault.connections import lost_peer
 from ..model.units import units
 from .backward import Backwards, average_used
 from .base import Strategy, check_trainable, inner_opt, modules_of, unused_error
@@ -464,7 +465,8 @@ def end_fit(self:FullyShard):
 @patch
 def explain(self:FullyShard, error):
     "Raise an error that names the strategy and the way out, where torch's own code for shards has raised `error`"
-    if isinstance(error, (torch.OutOfMemoryError,RemoteError)) or not _from_shards(error): return
+    lost = isinstance(error, (torch.OutOfMemoryError,RemoteError,dist.DistError)) or lost_peer(error)
+    if not isinstance(error, Exception) or lost or not _from_shards(error): return
     raise RuntimeError(
         f"rank {get_rank()}: with strategy={self.name!r} parameters and gradients are DTensors between the passes, each worker has its "
         "rows of them, and something in this fit (a callback, the loss, sparse gradients, a part of the model that is called by itself, "

@@ -24,12 +24,13 @@ from ..world.ranks import current_world, get_local_world_size, get_rank, get_wor
 def _check_hook(ddp):
     "A `ValueError` for a communication hook that torch has not, or an option that none takes"
     hooks = DDPCommunicationHookType
-    for k,ok in (('comm_hook',list(hooks)), ('comm_wrapper',[hooks.NO,hooks.FP16,hooks.BF16])):
+    usable = [o for o in hooks if o!=hooks.BATCHED_POWER_SGD] # that one fails as soon as it compresses, after a thousand steps
+    for k,ok in (('comm_hook',usable), ('comm_wrapper',[hooks.NO,hooks.FP16,hooks.BF16])):
         if getattr(ddp, k) not in ok:
             refuse(k, getattr(ddp, k), f"it is one of {', '.join(map(repr, ok))} (of accelerate.utils.DDPCommunicationHookType)")
     if ddp.comm_hook==hooks.NO and ddp.comm_wrapper!=hooks.NO:
         refuse('comm_wrapper', ddp.comm_wrapper, "there is no comm_hook that it would wrap")
-    if ddp.comm_state_option and ddp.comm_hook not in (hooks.POWER_SGD,hooks.BATCHED_POWER_SGD):
+    if ddp.comm_state_option and ddp.comm_hook!=hooks.POWER_SGD:
         refuse('comm_state_option', ddp.comm_state_option, "it is for the hook of PowerSGD")
 
 # %% ../../nbs/strategy/06_select.ipynb #73da3c95

@@ -7,7 +7,7 @@ __all__ = ['ARGUMENTS', 'takes_arguments', 'check_mesh', 'check_args', 'launched
            'check_args_consistent', 'worker_device']
 
 # %% ../../nbs/trainer/00_args.ipynb #c004b9f9
-import difflib,inspect,re
+import difflib,inspect
 from collections import namedtuple
 from dataclasses import fields
 from functools import partial

@@ -79,7 +79,8 @@ FAR, DEEPSPEED = "use strategy='fsdp', which shards the parameters as well", "us
     (dict(kwargs_handlers=AutocastKwargs()), ValueError, 'it is a list'), (dict(kwargs_handlers=[3]), ValueError, 'kwargs_handlers=3 is not accepted: only DistributedDataParallelKwargs'),
     (dict(kwargs_handlers=[DDP()]*2), ValueError, 'there are two DistributedDataParallelKwargs'),
     (dict(kwargs_handlers=[GradScalerKwargs()]), ValueError, 'learn.to_fp16('),
-    (dict(kwargs_handlers=[DDP(comm_hook='fp16')]), ValueError, "comm_hook='fp16'")])
+    (dict(kwargs_handlers=[DDP(comm_hook='fp16')]), ValueError, "comm_hook='fp16'"),
+    (dict(kwargs_handlers=[DDP(comm_hook=Hook.BATCHED_POWER_SGD)]), ValueError, 'it is one of')])
 def test_refused(kwargs, cls, msg):
     text = error(cls=cls, **kwargs)
     assert text.startswith('rank 0: ') and msg in text

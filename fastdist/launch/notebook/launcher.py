@@ -219,7 +219,7 @@ def how(self:NotebookWorkers, rank, status):
     if not status: return "ended before the function returned (os._exit?)"
     how = f"ended with exit status {status}" if status > 0 else f"was killed by signal {-status}"
     if status==-signal.SIGKILL: how += ' (out of memory?)'
-    text = last_words(f'{self.folder}/rank{rank}.err.log', 20)
+    text = last_words(f'{self.folder}/rank{rank}.err.log')
     return f"{how}, without a traceback{text and f'. The last that it has written is:{chr(10)}{text}'}"
 
 @patch
