@@ -15,7 +15,6 @@ import warm
 from harness import WorkerError, launched, processes, wait_for
 from launches import LAUNCHERS as COMMANDS
 
-from fastdist.env import clear_left
 
 PRELUDE = '''
     import os, signal, sys, time
@@ -309,7 +308,6 @@ def run(f, way, n, show=False):
             if show: print(e)
             return 'never', {}
         at = folder/'at'
-        clear_left(tmp)  # what a process that was killed has left goes when the next one starts
         files = [o.name for o in tmp.iterdir() if o.name.startswith(('fastdist', 'pymp-'))]
         screen = f'{res.stdout}\n{res.stderr}'
         if show: print(f'--- {f.name}, {way}, {n}: status {res.returncode}, left {res.left} {files}\n{screen}\n---')
