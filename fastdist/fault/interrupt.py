@@ -10,7 +10,7 @@ import os,signal,threading,time
 from contextlib import contextmanager
 from multiprocessing import parent_process
 
-from ..env import handled_in_c, is_caught, mark_sockets, notice, process_ended
+from ..env import clear_folders, handled_in_c, is_caught, mark_sockets, notice, process_ended
 from .stacks import begin_loader_stacks
 from ..world.errors import Stopped, refuse
 from ..world.ranks import get_rank
@@ -104,7 +104,7 @@ class StopSignals:
                 ):
         if isinstance(status, bool) or not isinstance(status, int) or not 1<=status<=255:
             refuse('status', status, "it is an exit status after SIGTERM or SIGUSR1, from 1 to 255; 143 is what SIGTERM itself would make")
-        self.ask,self.status,self.came,self.taken,self.pid = ask,status,None,[],os.getpid()
+        self.ask,self.status,self.came,self.taken,self.pid = ask,status,None,[],None
 
     def handle(self, sig, frame):
         "Handle a signal"
@@ -117,6 +117,7 @@ class StopSignals:
     def take(self):
         "Handle those that nobody handles; nothing in a thread that may not"
         if threading.current_thread() is not threading.main_thread(): return
+        self.pid = os.getpid() # it may have been made in a process of which this one is a copy
         self.taken += [o for o in _signals if _is_free(o)]
         for o in self.taken: signal.signal(o, self.handle)
 
@@ -139,7 +140,9 @@ def _wait_for_rank(pid):
     "In a thread of a loader process: end when the rank, process `pid`, says so, or has gone"
     while True:
         o = signal.sigtimedwait(_signals, 1)
-        if process_ended(pid) or o is not None and o.si_pid==pid and o.si_signo==signal.SIGTERM: os._exit(0)
+        if not (process_ended(pid) or o is not None and o.si_pid==pid and o.si_signo==signal.SIGTERM): continue
+        try: clear_folders()
+        finally: os._exit(0)
 
 def loader_begins():
     "Called in a loader process: if it crashes, or cannot send a batch, its rank says where; and the signals are the rank's"

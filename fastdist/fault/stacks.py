@@ -116,10 +116,13 @@ def end_stopped(beats, # `Beat` of each late rank
 
 def end_with_children():
     "End this process at once. Its loader processes would see only seconds later that nobody wants their batches"
-    for p in psutil.Process().children(recursive=True):
+    ps = psutil.Process().children(recursive=True)
+    for p in ps:
         with suppress(psutil.Error): p.kill()
-    clear_folders()
-    os._exit(1)
+    try:
+        psutil.wait_procs(ps, 1)
+        clear_folders()
+    finally: os._exit(1)
 
 # %% ../../nbs/fault/00_stacks.ipynb #8e2255c3
 def _end_unsent(e, _):

@@ -472,9 +472,41 @@ def text_classifier(within):
     return result(learn)
 
 
+@case
+def short_epochs(within):
+    from fastai.callback.training import ShortEpochCallback
+    learn = quiet(learner(n=22, bn=True, metrics=accuracy))
+    with within(learn): learn.fit(2, cbs=ShortEpochCallback(.4, short_valid=True))
+    return result(learn)
+
+
+@case
+def ends_by_nan(within):
+    "A NaN of one sample, which one worker has, ends the fit of all"
+    from fastai.callback.tracker import TerminateOnNaNCallback
+    class Spoils(Callback):
+        def before_batch(self):
+            if self.training and self.epoch == 1 and self.iter == 2: self.learn.xb = (torch.where(self.x == self.dls.train_ds.x[:, 0].max(), float('nan'), self.x),)
+    learn = quiet(learner(n=22, shuffle=False, cbs=[Spoils(), TerminateOnNaNCallback()]))
+    learn.dls.train_ds.x[11, 0] = 9.
+    with within(learn): learn.fit(3)
+    return dict(batches=len(learn.recorder.losses), epochs=len(learn.recorder.values))
+
+
+@case
+def decided_by_rank0(within):
+    "A metric that is another number in each worker: all record rank 0's, and decide by it"
+    from fastai.callback.tracker import EarlyStoppingCallback, SaveModelCallback
+    with shared_folder(within) as path:
+        odd = ValueMetric(lambda: [3., 1., 2., 2., 2., 2.][learn.epoch] + 10*rank_distrib()*(learn.epoch % 2), 'odd')
+        learn = quiet(learner(n=22, metrics=odd, path=path))
+        with within(learn): learn.fit(6, cbs=[SaveModelCallback('odd', comp=np.less), EarlyStoppingCallback('odd', comp=np.less, patience=3)])
+        return result(learn)
+
+
 # Where a share is empty or the sizes are the very thing, and where gradients are averaged, or not, in a way of their own
 BOTH = '''any_size own_batches drops skips_share skips_many picks accumulate norms unsaid class_weights sam frozen_in_turn cancels
-          fp16_infinite'''.split()
+          fp16_infinite ends_by_nan'''.split()
 
 
 @pytest.mark.sizes

@@ -147,3 +147,15 @@ class RefusedTorch(TorchDL):
 def test_says_what_it_cannot_split(make, why):
     with pytest.raises(TypeError, match=why) as e: DistributedDL(make(), 0, 2)
     assert str(e.value).startswith('rank 0: ')
+
+
+def test_a_worker_reads_its_own_samples_only():
+    read = []
+    class Noted(list):
+        def __getitem__(self, i):
+            read.append(i)
+            return super().__getitem__(i)
+    for make in lambda: TfmdDL(Noted(range(21)), bs=5, num_workers=0), lambda: TorchDL(Noted(range(21)), batch_size=5):
+        read.clear()
+        list(DistributedDL(make(), 1, 3, split_batches=False))
+        assert sorted(read) == list(range(1, 21, 3))

@@ -1,9 +1,9 @@
 """P2: whatever goes wrong in one worker ends it in all of them, within seconds, and each says why. `python tools/fault_table.py` has more
 of these rows"""
-import json, os, signal, sys, textwrap
+import json, os, pickle, signal, sys, textwrap
 
 import pytest, warm
-from forked import started
+from forked import start, started
 from harness import ROOT, free_port, launched, wait_for
 from launches import LAUNCHERS
 
@@ -13,8 +13,9 @@ import fault_table
 ROWS = {'fastdist launch': ['raises before the group', 'rank0_first fails', 'slow end of rank 0', 'killed', 'segmentation fault',
                             'sys.exit(0)', 'leaves the group', 'stopped',
                             'holds the interpreter lock', 'a loader process is killed', 'a loader process sleeps',
-                            'rank 0 leaves between two rank0_first', 'another collective'],
-        'torchrun': ['raises', 'busy', 'returns early', 'rank 0 leaves before the context', 'saves alone'],
+                            'rank 0 leaves between two rank0_first', 'another collective', 'the launcher is killed'],
+        'torchrun': ['raises', 'busy', 'returns early', 'rank 0 leaves before the context', 'saves alone',
+                     'a loader process sleeps'],
         'accelerate launch': ['raises in a loader process', 'os._exit(0)'],
         'launch_in_notebook': ['raises in a callback', 'killed']}
 
@@ -131,6 +132,7 @@ def ends(rank, how):
         if rank == 1 and how == 'raises': raise FileNotFoundError(2, 'no disk', 'a.txt')
         if rank == 1 and how == 'sleeps': time.sleep(1000)
         if f'killed {rank}' == how: os.kill(os.getpid(), signal.SIGKILL)
+        if f'stopped {rank}' == how: os.kill(os.getpid(), signal.SIGSTOP)
         while True: dist.all_reduce(torch.ones(3))
     try:
         with fail_together(watchdog=5):
@@ -182,6 +184,23 @@ def test_killed_without_a_launcher(tmp_path, who):
         if who: assert res[r][0]['rank'] == 1 and 'rank 1 (host' in res[r][1] and 'ended without a traceback' in res[r][1], res[r]
 
 
+def test_stopped_with_the_store():
+    "Rank 0 has the store in its process: it cannot be asked any more either"
+    url = f'tcp://127.0.0.1:{free_port()}'
+    procs, lines = start(lambda: ends(int(os.environ['I']), 'stopped 0'), [{'I': str(i), 'URL': url, 'N': '3'} for i in range(3)])
+    try:
+        for r in 1, 2:
+            procs[r].join(80)
+            assert procs[r].exitcode is not None, 'it waits on'
+            try: _, said, *_ = pickle.loads(lines[r].recv_bytes())[1]
+            except EOFError: continue  # it could not react, and was ended
+            assert 'has not answered' in said or 'has gone' in said, said
+    finally:
+        for p in procs:
+            p.kill()
+            p.join()
+
+
 INTERRUPT = '''
     import time, torch, torch.distributed as dist
     from fastdist.world import *
@@ -202,3 +221,34 @@ def test_ctrl_c(tmp_path):
         os.killpg(proc.pid, signal.SIGINT)
     r = launched([*LAUNCHERS['fastdist'](3), '--log-dir', 'logs', 'train.py'], 120, cwd=tmp_path, during=press)
     assert r.returncode == 130 and r.left == {} and 'Traceback' not in r.stderr and r.stderr.count('Ctrl-C') <= 1, r.stderr
+
+
+LOOKED_AT = """
+import ctypes, os, threading, time
+from fastdist.fault.stacks import stack_of
+def look():
+    while True:
+        stack_of(main)
+        time.sleep(1e-4)
+def closes(i): f = open('/dev/null', 'rb', buffering=0)  # which lets other threads run as it goes, when the innermost frame is one of C's
+@ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
+def enters(_): pass
+libc = ctypes.CDLL(None)
+def begin():
+    threads = (ctypes.c_ulong*8)()
+    while True:
+        for i in range(8): libc.pthread_create(ctypes.byref(threads, 8*i), None, enters, None)
+        for t in threads: libc.pthread_join(ctypes.c_ulong(t), None)
+main = threading.get_ident()
+for f in (look, begin, begin, begin): threading.Thread(target=f, daemon=True).start()
+for _ in range(20):
+    list(map(closes, range(200)))
+    time.sleep(.1)
+os._exit(0)
+"""
+
+
+def test_looking_at_a_rank_does_not_end_it():
+    "As `faulthandler` does while threads of C enter Python (3.11), or where the innermost frame is one of C's (3.13.0)"
+    res = launched([sys.executable, '-c', LOOKED_AT], 60)
+    assert res.returncode == 0, res.stderr

@@ -39,7 +39,8 @@ def fitted(fault='none', monitored=True, strategy='ddp', n=48):
     from fastdist.monitor import DistMonitor
     kwargs = dict(dict(n_val=6), **FAULTS[fault])
     data, monitor = kwargs.pop('data', Items), DistMonitor(log='monitor.jsonl')
-    learn = quiet(learner(n=n, bs=12, path=f'{fault}{strategy}', **kwargs))
+    learn = learner(n=n, bs=12, path=f'{fault}{strategy}', **kwargs)
+    learn.remove_cb(ProgressCallback)
     learn.dls.train.dataset.__class__ = data
     with contextlib.redirect_stdout(io.StringIO()) as said, learn.distrib_ctx(split_batches=True, strategy=strategy):
         learn.fit(2, cbs=[monitor] if monitored else None)
