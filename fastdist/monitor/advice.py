@@ -11,6 +11,10 @@ from fastai.basics import *
 # %% ../../nbs/monitor/01_advice.ipynb #e0d8d10b
 least_share = 0.1 # of the time of a fit, from which on there is something to say
 
+def _median(v):
+    "The lower one, so that the slower of two workers is not half of it"
+    return np.sort(v)[(len(v)-1)//2]
+
 class FitTimes:
     "The times of a fit, from the records of its epochs: seconds of each phase, an array of one number a worker"
     def __init__(self, records, # Of `DistMonitor`
@@ -18,46 +22,51 @@ class FitTimes:
         self.hosts = [w['host'] for w in records[-1]['workers']]
         def total(name): return np.sum([[w[name] for w in r['workers']] for r in records], axis=0)
         self.train,self.validate = total('train').max(),total('validate').max()
-        self.steps = {k:np.sum([[w['seconds'][k] for w in r['workers']] for r in records], axis=0) for k in records[0]['workers'][0]['seconds']}
+        seconds = {k:[[w['seconds'][k] for w in r['workers']] for r in records] for k in records[0]['workers'][0]['seconds']}
+        self.steps = {k:np.sum(v, axis=0) for k,v in seconds.items()}
         self.step = sum(self.steps.values()) # of each worker, as long as that of all others, for which it waits
-        self.own = self.step-self.steps['communication'] # what it does itself
+        local = {k:v for k,v in self.steps.items() if k not in ('loss','communication')} # in those two it may wait for others
+        self.excess = {k:np.maximum(v-_median(v), 0) for k,v in local.items()} # beyond the median worker
+        self.own = _median(sum(local.values()))+sum(self.excess.values())
 
     def slowest(self):
         "(The rank that takes longest for its own part of the steps, by what that is longer than the median worker's)"
         rank = int(self.own.argmax())
-        return rank,float(self.own[rank]/np.sort(self.own)[(len(self.own)-1)//2]) if self.own[rank] else 1.
+        return rank,float(self.own[rank]/self.own.min()) if self.own.min() else 1.
 
     def share(self, phase):
         "Of the steps' time, the mean over the workers"
         return float(self.steps[phase].sum()/self.step.sum()) if self.step.sum() else 0.
 
 # %% ../../nbs/monitor/01_advice.ipynb #3a22f2fd
-def _data(t, num_workers):
+def _data(t, num_workers, strategy):
     # a validation waits for the same loaders
     cure = 'num_workers is 0: give the loaders some, as many as there are cores for each worker' if num_workers==0 else (
         f'num_workers is {num_workers}: give the loaders more, or cheaper transforms, in batch_tfms where there is a GPU')
     return t.share('data')*(t.train+t.validate),f"workers wait {t.share('data'):.0%} of each step for data: {cure}"
 
-def _straggler(t, num_workers):
+def _straggler(t, num_workers, strategy):
     rank,ratio = t.slowest()
-    longer = {k:v[rank]-np.median(v) for k,v in t.steps.items() if k!='communication'}
+    longer = {k:v[rank] for k,v in t.excess.items()}
     return (1-1/ratio)*t.train,(f"rank {rank} on {t.hosts[rank]} takes {ratio:.1f} times as long for its part of a step as the median "
         f"worker, most of all in {max(longer, key=longer.get)}, and the others wait for it: see what else runs there, or leave it out")
 
-def _communication(t, num_workers):
+def _communication(t, num_workers, strategy):
     share = float((t.steps['communication']/np.maximum(t.step, 1e-9)).min()) # the slowest waits for nobody
-    return share*t.train,(f"communication takes {share:.0%} of each step: larger batches, gradient_accumulation_steps, or "
-        "kwargs_handlers=[DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.BF16)]")
+    hook = ', or kwargs_handlers=[DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.BF16)]'
+    return share*t.train,(f"communication takes {share:.0%} of each step: larger batches, gradient_accumulation_steps"
+        f"{hook if strategy in ('ddp','zero1') else ''}")
 
-def _validation(t, num_workers):
+def _validation(t, num_workers, strategy):
     share = t.validate/(t.train+t.validate)
     return (share-0.3)*(t.train+t.validate),f"validation takes {share:.0%} of the fit: a larger val_bs, or fewer samples to validate on"
 
 def advise(records, # Of the epochs of a fit, from `DistMonitor`
            num_workers=0, # Processes that load data for each worker
+           strategy='ddp', # Its name
           )->str:
     "The sentence; `None` where nothing is wrong"
     t = FitTimes(records)
     if not t.train: return
-    seconds,text = max(rule(t, num_workers) for rule in (_data,_straggler,_communication,_validation))
+    seconds,text = max(rule(t, num_workers, strategy) for rule in (_data,_straggler,_communication,_validation))
     return text if seconds > least_share*(t.train+t.validate) else None

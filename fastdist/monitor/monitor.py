@@ -6,24 +6,25 @@
 __all__ = ['peak_flops', 'DistMonitor']
 
 # %% ../../nbs/monitor/02_monitor.ipynb #efe742e0
-import json,resource,socket
+import json,re,resource,socket
 
 from fastai.basics import *
-from ..callbacks.fastai_patches import device_of, in_evaluation
+from ..callbacks.fastai_patches import device_of, trainer_of
 from ..comm.collectives import all_gather_list, comm_device, gather_single
 from .advice import FitTimes, advise
-from .timer import StepTimer, phases
+from .timer import StepTimer, device_in, phases
 from ..world.ranks import get_rank, get_world_size
 
 # %% ../../nbs/monitor/02_monitor.ipynb #675aee38
 _numbers = 'samples','train','validate','steps','median_step','longest_step','peak_memory','flops' # of each worker, beside its phases
 
-_peaks = dict(B200=2250, H200=989, H100=989, A100=312, A10=125, L40=181, L4=121, V100=125, T4=65) # TFLOP/s in half precision, dense: NVIDIA's data sheets
+# TFLOP/s in half precision, dense, of NVIDIA's data sheets
+_peaks = {'B200':2250, 'H200':989, 'H100 PCIe':756, 'H100':989, 'A100':312, 'L40S':362, 'L40':181, 'L4':121, 'V100':125, 'T4':65}
 
 def peak_flops(device):
     "What a GPU can do in a second in half precision at best, by its name; `None` where that is not known"
     if device.type!='cuda': return
-    return next((n*1e12 for nm,n in _peaks.items() if nm in torch.cuda.get_device_name(device)), None)
+    return next((n*1e12 for nm,n in _peaks.items() if re.search(rf'\b{nm}\b', torch.cuda.get_device_name(device))), None)
 
 def _peak_memory(device):
     "Bytes, of this process from its beginning on: on the GPU that it computes on, otherwise in memory"
@@ -49,13 +50,17 @@ class DistMonitor(Callback):
 
     def before_fit(self):
         "Two columns more"
-        if in_evaluation(self.learn) or hasattr(self.learn, 'lr_finder'): return
-        rec = self.learn.recorder
+        learn = self.learn
+        if hasattr(learn, 'lr_finder'): return
+        if len(learn._grab_cbs(DistMonitor)) > 1: raise ValueError(
+            f"rank {get_rank()}: this fit has two DistMonitor callbacks: leave one out, as distrib_ctx(monitor=True) adds one")
+        rec = learn.recorder
         at = len(rec.metric_names)-rec.add_time
         rec.metric_names = rec.metric_names[:at]+L(self.columns)+rec.metric_names[at:]
-        self.records,self.advice = [],None
+        if learn.lock.locked(): return # an evaluation, for which fastai calls this too, and for which the recorder has begun anew
+        self.records,self.advice,self._open = [],None,False
         self._timer.begin_fit()
-        self._hosts = [socket.gethostname()] if device_of(self.learn) is None else all_gather_list(socket.gethostname())
+        self._hosts = [socket.gethostname()] if device_of(learn) is None else all_gather_list(socket.gethostname())
 
     def before_train(self): self._began,self._open = time.perf_counter(),not hasattr(self.learn, 'lr_finder')
 
@@ -65,7 +70,7 @@ class DistMonitor(Callback):
 
     def after_validate(self):
         "Put together what the workers have measured in this epoch, and log it"
-        if not self._open or in_evaluation(self.learn): return
+        if not self._open or self.learn.lock.locked(): return
         self._open = False
         record = self._record(time.perf_counter()-self._began)
         self.records.append(record)
@@ -78,9 +83,10 @@ class DistMonitor(Callback):
 
     def after_fit(self):
         "Say what limits it"
-        if in_evaluation(self.learn) or not self.records: return
-        dl = self.learn.dls.train
-        self.advice = advise(self.records, getattr(getattr(dl, 'fake_l', dl), 'num_workers', 0))
+        learn = self.learn
+        if learn.lock.locked() or hasattr(learn, 'lr_finder') or not self.records: return
+        dl,strategy = learn.dls.train,getattr(trainer_of(learn), 'strategy', None)
+        self.advice = advise(self.records, getattr(getattr(dl, 'fake_l', dl), 'num_workers', 0), getattr(strategy, 'name', None))
         if self.advice and get_rank()==0: print(f'{self.advice[:1].upper()}{self.advice[1:]}.', flush=True)
 
 # %% ../../nbs/monitor/02_monitor.ipynb #f4efc1ca
@@ -89,7 +95,7 @@ def _record(self:DistMonitor, validate):
     "Of the epoch that ends, the same in all workers"
     t,device = self._timer,device_of(self.learn)
     t.add_up(every=True)
-    here = torch.device(device or getattr(self.learn.dls, 'device', None) or 'cpu')
+    here = device_in(self.learn)
     steps = np.array(t.steps or [0.])
     mine = torch.tensor([t.samples, self._train, validate, len(t.steps), np.median(steps), steps.max(), _peak_memory(here), t.flops,
                          *t.seconds.values()], dtype=torch.float64)
@@ -108,7 +114,7 @@ def _record(self:DistMonitor, validate):
                 slowest=dict(rank=rank, host=self._hosts[rank], times_median=ratio), workers=workers)
 
 # %% ../../nbs/monitor/02_monitor.ipynb #a3ee072e
-_colors = dict(zip(phases, ('#E69F00','#0072B2','#56B4E9','#D55E00','#009E73','#999999'))) # Okabe and Ito's, for colour-blind eyes too
+_colors = dict(zip(phases, ('#E69F00','#0072B2','#F0E442','#56B4E9','#D55E00','#009E73','#999999'))) # Okabe and Ito's, for colour-blind eyes too
 _most = 16 # workers in a picture: of more, those that take longest for their own part
 
 @patch
@@ -127,7 +133,7 @@ def plot(self:DistMonitor,
         start += ms
     left.set(xlabel='milliseconds of a step', ylabel='rank')
     left.invert_yaxis()
-    left.legend(ncols=3, fontsize='small', frameon=False, loc='lower center', bbox_to_anchor=(0.5,1))
+    left.legend(ncols=4, fontsize='small', frameon=False, loc='lower center', bbox_to_anchor=(0.5,1))
     rates = [r['samples_per_second'] for r in self.records]
     right.plot(rates, 'o-', color=_colors['forward'])
     for i,r in enumerate(self.records):

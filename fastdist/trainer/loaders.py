@@ -84,9 +84,10 @@ def _check_steps(dl):
 @patch
 def train(self:SharedLoaders, dl # Loader of the learner's
          ):
-    "This worker's part of `dl`, to train; a `ValueError` where its samples are too few for a step"
+    "This worker's part of `dl`, to train; a `ValueError` where its samples are too few for a step, a `TypeError` where it has no length"
     res = self.part(dl, False)
     _check_steps(res)
+    for o in () if hasattr(self.learn, 'lr_finder') else self.learn.dls.loaders[:2]: len(o) # fastai asks too, but an epoch later
     return res
 
 @patch

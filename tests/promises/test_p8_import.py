@@ -14,7 +14,7 @@ assert DataParallel.reset.__module__ == DistributedDataParallel.reset.__module__
 import torch, threading
 import sys
 assert torch.nn.utils.get_total_norm.__code__.co_filename.startswith(torch.__path__[0]), 'replaced outside of a context'
-dear = {'torch._dynamo', 'torch.distributed.tensor', 'torch.distributed.fsdp', 'torch.distributed.checkpoint', 'sympy'} & set(sys.modules)
+dear = {'torch._dynamo', 'torch.distributed.tensor', 'torch.distributed.fsdp', 'torch.distributed.checkpoint', 'sympy', 'triton'} & set(sys.modules)
 assert not dear, f'a third of the time that fastai takes: {dear}'
 assert not torch.cuda.is_initialized() and not torch.distributed.is_initialized() and threading.active_count() == 1
 import psutil
