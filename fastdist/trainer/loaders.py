@@ -97,10 +97,9 @@ def step_in_words(self:SharedLoaders, batches, # To a step
     "What a training step is made of. From one GPU to many the batch grows unseen, and with it the learning rate that is right"
     dl = self.part(self.learn.dls.train, False)
     n,bs,unit = dl.world_size,dl.bs or 1,'batches' if dl.is_made else 'samples'
-    each = f"{bs} shared by {n} workers" if dl.is_split else f"{n} workers x {bs}"
-    accumulated = '' if batches==1 else f" x {batches} batches"
-    keeps = '' if dl.is_split else f" (split_batches=True keeps {bs*batches})"
-    return f"{each}{accumulated} = {dl.global_bs*batches} {unit} a step, strategy {strategy!r}{keeps}"
+    made = f"{n} workers {'share' if dl.is_split else 'x'} {bs}" + ('' if batches==1 else f" x {batches} batches")
+    total,keeps = dl.global_bs*batches,'' if dl.is_split else f" (split_batches=True keeps {bs*batches})"
+    return f"{made}{'' if total==bs else f' = {total}'} {unit} a step, strategy {strategy!r}{keeps}"
 
 @patch
 def evaluate(self:SharedLoaders, dl, # Loader of the learner's, or a list of batches

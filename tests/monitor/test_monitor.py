@@ -66,7 +66,7 @@ def test_what_is_measured(worlds, strategy, n=3):
             for w in r['workers']:
                 assert 0 < sum(w['seconds'].values()) <= w['train'] and w['seconds']['communication'] > 0 and w['peak_memory'] > 2**20
                 assert w['steps'] == (3 if epoch == 0 else 4) and w['flops'] == 3*2*4*(4*8+8*3)  # 4 of the 12 samples; the first step of the fit is not timed
-    assert '12 shared by 3 workers = 12 samples a step, strategy' in res[0][4] and not res[1][4]
+    assert '3 workers share 12 samples a step, strategy' in res[0][4] and not res[1][4]
 
 
 SENTENCES = dict(data=r'workers wait \d\d% of each step for data: num_workers is 0', straggler=r'rank 1 on \S+ takes [\d.]+ times as long .* most of all in forward', slow_reader=r'rank 1 on \S+ takes [\d.]+ times as long .* most of all in data',
