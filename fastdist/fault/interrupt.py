@@ -116,8 +116,8 @@ class StopSignals:
 
     def take(self):
         "Handle those that nobody handles; nothing in a thread that may not"
-        if threading.current_thread() is not threading.main_thread(): return
         self.pid = os.getpid() # it may have been made in a process of which this one is a copy
+        if threading.current_thread() is not threading.main_thread(): return
         self.taken += [o for o in _signals if _is_free(o)]
         for o in self.taken: signal.signal(o, self.handle)
 

@@ -121,7 +121,7 @@ _most = 16 # workers in a picture: of more, those that take longest for their ow
 def plot(self:DistMonitor,
          figsize=(10,3.5), # Inches
         ):
-    "Where the time of a step goes in each worker, over the fit; and samples per second in each epoch, with the slowest worker where it is 1.2 times the median"
+    "Where the time of a step goes in each worker; and samples per second in each epoch, with a worker that takes 1.2 times the median's time"
     if not self.records: raise ValueError("there is nothing to plot yet: fit with this monitor first")
     t,steps = FitTimes(self.records),sum(r['workers'][0]['steps'] for r in self.records)
     shown = np.sort(np.argsort(-t.own)[:_most])
