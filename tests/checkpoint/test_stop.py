@@ -106,3 +106,21 @@ def test_one_worker_is_asked_to_end(world2, tmp_path):
     assert [(s, n) for s, n, _ in world2(signalled, tmp_path/'c', 1, 12, False)] == [(143, 12)]*2  # at the end of the validation
     rest = world2(signalled, tmp_path/'c', None, 0)
     assert [(s, n) for s, n, _ in rest] == [(None, 6)]*2 and rest[0][2] == whole[0][2]
+
+
+COPIED = """
+import os, signal
+from fastdist.checkpoint.resume import Resume
+r = Resume('ckpt')
+r.signals.ask = lambda: os._exit(7)
+if not (pid := os.fork()):
+    r.signals.take()
+    os.kill(os.getpid(), signal.SIGTERM)
+    os._exit(1)
+os._exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+
+
+def test_made_before_the_worker_was_forked(tmp_path):
+    "As a cell makes it whose function `notebook_launcher` runs: the signal asks for a checkpoint, and does not end the worker"
+    assert launched([sys.executable, '-c', COPIED], 100, cwd=tmp_path).returncode == 7
