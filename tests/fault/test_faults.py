@@ -14,8 +14,7 @@ ROWS = {'fastdist launch': ['raises before the group', 'rank0_first fails', 'slo
                             'sys.exit(0)', 'leaves the group', 'stopped',
                             'holds the interpreter lock', 'a loader process is killed', 'a loader process sleeps',
                             'rank 0 leaves between two rank0_first', 'another collective', 'the launcher is killed'],
-        'torchrun': ['raises', 'busy', 'returns early', 'rank 0 leaves before the context', 'saves alone',
-                     'a loader process sleeps'],
+        'torchrun': ['raises', 'busy', 'returns early', 'rank 0 leaves before the context', 'saves alone'],
         'accelerate launch': ['raises in a loader process', 'os._exit(0)'],
         'launch_in_notebook': ['raises in a callback', 'killed']}
 

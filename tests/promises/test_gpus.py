@@ -453,6 +453,7 @@ def peaks(ctx, found, width=WIDTH, layers=12):
     setup_distrib()
     set_seed(1)
     here = torch.empty(0, device=torch.device('cuda', torch.cuda.current_device())).device
+    others = torch.cuda.memory_allocated()  # what tests before have left in this process
     model = nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(layers)], nn.Linear(width, 3)).to(here if found == 'gpu' else 'cpu')
     x, y, size, res = torch.randn(24, width), torch.randint(0, 3, (24,)), sum(p.nbytes for p in model.parameters()), []
     dls = DataLoaders(*[DataLoader(list(zip(x, y)), bs=6, num_workers=0) for _ in range(2)])
@@ -460,8 +461,8 @@ def peaks(ctx, found, width=WIDTH, layers=12):
     learn = quiet(Learner(dls, model, CrossEntropyLossFlat(), opt_func=Adam, lr=1e-3))
     fsdp._at_once = size//layers  # what is gathered at once when a context ends is bounded by this number, which is of larger models
     reset = torch.cuda.reset_peak_memory_stats
-    def now(): return torch.cuda.memory_allocated()/size
-    def peak(): return torch.cuda.max_memory_allocated()/size
+    def now(): return (torch.cuda.memory_allocated()-others)/size
+    def peak(): return (torch.cuda.max_memory_allocated()-others)/size
     class InSteps(Callback):
         "The last one: DistributedDataParallel makes its buckets anew after the first"
         order = 1000
