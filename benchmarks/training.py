@@ -54,6 +54,13 @@ def fastdist(size):
     return in_context(learner(size), sync_bn=False)
 
 
+def monitored(size):
+    from fastdist.all import DistMonitor
+    learn = learner(size)
+    learn.add_cb(DistMonitor())
+    return in_context(learn, sync_bn=False)
+
+
 def fastai_distributed(size):
     shared.fastai_distributed()
     return in_context(learner(size), sync_bn=False)
@@ -119,7 +126,7 @@ def learner_on_ddp(size):
     return lambda: learn.fit(1)
 
 
-WAYS = {'by hand': by_hand, 'fastdist': fastdist, 'Learner over DDP': learner_on_ddp, 'Accelerate': accelerate, 'Lightning Fabric': fabric, 'fastai.distributed': fastai_distributed,
+WAYS = {'by hand': by_hand, 'fastdist': fastdist, 'with DistMonitor': monitored, 'Learner over DDP': learner_on_ddp, 'Accelerate': accelerate, 'Lightning Fabric': fabric, 'fastai.distributed': fastai_distributed,
         'one process': one_process}
 
 
@@ -171,7 +178,7 @@ def measure(size, rounds, names, script=__file__):
         try:
             for w in ways.values(): w.epoch()  # buckets, first allocations
             for _ in range(rounds):
-                for o in random.sample([*names], len(names)): res[o].append(ways[o].epoch())
+                for o in random.sample(names, len(names)): res[o].append(ways[o].epoch())
         finally:
             for w in ways.values(): w.end()
     return res

@@ -125,7 +125,7 @@ def keep(folder # Of `new_folder`
     "It stays, until somebody else takes it away"
     Path(folder, '.owner').unlink(missing_ok=True)
 
-def _goes(folder):
+def _is_removable(folder):
     "Is it of this process, or of one of this user, on this machine, that has ended?"
     try:
         if folder.lstat().st_uid!=os.geteuid(): return False
@@ -136,7 +136,7 @@ def _goes(folder):
 def clear_folders():
     "Take away the folders of this process, but for those that it keeps, and of processes that have ended without doing so"
     for o in Path(tempfile.gettempdir()).glob('[fp]*/.owner'): # fastdist_..., pymp-...
-        if _goes(o.parent): shutil.rmtree(o.parent, ignore_errors=True)
+        if _is_removable(o.parent): shutil.rmtree(o.parent, ignore_errors=True)
 
 def clear_at_end():
     "The same at the end of this process, after that of the processes that it has started"

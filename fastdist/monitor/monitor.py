@@ -114,14 +114,15 @@ def _record(self:DistMonitor, validate):
                 slowest=dict(rank=rank, host=self._hosts[rank], times_median=ratio), workers=workers)
 
 # %% ../../nbs/monitor/02_monitor.ipynb #a3ee072e
-_colors = dict(zip(phases, ('#E69F00','#0072B2','#F0E442','#56B4E9','#D55E00','#009E73','#999999'))) # Okabe and Ito's, for colour-blind eyes too
+# Okabe and Ito's, for colour-blind eyes too
+_colors = dict(zip(phases, ('#E69F00','#0072B2','#F0E442','#56B4E9','#D55E00','#009E73','#999999')))
 _most = 16 # workers in a picture: of more, those that take longest for their own part
 
 @patch
 def plot(self:DistMonitor,
          figsize=(10,3.5), # Inches
         ):
-    "Where the time of a step goes in each worker; and samples per second in each epoch, with a worker that takes 1.2 times the median's time"
+    "Where the time of a step goes in each worker; and samples per second in each epoch, with a worker that is 1.2 times slower"
     if not self.records: raise ValueError("there is nothing to plot yet: fit with this monitor first")
     t,steps = FitTimes(self.records),sum(r['workers'][0]['steps'] for r in self.records)
     shown = np.sort(np.argsort(-t.own)[:_most])

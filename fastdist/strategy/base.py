@@ -11,7 +11,8 @@ import torch.distributed as dist
 from fastai.basics import *
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
-from ..comm.collectives import all_gather_list, as_bytes, broadcast_object, bucket_bytes, checksums, comm_device, same_text, tensors_in, who_has
+from ..comm.collectives import (all_gather_list, as_bytes, broadcast_object, bucket_bytes, checksums, comm_device, same_text,
+                                       tensors_in, who_has)
 from ..model.batchnorm import has_global_stats
 from ..model.buffers import average_buffers
 from ..world.ranks import get_rank, get_world_size

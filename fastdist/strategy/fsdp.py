@@ -477,7 +477,8 @@ def _from_shards(error):
     "Does `error` come from torch's `DTensor`, `fully_shard` or a backward pass, and not from a collective of theirs?"
     modules = [f.f_globals.get('__name__', '') for f,_ in traceback.walk_tb(error.__traceback__)]
     if modules[-1].startswith('torch.distributed.distributed_c10d'): return False
-    return modules[-1].startswith('torch.autograd') or any(o.startswith(('torch.distributed.tensor','torch.distributed.fsdp')) for o in modules)
+    about_shards = 'torch.distributed.tensor','torch.distributed.fsdp'
+    return modules[-1].startswith('torch.autograd') or any(o.startswith(about_shards) for o in modules)
 
 # %% ../../nbs/strategy/05_fsdp.ipynb #0fa453da
 def _layers(model): return [*map(id, model.modules()), *((id(p),p.dtype) for p in model.parameters())]

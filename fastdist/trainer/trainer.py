@@ -203,7 +203,8 @@ def before_fit(self:DistributedTrainer):
     resync()
     self.in_training = False
     self.rewrap_if_changed()
-    if self.in_fit and self.learn.logger is not noop and not (self.said_batch or hasattr(self.learn, 'lr_finder')): # rank 0, unless its user wants it quiet
+    logs = self.learn.logger is not noop # rank 0, unless its user wants it quiet
+    if logs and self.in_fit and not (self.said_batch or hasattr(self.learn, 'lr_finder')):
         self.said_batch = True
         print(self.loaders.step_in_words(self.settings.accumulation_steps, self.strategy.name), flush=True)
     self.random.reset()

@@ -13,8 +13,6 @@ from contextlib import ExitStack,contextmanager,nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from importlib import import_module
-from operator import attrgetter
 from pathlib import Path
 from threading import Thread
 from types import SimpleNamespace
@@ -309,18 +307,6 @@ def abort_gpu_collectives():
         for _,_,backend in found: backend.abort()
     return True
 
-_MESH_CACHES = ('debug._clear_sharding_prop_cache', '_collective_utils.MeshTopoInfo.build_from_mesh.cache_clear',
-                '_redistribute.clear_redistribute_planner_cache', '_redistribute._gen_transform_infos.cache_clear',
-                '_sharding_prop.ShardingPropagator._propagate_tensor_meta_cached.cache_clear')
-
-def _forget_meshes():
-    "Empty torch's caches of sharded tensors: they hold groups that have ended, each with a thread of gloo's that wakes 100 times a second"
-    if 'torch.distributed.tensor' not in sys.modules: return
-    for name in _MESH_CACHES:
-        module,_,clear = name.partition('.')
-        try: attrgetter(clear)(import_module(f'torch.distributed.tensor.{module}'))()
-        except (ImportError, AttributeError): pass # another torch's: the thread stays, nothing else
-
 def _shut_down(groups, limit=5):
     "End `groups` within `limit` seconds, or let them be: nobody waits for their threads then, not even the end of the process"
     ended = Thread(target=lambda: [o.shutdown() for o in groups], daemon=True, name='fastdist end of process groups')
@@ -338,7 +324,6 @@ def end_groups(aborted=False, # After `abort_gpu_collectives`: do not wait for n
         _shut_down(sorted(names, key=names.get, reverse=True))
         names.clear() # torch would shut them down
     dist.destroy_process_group()
-    _forget_meshes()
     gc.collect()
 
 def _teardown_own():

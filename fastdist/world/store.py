@@ -115,7 +115,7 @@ def read_all(store, # torch's, or a part of it
              keys:list, # Names
              cls=None, # A dataclass
             )->list:
-    "What ranks have written under `keys`, in JSON, as a `cls` if that is given; `None` where there is nothing. Two requests, where all are there"
+    "What ranks have written under `keys`, in JSON, as a `cls` if given; `None` where there is nothing. Two requests, where all are there"
     missing = set(unset(store, keys))
     there = [k for k in keys if k not in missing]
     found = dict(zip(there, store.multi_get(there))) if there else {}
