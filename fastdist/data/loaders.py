@@ -35,9 +35,13 @@ def is_stream(dl # Any loader
 # %% ../../nbs/data/04_loaders.ipynb #80a1400d
 _arrays = pd.DataFrame,pd.Series,np.ndarray,Tensor
 
+def _is_table(o):
+    "Is it a `Dataset` of Hugging Face's `datasets`?"
+    return all(hasattr(type(o), nm) for nm in ('with_format','column_names','__getitem__'))
+
 def _held(o, depth=4):
     "What tells the samples of data set `o` from those of another one: indices, rows, lists of items or of names"
-    if isinstance(o, _arrays): return [o]
+    if isinstance(o, _arrays) or _is_table(o): return [o]
     wraps = lambda v: hasattr(v, '__getitem__') and hasattr(v, '__dict__') and not isinstance(v, (type,nn.Module,*_arrays))
     if isinstance(o, (list,L)) and not wraps(first(o)): return [o] if len(o) else []
     within = o if isinstance(o, (list,L,tuple)) else vars(o).values() if wraps(o) else ()
@@ -49,11 +53,13 @@ def _plain(o):
     if isinstance(o, Tensor): return (*o.shape,checksum(o.detach())) if o.layout==torch.strided else ()
     if isinstance(o, np.ndarray) and o.dtype!=object: return o.shape,zlib.crc32(np.ascontiguousarray(o))
     if isinstance(o, (tuple,list,L,np.ndarray)): return [_plain(v) for v in o]
+    if isinstance(o, dict): return [_plain(kv) for kv in o.items()]
     return o if isinstance(o, (int,float,bytes,np.number)) else type(o).__name__ # of other types the text may hold an address
 
 def _some_items(o, n=64):
     "Up to `n` items of a list, or rows of an array or a frame, that lie evenly in it"
     every = max(1, len(o)//n)
+    if _is_table(o): o = o.with_format(None) # else a transform of the user's may draw random numbers
     if not isinstance(o, (pd.DataFrame,pd.Series)): return [_plain(o[i]) for i in range(0, len(o), every)]
     return [_plain([k,v]) for k,v in zip(o.index[::every].tolist(), o.iloc[::every].values.tolist())]
 
@@ -92,4 +98,4 @@ def same_data(dls # `DataLoaders` of this worker
         f"rank {get_rank()}: loader {i} of rank {r} has other data than that of rank 0, or batches it otherwise: "
         f"{_brief(b)}, and {_brief(a)}. "
         "All workers need the same: give the split a seed (RandomSplitter(seed=42), from_df(..., seed=42)), "
-        "or call set_seed(42) before it; and sort what is listed of a set, which has an order of its own in each process")
+        "or call set_seed(42) before it, sort what is listed of a set, and leave out a split by rank: workers get their shares by themselves")

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import torch
 from fastai.callback.core import (Callback, CancelBackwardException, CancelBatchException, CancelEpochException, CancelFitException,
                                   CancelStepException, CancelTrainException, CancelValidException)
+from fastai.learner import Recorder
 from fastcore.basics import noop, patch
 from ..comm.collectives import Call, AsyncReduce, pack, comm_device, same_text
 from .interrupt import Interrupts
@@ -35,6 +36,7 @@ def _code(exc):
 def _is_library(cb): return type(cb).__module__.split('.')[0] in ('fastai','fastdist')
 def _name(cb): return f'{type(cb).__module__}.{type(cb).__qualname__}'
 def _asks(cb): return bool(vars(cb).get('sync_cancel', getattr(type(cb), 'sync_cancel', False)))
+def _for_all(cb): return _asks(cb) or isinstance(cb, Recorder) # which adds to the metrics, a second one once more
 
 # %% ../../nbs/fault/06_cancel.ipynb #f749bb5a
 _all_need = tuple(f'fastai.callback.{o}.' for o in ('channelslast','fp16','mixup','rnn','schedule','tracker','training'))
@@ -54,7 +56,7 @@ def _check_consistent(every # Of each rank: (keys of its callbacks, each with wh
     for k in sorted({k for cbs,_ in every for k,asks in cbs if _needed(k, asks)}):
         if lack := _without(k, has): raise RuntimeError(
             f"rank {get_rank()}: not all workers have the callback {k[1].rpartition('.')[2]} (order {k[0]}), which changes how a learner "
-            f"trains, or waits for all of them: it is missing in {lack}. Give it to the learners of all, whatever their rank")
+            f"trains, feeds its metrics, or waits for all of them: it is missing in {lack}. Give it to the learners of all, whatever their rank")
     for nm in sorted(set.union(*trained)):
         if lack := _without(nm, trained): raise RuntimeError(
             f"rank {get_rank()}: not all workers train the same parameters: {nm} is frozen in {lack}. "
@@ -93,7 +95,7 @@ class CancelSync:
         for cb in self.learn.cbs:
             self.keys[id(cb)] = (cb.order,_name(cb),seen[_name(cb)])
             seen[_name(cb)] += 1
-        mine = [(self.keys[id(cb)],_asks(cb)) for cb in self.learn.cbs if _asks(cb) or not self.watches(cb)],list(trained)
+        mine = [(self.keys[id(cb)],_for_all(cb)) for cb in self.learn.cbs if _for_all(cb) or not self.watches(cb)],list(trained)
         every,same = [mine],same_text(repr((what,mine,also)))
         if not same:
             every = Call(what, None, lambda: pack(mine)).objects()

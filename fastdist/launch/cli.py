@@ -32,7 +32,7 @@ its own. An error in one ends all.
 
 options, before the script:
   -n N                       number of workers, on all nodes together
-  --nproc-per-node N         number of workers on each node
+  --nproc-per-node N         number of workers on each node, or gpu, cpu, auto
   --nnodes N                 number of nodes (machines); 1:2 for 1 or 2
   --rdzv-endpoint HOST:PORT  where the nodes meet: name or address of the first,
                              and a free port of it
@@ -71,11 +71,12 @@ def _check(a, config):
         "DeepSpeed, Megatron-LM and TPUs are not accepted: fastdist shards by distrib_ctx(strategy='zero1', 'zero2' or 'fsdp'); "
         "start other scripts with `accelerate launch`")
 
-def _workers(a, config, nodes, gpus):
+def _workers(a, config, nodes, gpus, cores):
     "Number of workers on this node, one of `nodes`; by default one for each GPU"
-    if a.nproc_per_node is not None and a.num_processes is not None:
-        raise ValueError("-n is the number of all workers, and --nproc-per-node that of one node: give one of them")
-    if a.nproc_per_node is not None: n = a.nproc_per_node*nodes
+    per_node = dict(gpu=gpus, cpu=cores, auto=gpus or cores).get(a.nproc_per_node, a.nproc_per_node)
+    if per_node is not None and a.num_processes is not None: raise ValueError(
+        "-n is the number of all workers, and --nproc-per-node (or PET_NPROC_PER_NODE) that of one node: give one of them")
+    if per_node is not None: n = per_node*nodes
     elif a.num_processes is not None: n = a.num_processes
     else: n = getattr(config, 'num_processes', None) or max(1, gpus)*nodes
     if n < 1: raise ValueError(f"-n {n}: at least 1 worker is needed")
@@ -102,7 +103,7 @@ def _plan(a, # Parsed arguments, which get the values that Accelerate needs
         if why: raise ValueError(f"--gpu_ids {a.gpu_ids}: {why}; without it workers train on the CPU")
         gpus = len(a.gpu_ids.split(','))
     least,most = find_nodes(a, config)
-    local = _workers(a, config, most, 0 if why else gpus)
+    local = _workers(a, config, most, 0 if why else gpus, cores)
     if most==1: _check_env(local)
     a.num_cpu_threads_per_process = a.num_cpu_threads_per_process or n_threads(cores, local)
     a.num_processes,a.mixed_precision = local*most,a.mixed_precision or getattr(config, 'mixed_precision', None) or 'no'

@@ -26,15 +26,26 @@ def _endpoint(text):
     if not m or not is_host(m[1]): raise ArgumentTypeError(f"{text}: it is like host1:29500, or [2001:db8::1]:29500")
     return m[1],int(m[2] or 29500)
 
+def _per_node(text):
+    "A number of workers, or how torchrun lets a machine count them: `gpu`, `cpu`, `auto`"
+    if text in ('auto','cpu','gpu') or re.fullmatch(r'[1-9]\d*', text): return int(text) if text.isdigit() else text
+    raise ArgumentTypeError(f"{text}: it is a number of workers, or gpu, cpu or auto")
+
+# Where an option is not given, torchrun takes it from these variables, which is how Kubeflow's jobs set it
+_torchrun_variables = dict(nnodes='PET_NNODES', nproc_per_node='PET_NPROC_PER_NODE', machine_rank='PET_NODE_RANK',
+                           rdzv_endpoint='PET_RDZV_ENDPOINT', main_process_ip='PET_MASTER_ADDR', main_process_port='PET_MASTER_PORT',
+                           max_restarts='PET_MAX_RESTARTS')
+
 def add_options(p # Accelerate's parser: of an option with a `_` it takes a `-` as well
                ):
     "Add the options that are not Accelerate's; the same parser"
     p.add_argument('-n', type=int, dest='num_processes')
     p.add_argument('--node_rank', type=int, dest='machine_rank')
-    p.add_argument('--nproc_per_node', type=int)
+    p.add_argument('--nproc_per_node', type=_per_node)
     p.add_argument('--nnodes', type=_nodes)
     p.add_argument('--rdzv_endpoint', type=_endpoint)
     p.add_argument('--dry_run', action='store_true')
+    p.set_defaults(**{k:os.environ[v] for k,v in _torchrun_variables.items() if v in os.environ})
     return p
 
 # %% ../../nbs/launch/04_nodes.ipynb #aa94105c

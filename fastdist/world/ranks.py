@@ -84,13 +84,28 @@ def _launched_ranks():
         "`torchrun` or `fastdist launch -n N`")
     return rank or 0,size or 1,env_int('LOCAL_RANK'),env_int('LOCAL_WORLD_SIZE', 1),env_int('GROUP_RANK')
 
+# (who, their variables of rank, world size, local rank, local world size); submitit's are of its local executor
+_task_variables = (
+    ('mpi', ('OMPI_COMM_WORLD_RANK','OMPI_COMM_WORLD_SIZE','OMPI_COMM_WORLD_LOCAL_RANK','OMPI_COMM_WORLD_LOCAL_SIZE')),
+    ('mpi', ('MV2_COMM_WORLD_RANK','MV2_COMM_WORLD_SIZE','MV2_COMM_WORLD_LOCAL_RANK','MV2_COMM_WORLD_LOCAL_SIZE')),
+    ('mpi', ('JSM_NAMESPACE_RANK','JSM_NAMESPACE_SIZE','JSM_NAMESPACE_LOCAL_RANK','JSM_NAMESPACE_LOCAL_SIZE')),
+    ('mpi', ('PMI_RANK','PMI_SIZE','MPI_LOCALRANKID','MPI_LOCALNRANKS')),
+    ('submitit', ('SUBMITIT_LOCAL_GLOBALID','SUBMITIT_LOCAL_NTASKS','SUBMITIT_LOCAL_LOCALID','SUBMITIT_LOCAL_NTASKS')))
+
+def _task_ranks():
+    "(who has started this process as one of several, what `_launched_ranks` returns), or `None`"
+    for who,(rank,size,local_rank,local_size) in _task_variables:
+        if (env_int(size, 1) or 1) > 1 and rank in os.environ:
+            return who,(env_int(rank),env_int(size),env_int(local_rank),env_int(local_size, 1),None)
+
 # %% ../../nbs/world/00_ranks.ipynb #3f2b0c55
 def from_env():
     """What the launcher says: `rank`, `world_size`, `local_rank`, `local_world_size`, `node_rank` (`None` where it does not say),
     and who that is, `launcher`"""
     names = 'rank','world_size','local_rank','local_world_size','node_rank'
     if 'WORLD_SIZE' in os.environ or 'RANK' in os.environ: launcher,found = _launched_by(),_launched_ranks()
-    elif in_slurm_step(): launcher,found = 'slurm',_slurm_ranks()
+    elif in_slurm_step() and 'OMPI_COMM_WORLD_RANK' not in os.environ: launcher,found = 'slurm',_slurm_ranks() # mpirun uses srun
+    elif tasks := _task_ranks(): launcher,found = tasks
     else: launcher,found = 'none',(0,1,0,1,0)
     rank,size = found[:2]
     if rank >= size: raise ValueError(f"the environment says that this is rank {rank} of {size} ({launcher}): ranks go from 0 to {size-1}")
@@ -279,5 +294,5 @@ def get_backend(group=None, # A process group; by default that of all workers
     return dict(o.split(':') for o in config.split(',')).get('cuda') or dist.get_backend(group)
 
 def get_launcher():
-    "Who started this process: `accelerate`, `torchrun`, `notebook_launcher`, `slurm`, `none`, or `environment` for anybody else"
+    "Who started this process: `accelerate`, `torchrun`, `notebook_launcher`, `slurm`, `mpi`, `submitit`, `none`, or `environment` for anybody else"
     return from_env().launcher

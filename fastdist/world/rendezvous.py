@@ -68,6 +68,16 @@ def _of_slurm(e, port):
     return Start(url, e.rank*n, e.world_size*n, None, n, e.rank, 'slurm', n,
                  f"{why}; it has {n} GPUs: many nodes with many devices, on each of which call_main starts a worker")
 
+def _of_tasks(e):
+    "`Start` of a process of MPI's or of submitit's, which say nothing of a rendezvous: on one machine its port follows from who started all"
+    if 'MASTER_ADDR' in os.environ: url = _url(os.environ['MASTER_ADDR'], env_int('MASTER_PORT', 1, 65535) or 29500)
+    elif e.local_world_size==e.world_size: url = _url('127.0.0.1', 10000+os.getppid()%20000)
+    else: raise ValueError(
+        f"rank {e.rank}: {e.launcher} has started {e.world_size} processes on several machines, and nobody has told them where to meet: "
+        "set MASTER_ADDR, to a name of rank 0's machine, and MASTER_PORT, as with `mpirun -x`")
+    why = f"{e.launcher} started this as rank {e.rank} of {e.world_size}; the rendezvous is {url}"
+    return Start(url, e.rank, e.world_size, e.local_rank, e.local_world_size, e.node_rank, e.launcher, reason=why)
+
 def _of_launcher(e):
     "`Start` of a worker that a launcher has started with others"
     missing = [o for o in ('RANK','MASTER_ADDR','MASTER_PORT') if o not in os.environ]
@@ -84,10 +94,11 @@ def _check_alone():
     if (env_int('SLURM_NTASKS') or 1) > 1: raise ValueError(
         f"SLURM_NTASKS={os.environ['SLURM_NTASKS']} tasks were asked for, but this process was not started as one of them: "
         f"type `srun python {script}`, or set SLURM_NTASKS=1 to train in one process")
-    mpi = next((o for o in ('OMPI_COMM_WORLD_SIZE','PMI_SIZE') if (env_int(o) or 1) > 1), None)
-    if mpi: raise ValueError(
-        f"{mpi}={os.environ[mpi]}: MPI has started this process, and nobody has told it where the others are: start the script with "
-        f"`torchrun` or `fastdist launch -n N`, or unset {mpi} to train in one process")
+    # torchrun takes its options from these, as in Kubeflow's jobs; words such as `auto` count what one machine has
+    several = next((o for o in ('PET_NNODES','PET_NPROC_PER_NODE') if os.environ.get(o, '1') not in ('1','1:1','auto','cpu','gpu')), None)
+    if several: raise ValueError(
+        f"{several}={os.environ[several]} is for torchrun, which has not started this process: type `fastdist launch {script}`, which "
+        f"takes it too, or unset {several} to train in one process")
     if not {'ACCELERATE_MIXED_PRECISION','MASTER_PORT'} <= set(os.environ): return
     # Accelerate says where several processes would find each other, and then starts a single one
     if 'MASTER_PORT' not in psutil.Process().parent().environ(): raise ValueError(
@@ -156,7 +167,8 @@ def infer_init_method(args=None, # An `init_method`; or fairseq's arguments, whi
     e = from_env()
     if (init_method,rank,world_size)!=(None,None,None): return _given(init_method, rank, world_size, e)
     if e.world_size==1: return _alone(e)
-    return _of_slurm(e, port) if e.launcher=='slurm' else _of_launcher(e)
+    if e.launcher=='slurm': return _of_slurm(e, port)
+    return _of_tasks(e) if e.launcher in ('mpi','submitit') else _of_launcher(e)
 
 # %% ../../nbs/world/04_rendezvous.ipynb #c0de3206
 def loopback_env():

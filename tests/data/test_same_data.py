@@ -47,7 +47,23 @@ def wrapped():
     return learner(DataLoaders.from_dsets(*map(Wraps, random_split(TensorDataset(*torchs()), [32, 8])), bs=8))
 
 
-KINDS = dict(tabular=tabular, block=block, wrapped=wrapped, permuted=permuted)
+class Table:
+    "As a `Dataset` of Hugging Face: rows are dicts, and a transform may draw random numbers whenever one is read"
+    def __init__(self, rows, plain=False): self._rows, self._plain = rows, plain
+    column_names = ['a', 'y']
+    def with_format(self, type=None): return Table(self._rows, True)
+    def __len__(self): return len(self._rows)
+    def __getitem__(self, i):
+        a, y = self._rows[i]
+        return dict(a=a, y=y) if self._plain else (tensor([a+np.random.rand()/100]), tensor(y))
+
+
+def table():
+    rows = tuple((float(a), int(a > .5)) for a in np.random.rand(40))
+    return learner(DataLoaders.from_dsets(Table(rows), Table(rows[:8]), bs=8))
+
+
+KINDS = dict(tabular=tabular, block=block, wrapped=wrapped, permuted=permuted, table=table)
 
 
 def seen(kind, seed):

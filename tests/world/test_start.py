@@ -129,11 +129,27 @@ def test_slurm(kind):
         assert kind != 'address' or more['address']['MASTER_PORT'] in reason
 
 
+OMPI, MV2, JSM = [tuple(f'{o}_{k}' for k in ('RANK', 'SIZE', 'LOCAL_RANK', 'LOCAL_SIZE')) for o in ('OMPI_COMM_WORLD', 'MV2_COMM_WORLD', 'JSM_NAMESPACE')]
+PMI, SUBMITIT = ('PMI_RANK', 'PMI_SIZE', 'MPI_LOCALRANKID', 'MPI_LOCALNRANKS'), ('SUBMITIT_LOCAL_GLOBALID', 'SUBMITIT_LOCAL_NTASKS', 'SUBMITIT_LOCAL_LOCALID')
+
+
+@pytest.mark.parametrize('names,told', [(OMPI, False), (OMPI, True), (MV2, False), (JSM, False), (PMI, False), (SUBMITIT, False)],
+                         ids=['OpenMPI', 'OpenMPI with an address', 'MVAPICH', 'jsrun', 'MPICH', 'submitit'])
+def test_tasks_of_mpi_and_submitit(names, told):
+    "On one machine they meet by themselves; else where MASTER_ADDR says"
+    address = dict(MASTER_ADDR='127.0.0.1', MASTER_PORT=str(free_port())) if told else {}
+    res = started(lambda: me(), [dict(zip(names, (str(r), '2', str(r), '2')), **address) for r in range(2)])
+    for r, (o, reason) in enumerate(res):
+        assert o == [r, 2, r, 2, 0, 'submitit' if names is SUBMITIT else 'mpi', [0, 1]], o
+        assert f'started this as rank {r} of 2' in reason and address.get('MASTER_PORT', 'tcp://127.0.0.1:') in reason, reason
+
+
 @pytest.mark.parametrize('env,says', [
     (dict(RANK='1'), 'RANK=1 is set but WORLD_SIZE is not'), (dict(RANK='0', WORLD_SIZE='two'), "WORLD_SIZE='two'"),
-    (dict(OMPI_COMM_WORLD_SIZE='2', OMPI_COMM_WORLD_RANK='1'), 'OMPI_COMM_WORLD_SIZE=2: MPI has started this process'),
+    (dict(OMPI_COMM_WORLD_SIZE='2', OMPI_COMM_WORLD_RANK='1', OMPI_COMM_WORLD_LOCAL_SIZE='1'), 'nobody has told them where to meet'),
+    (dict(PET_NNODES='2', PET_NPROC_PER_NODE='1'), 'PET_NNODES=2 is for torchrun'),
     (dict(SLURM_JOB_ID='1', SLURM_NTASKS='4', SLURM_PROCID='0', SLURM_LOCALID='0', ENVIRONMENT='BATCH'), 'srun python')],
-                         ids=['alone', 'no number', 'MPI', 'no srun'])
+                         ids=['alone', 'no number', 'MPI', 'torchrun', 'no srun'])
 def test_wrong_variables(env, says):
     "None of them trains alone, or waits for anybody; tools/mutations.py has more"
     name, text, _ = started(lambda: me(), [env])[0]
