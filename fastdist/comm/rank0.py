@@ -11,38 +11,25 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import asdict
 
-import torch, torch.distributed as dist
-from .collectives import pack, unpack
+import torch.distributed as dist
+from .collectives import broadcast_object
 from ..world.ranks import get_local_rank, get_node_rank, get_rank, get_world_size, is_master
 from ..world.store import wait_until
 from ..world.errors import Failure, RemoteError, hook_uncaught
 from ..env import notice
-from ..world.group import ended, shared_store
+from ..world.group import ended, init_group, shared_store
 
 # %% ../../nbs/comm/02_rank0.ipynb #6572bc8d
-_part = 2**22 # bytes: torch's store closes a connection that sends more than 8 MiB at once
-
 def _name(func): return getattr(func, '__name__', repr(func))
 
-def _value(store, key):
-    "What rank 0 has returned, `None` where it sends nothing; what it has raised is raised"
-    o = json.loads(store.get(key))
-    if 'failure' in o: raise Failure(**o['failure']).as_error()
-    data = bytearray().join(store.get(f'{key}/{i}') for i in range(o['parts']))
-    if data: return unpack(torch.frombuffer(data, dtype=torch.uint8), key)
-
 # %% ../../nbs/comm/02_rank0.ipynb #a3e72fdf
-def _lead(func, args, kwargs, store, key, send):
-    "In the worker that is first: call `func`, and write what it has returned, or raised"
-    try:
-        res = func(*args, **kwargs)
-        data = pack(res, key).numpy().tobytes() if send else b''
+def _lead(func, args, kwargs, store, key):
+    "In the worker that is first: call `func`, and write that it has returned, or what it has raised"
+    try: res = func(*args, **kwargs)
     except BaseException as e:
-        store.set(key, json.dumps(dict(failure=asdict(Failure.of(e)))))
+        store.set(key, json.dumps(asdict(Failure.of(e))))
         raise
-    parts = [data[i:i+_part] for i in range(0, len(data), _part)]
-    for i,o in enumerate(parts): store.set(f'{key}/{i}', o)
-    store.set(key, json.dumps(dict(parts=len(parts))))
+    store.set(key, json.dumps(None))
     return res
 
 # %% ../../nbs/comm/02_rank0.ipynb #3bf48ee7
@@ -52,7 +39,8 @@ def _follow(store, key, first=0, name='its call'):
     try:
         f = wait_until(lambda: store.check([key]) or ended(first), notice=say, n=get_world_size())
         if not store.check([key]): raise f.as_error() # otherwise it has written that just before its end
-        return _value(store, key)
+        failure = json.loads(store.get(key))
+        if failure is not None: raise Failure(**failure).as_error()
     except dist.DistError as e: raise RemoteError(
         f"rank {get_rank()} waited for the worker that is first, and it, or the launcher, has ended") from e
 
@@ -94,7 +82,7 @@ def rank0_first(func, # Called in rank 0 first, and when it is done in all other
     first = f'node {get_node_rank()}' if per_node else 0
     with _next_call('first') as (store,key):
         if per_node: key = f'{key}/{first}'
-        if get_local_rank()==0 if per_node else is_master(): return _lead(func, args, kwargs, store, key, send=False)
+        if get_local_rank()==0 if per_node else is_master(): return _lead(func, args, kwargs, store, key)
         _follow(store, key, first, f'rank0_first({_name(func)})')
         return func(*args, **kwargs)
 
@@ -104,15 +92,10 @@ def rank0_read(func, # Called in rank 0 alone
                **kwargs, # Passed to `func`
               ):
     """Result of `func(*args, **kwargs)`, which rank 0 computes and all receive: anything that can be pickled.
-    If it raises there, all others raise a `RemoteError`"""
+    If it raises there, all others raise a `RemoteError`. It makes the process group, where there is none"""
     _check_func(func, 'rank0_read')
     if get_world_size()==1: return func(*args, **kwargs)
+    init_group()
     with _next_call('read') as (store,key):
-        res = _lead(func, args, kwargs, store, key, send=True) if is_master() else _follow(store, key, name=f'rank0_read({_name(func)})')
-    _forget(store, key, get_world_size())
-    return res
-
-def _forget(store, key, n):
-    "The last of `n` workers to have read it takes it out of the store"
-    if store.add(f'{key}/read', 1) < n: return
-    for i in range(json.loads(store.get(key))['parts']): store.delete_key(f'{key}/{i}')
+        res = _lead(func, args, kwargs, store, key) if is_master() else _follow(store, key, name=f'rank0_read({_name(func)})')
+    return broadcast_object(res)

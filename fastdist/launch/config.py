@@ -22,13 +22,8 @@ keys = dict(
     learner=_Key(None, str, 'the function that returns the Learner, as "module:function"; its module is looked for beside the config, and '
                  "then where Python looks"),
     learner_args=_Key({}, dict, "the arguments of that function"),
-    distributed_world_size=_Key(1, int, "how many workers train together, on all machines; 1 trains in one process, and makes no process "
-                                "group", 1),
+    distributed_world_size=_Key(1, int, "how many workers train together; 1 trains in one process, and makes no process group", 1),
     use_cuda_if_available=_Key(True, bool, "train on GPUs, one for each worker, where there are any; otherwise all workers are on the CPU"),
-    distributed_init_method=_Key('env://', str, "the rendezvous of the workers: env:// leaves it to the launcher; otherwise tcp://host:port, "
-        "or file:///path, of a file that is not there yet in a folder that all machines share"),
-    nodes=_Key(1, int, "how many machines the command is started on, once on each", 1),
-    node_rank=_Key(None, int, "the number of this machine, from 0; most often given on the command line", 0),
     precision=_Key('fp32', str, "fp16 and bf16 are fastai's mixed precision, on GPUs", choices=('fp32','fp16','bf16')),
     strategy=_Key('ddp', str, "how the model lives on the workers", choices=('ddp','zero1','zero2','fsdp','hsdp','auto')),
     sync_bn=_Key(True, bool, "take batch norm's statistics from the global batch"),
@@ -118,15 +113,11 @@ def _override(word, given, origin):
 # %% ../../nbs/launch/08_config.ipynb #26e1ec6c
 def _faults(c):
     "(key, what is wrong with it) of each; if none is, of keys that do not agree"
-    hint,n,nodes = "What the function of the learner takes stands below [learner_args]",c.distributed_world_size,c.nodes
+    hint = "What the function of the learner takes stands below [learner_args]"
     unknown = [(k, f"there is no such key: {nearest(k, list(keys))} {hint}") for k in c.given if k not in keys]
     wrong = [(k, f"{_need(k)} is needed") for k,v in c.given.items() if k in keys and not _is_right(k, v)]
     return unknown+wrong or [(k, why) for is_so,k,why in (
         (c.learner is None, 'learner', f"it is missing: {keys['learner'].meaning}"),
-        (nodes > 1 and c.distributed_init_method=='env://', 'distributed_init_method',
-         'workers of several machines need a rendezvous: give "tcp://host:port", of the first of them'),
-        (nodes > 1 and c.node_rank is None, 'node_rank', "it is the number of this machine, from 0: add node_rank=0 on the first"),
-        (n%nodes, 'distributed_world_size', f"it is the number of workers on all {nodes} machines, and cannot be divided by it"),
         ('resume_every' in c.given and not c.resume, 'resume_every', "there is no resume: add resume='ckpt', the folder to save to"),
         (not os.path.isdir(os.path.dirname(c.save or '') or '.'), 'save', "there is no such folder: make it first")) if is_so]
 
@@ -213,15 +204,11 @@ def _fit(c, learn, cbs):
 # %% ../../nbs/launch/08_config.ipynb #bdf53848
 def _join(c):
     "Be the worker that the launcher and the config make of this process; ends it where their numbers differ"
-    from fastdist.world.group import distributed_init
     from fastdist.world.ranks import from_env
     e,n = from_env(),c.distributed_world_size
-    if n not in (e.world_size,e.world_size*c.nodes):
-        c.fail('distributed_world_size', f"there are {plural(e.world_size, 'worker')} started, by {e.launcher}: "
-               f"start {n}, or give distributed_world_size={e.world_size*c.nodes}")
-    if n==1 or c.distributed_init_method=='env://': return # the group is made, if there is one, as anywhere else
-    rank = e.rank if e.world_size==n else c.node_rank*e.world_size+e.rank
-    with c.checked('distributed_init_method'): distributed_init(init_method=c.distributed_init_method, rank=rank, world_size=n)
+    if n!=e.world_size: c.fail(
+        'distributed_world_size', f"there are {plural(e.world_size, 'worker')} started, by {e.launcher}: start {n}, or give "
+        f"distributed_world_size={e.world_size}")
 
 def _described(c):
     "All values, and the origin of each"
@@ -287,10 +274,9 @@ def _launch_args(c, # What `read_config` returned
                  words, # The config and overrides, as they were given
                 ):
     "Arguments for `fastdist launch`, by which the workers of this machine start"
-    nodes = ['--nnodes', '1'] if c.nodes > 1 else [] # machines that are named one by one: Slurm does not name them
     cpu = [] if c.use_cuda_if_available else ['--cpu']
     logs = [] if c.log_dir is None else ['--log-dir', c.log_dir]
-    return ['-n', str(c.distributed_world_size//c.nodes), *nodes, *cpu, *logs, '-m', 'fastdist', 'train', *words]
+    return ['-n', str(c.distributed_world_size), *cpu, *logs, '-m', 'fastdist', 'train', *words]
 
 # %% ../../nbs/launch/08_config.ipynb #d2fc345f
 def main(args # Arguments after `fastdist train`
@@ -298,14 +284,11 @@ def main(args # Arguments after `fastdist train`
     "Train as a config says; the exit status"
     a = _parser().parse_intermixed_args(args)
     c = read_config(a.config, a.overrides)
-    launch = None if c.distributed_world_size==c.nodes or is_worker() else _launch_args(c, [a.config,*a.overrides])
+    launch = None if c.distributed_world_size==1 or is_worker() else _launch_args(c, [a.config,*a.overrides])
     if a.dry_run:
         print(f"{_described(c)}\n\n{f'fastdist launch {shlex.join(launch)}' if launch else 'this process trains, and starts no other'}")
     elif launch is None: train(c)
     else:
         from fastdist.launch import cli
-        from fastdist.world.secret import given_secret, user_secret
-        # the launchers of several machines know nothing of each other: those that share a home share this
-        if c.nodes > 1 and not given_secret(): os.environ['FASTDIST_SECRET'] = user_secret().decode()
         return cli.main(launch)
     return 0

@@ -72,9 +72,6 @@ FAULTS = [  # the config, words of the command line, and the beginnings of what 
      ['c.toml: epoch = 2: there is no such key: did you mean epochs? What', 'c.toml: epochs = 0: an integer of at least 1 is needed',
       'argument seed=x: seed: an integer of at least 0 is needed']),
     ('epochs = 2', [], ['c.toml: learner: it is missing']),
-    (f'{GOOD}\nnodes = 2', ['distributed_world_size=3'],
-     ['c.toml: distributed_init_method: workers of several machines', 'c.toml: node_rank: it is the number of this machine',
-      'argument distributed_world_size=3: distributed_world_size: it is the number of workers on all 2']),
     (GOOD, ['learner_args.n=False'], ['argument learner_args.n=False: False is no TOML, where it is true, false, 0.5']),
     ('precision = fp16', [], ['c.toml: Invalid value (at line 1, column 13). In TOML a text stands in quotes'])]
 
@@ -113,10 +110,9 @@ def test_wrong_config_at_once(folder):
 
 
 def test_dry_run(folder):
-    res = train('c.toml', '--dry-run', 'distributed_world_size=4', 'nodes=2', 'node_rank=1', 'distributed_init_method=tcp://n1:29500',
-                'use_cuda_if_available=false', 'learner_args.n=7', cwd=folder)
+    res = train('c.toml', '--dry-run', 'distributed_world_size=4', 'use_cuda_if_available=false', 'learner_args.n=7', cwd=folder)
     assert res.returncode == 0 and not list(folder.glob('group*'))
-    assert 'fastdist launch -n 2 --nnodes 1 --cpu -m fastdist train c.toml distributed_world_size=4 nodes=2' in res.stdout
+    assert 'fastdist launch -n 4 --cpu -m fastdist train c.toml distributed_world_size=4' in res.stdout
     rows = dict(re.findall(r'(?m)^(\w+ = .*?) +# (.*)$', res.stdout))
     assert rows['epochs = 2'] == 'c.toml' and rows['seed = 0'] == 'default'
     assert rows['learner_args = {n = 7}'] == 'argument learner_args.n=7'
@@ -191,14 +187,13 @@ def test_resume(folder, monkeypatch):
 
 
 def test_two_machines(folder, monkeypatch):
-    "The command once on each of two machines, which meet by tcp://: four workers, the weights of one"
-    words = ['c.toml', 'distributed_world_size=4', 'nodes=2', f'distributed_init_method=tcp://127.0.0.1:{free_port()}', 'epochs=1',
-             'learner_args.bs=8', 'save=many.pkl']
+    "The launcher on each of two machines: four workers, the weights of one"
+    words = ['-m', 'fastdist', 'train', 'c.toml', 'distributed_world_size=4', 'epochs=1', 'learner_args.bs=8', 'save=many.pkl']
     env = {k: v for k, v in os.environ.items() if not k.startswith('SLURM_')} | {**NO_GPU, 'OMP_NUM_THREADS': '1', 'PYTHONPATH': str(ROOT)}
-    second = subprocess.Popen([*TRAIN, *words, 'node_rank=1'], cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                              text=True)
+    launch = [sys.executable, '-m', 'fastdist', 'launch', '--nnodes', '2', '--nproc-per-node', '2', '--rdzv-endpoint', f'127.0.0.1:{free_port()}', '--cpu', '--node-rank']
+    second = subprocess.Popen([*launch, '1', *words], cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
-        many, n = figures(train(*words, 'node_rank=0', cwd=folder))
+        many, n = figures(launched([*launch, '0', *words], 100, env=env, cwd=folder))
         out = second.communicate(timeout=100)[0]
         assert second.returncode == 0 and not re.search(LAST, out), out
     finally: second.kill()
@@ -212,8 +207,7 @@ def test_other_launchers(folder):
     "A process that torchrun has started is a worker; another number of them than the config's is an error"
     torchrun = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc-per-node', '2', '-m', 'fastdist', 'train', 'c.toml']
     env = {**NO_GPU, 'ACCELERATE_USE_CPU': 'true'}
-    res = launched([*torchrun, 'distributed_world_size=2', f'distributed_init_method=file://{folder}/meet', 'strategy=zero1'], 150, env=env,
-                   cwd=folder)
-    assert figures(res)[1] == 2 and not (folder/'meet').exists()
+    res = launched([*torchrun, 'distributed_world_size=2', 'strategy=zero1'], 150, env=env, cwd=folder)
+    assert figures(res)[1] == 2
     res = launched(torchrun, 100, env=env, cwd=folder)
     assert res.returncode != 0 and 'there are 2 workers started, by torchrun: start 1, or give distributed_world_size=2' in res.stderr

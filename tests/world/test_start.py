@@ -323,8 +323,7 @@ def downloads(rank, folder, per_node):
         time.sleep(0.3)
         (Path(folder)/name).write_text('x')
         return rank
-    res = [rank0_first(get, 'a'), rank0_first(get, 'b', per_node=per_node), rank0_read(get, 'c'), get_world_size(), calls,
-           dist.is_initialized()]
+    res = [rank0_first(get, 'a'), rank0_first(get, 'b', per_node=per_node), get_world_size(), dist.is_initialized(), rank0_read(get, 'c'), calls]
     def fail(): raise ValueError('no disk')
     for f in rank0_first, rank0_read:
         try: f(fail)
@@ -340,8 +339,8 @@ def test_rank0_first_without_a_group(tmp_path, per_node):
     for r, o in enumerate(res):
         err = ('ValueError', 'NoneType', True) if r == 0 else ('RemoteError', 'ValueError', True)
         first = r == 0, r % 2 == 0 if per_node else r == 0
-        assert o[:4] == [r, r, 0, 4] and o[5:] == [False, err, err], o
-        assert o[4][0] == (r > 0) and len(o[4]) == 2 + (r == 0) and (first[1] or o[4][1]), o
+        assert o[:5] == [r, r, 4, False, 0] and o[6:] == [err, err], o
+        assert o[5][0] == (r > 0) and len(o[5]) == 2 + (r == 0) and (first[1] or o[5][1]), o
 
 
 def test_agents_that_count_differently():

@@ -29,7 +29,7 @@ def within_each_other():
     from fastdist.all import get_rank, rank0_first, rank0_read
     def fail(): raise ValueError('no disk')
     res = []
-    for f in (lambda: rank0_first(rank0_first, fail), lambda: rank0_read(rank0_read, lambda: 5), lambda: rank0_first(rank0_first, get_rank),
+    for f in (lambda: rank0_first(rank0_first, fail), lambda: rank0_read(rank0_first, lambda: 5), lambda: rank0_first(rank0_first, get_rank),
               lambda: rank0_read(get_rank)):
         try: res.append(f())
         except Exception as e: res.append(type(e).__name__)
