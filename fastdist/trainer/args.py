@@ -18,7 +18,7 @@ import torch.distributed as dist
 from accelerate import PartialState
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import (DistributedDataParallelKwargs, FullyShardedDataParallelPlugin,
-                              InitProcessGroupKwargs, RNGType, TorchDynamoPlugin, parse_flag_from_env)
+                              InitProcessGroupKwargs, TorchDynamoPlugin, parse_flag_from_env)
 from fastai.basics import *
 from fastai.callback.fp16 import MixedPrecision, NonNativeMixedPrecision
 from ..comm.collectives import all_gather_list, first_other, same_text
@@ -41,14 +41,6 @@ def _check_steps(name, value):
     n = whole_number(value)
     if n is None: refuse(name, value, "it is the number of batches to a step: an integer from 1")
     return n
-
-def _check_rng_types(name, value):
-    if isinstance(value, str) or not is_iter(value): refuse(name, value, "it is a list of torch, cuda, generator")
-    kinds = [o.value if isinstance(o, RNGType) else o for o in value]
-    for o in kinds:
-        if o not in ('torch','cuda','generator'): refuse(name, o, "it is a list of torch, cuda, generator")
-        if o=='cuda' and not torch.cuda.is_available(): refuse(name, o, "there is no GPU here: leave it out")
-    return kinds
 
 _handlers = {DistributedDataParallelKwargs:'ddp', InitProcessGroupKwargs:'init'}
 _handler_names = ', '.join(o.__name__ for o in _handlers)
@@ -109,9 +101,7 @@ ARGUMENTS = dict(
     dynamo_plugin=_accelerates(None, "Accelerate's `TorchDynamoPlugin`: the backend, its mode and options",
                                _check_class(TorchDynamoPlugin)),
     project_dir=_accelerates(None, "Folder that is `learn.path` meanwhile",
-                             _check_is(lambda o: isinstance(o, (str,PurePath)), "the path of a folder")),
-    rng_types=_accelerates(None, "Generators that get rank 0's state as an epoch begins: of 'torch', 'cuda', 'generator'",
-                           _check_rng_types))
+                             _check_is(lambda o: isinstance(o, (str,PurePath)), "the path of a folder")))
 
 _zero = "use strategy='zero1', 'zero2' or 'fsdp' for ZeRO stage 1, 2 or 3"
 _sharded = "use strategy='fsdp', which shards the parameters as well"
@@ -123,6 +113,7 @@ _way_out = dict( # for the other arguments of `Accelerator`
     dataloader_config="give split_batches=True for it, and what else a loader is to do to the loader itself",
     gradient_accumulation_plugin="give gradient_accumulation_steps=, the number of batches to a step",
     project_config="give project_dir=",
+    rng_types="the order of samples, and what callbacks draw, is rank 0's in all workers: leave it out",
     deepspeed_plugin=_zero, deepspeed_plugins=_zero, megatron_lm_plugin=_sharded, torch_tp_plugin=_sharded)
 
 def takes_arguments(f):
@@ -277,7 +268,7 @@ def check_args(given # The arguments that were given, by their names
         accumulation_steps=steps,
         recompute=recompute, offload=values['offload_to_cpu'] or fsdp.activation_offload,
         project_dir=None if path is None else Path(path),
-        **{k:values[k] for k in ('sync_bn','watchdog','split_batches','cpu','rng_types')})
+        **{k:values[k] for k in ('sync_bn','watchdog','split_batches','cpu')})
 
 # %% ../../nbs/trainer/00_args.ipynb #9115dc95
 def launched_precision(learn # `Learner` that is to be trained

@@ -13,7 +13,7 @@ from fastai.basics import *
 from ..callbacks.fastai_patches import device_losses
 from ..callbacks.data_parallel import ParallelTrainer
 from ..callbacks.loggers import loggers_hidden
-from ..callbacks.precision import autocast_kept, synchronize_rng
+from ..callbacks.precision import autocast_kept
 from ..comm.collectives import all_gather_list, broadcast_object, same_call
 from ..comm.rank0 import check_outside
 from ..data.loaders import data_of, same_data
@@ -239,7 +239,6 @@ def before_train(self:DistributedTrainer):
         if self.step is not None: self.step.message = self.step.before = None # what was pressed in an earlier fit is no stop of this one
     self.in_training = True
     if not self.decisions.nested: resync_streams()
-    with self.random.entered(): synchronize_rng(self.settings.rng_types)
     self.learn.dl = self.train_dl = self.loaders.train(self.learn.dl)
     self.hooks.begin_epoch()
     self.totals.reset()

@@ -45,7 +45,7 @@ def test_either_order():
 
 
 ACCEPTED = ('split_batches', 'gradient_accumulation_steps', 'cpu', 'kwargs_handlers', 'fsdp_plugin', 'parallelism_config', 'dynamo_backend',
-            'dynamo_plugin', 'project_dir', 'rng_types')
+            'dynamo_plugin', 'project_dir')
 
 
 def test_help_shows_accelerates_arguments():
