@@ -1,10 +1,11 @@
 "Ray Train: a worker is killed, Ray starts all again, and the fit ends with the weights of one that nobody disturbed"
 import json, os, sys, textwrap
+from importlib.util import find_spec
 
 import pytest
 from harness import ROOT, launched
 
-pytest.importorskip('ray.train.torch', reason="Ray is not installed: `pip install 'ray[train]'`")
+pytestmark = pytest.mark.skipif(find_spec('ray') is None, reason="Ray is not installed: pip install 'ray[train]'")
 
 TWICE = '''
     import json, os, signal, sys, torch
