@@ -22,8 +22,8 @@ class FitTimes:
         self.hosts = [w['host'] for w in records[-1]['workers']]
         self.num_workers,self.strategy = (records[-1].get(k) for k in ('num_workers','strategy'))
         self.train,self.validate = (np.sum([[w[k] for w in r['workers']] for r in records], axis=0).max() for k in ('train','validate'))
-        seconds = {k:[[w['seconds'][k] for w in r['workers']] for r in records] for k in records[0]['workers'][0]['seconds']}
-        self.steps = {k:np.sum(v, axis=0) for k,v in seconds.items()}
+        self.steps = {k:np.sum([[w['seconds'][k] for w in r['workers']] for r in records], axis=0)
+                      for k in records[0]['workers'][0]['seconds']}
         self.step = sum(self.steps.values()) # of each worker, as long as that of all others, for which it waits
         local = {k:v for k,v in self.steps.items() if k not in ('loss','communication')} # in those two it may wait for others
         self.excess = {k:np.maximum(v-_median(v), 0) for k,v in local.items()} # beyond the median worker

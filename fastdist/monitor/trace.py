@@ -18,7 +18,7 @@ def _events(file, origin):
     trace,rank = json.loads(file.read_text()),int(file.stem)
     shift = (trace['baseTimeNanoseconds']-origin)/1000
     # not those of the profiler itself, and what it calls the process
-    events = [o for o in trace['traceEvents'] if isinstance(o['pid'], int) and not o['name'].startswith('process_')]
+    events = [o for o in trace['traceEvents'] if isinstance(o['pid'], int) and not (o['ph']=='M' and o['name'].startswith('process_'))]
     return [dict(ph='M', name='process_name', pid=rank, tid=0, args=dict(name=f"rank {rank} on {trace['host_name']}")),
             dict(ph='M', name='process_sort_index', pid=rank, tid=0, args=dict(sort_index=rank)),
             *({**o, 'pid':rank, 'ts':o['ts']+shift, **({'id':f"{rank}.{o['id']}"} if 'id' in o else {})} for o in events)]
@@ -35,6 +35,7 @@ class Tracer(QuickCallback):
 
     def begin_fit(self, folder):
         "Workers write into this folder, and rank 0 a file of that name beside it"
+        self.close() # of a fit that has failed outside of a context
         self.folder = folder
         self._profile = torch.profiler.profile(on_trace_ready=self._write, schedule=torch.profiler.schedule(
             wait=self.first-1, warmup=1, active=self.end-self.first, repeat=1))
