@@ -6,7 +6,7 @@
 __all__ = ['peak_flops', 'DistMonitor']
 
 # %% ../../nbs/monitor/04_monitor.ipynb #efe742e0
-import json,re,resource,socket
+import json,re,resource,socket,sys
 
 from fastai.basics import *
 from ..callbacks.fastai_patches import device_of, trainer_of
@@ -49,7 +49,7 @@ class DistMonitor(Callback):
     @learn.setter
     def learn(self, v):
         for o in self._helpers:
-            o.close()
+            if sys.exc_info()[1] is not None: o.close() # a fit has failed; `FetchPredsCallback` takes it out as well, for a moment
             if self.learn is not None: self.learn.remove_cb(o)
             if v is not None: v.add_cb(o)
         vars(self)['_learn'] = v

@@ -118,12 +118,12 @@ def report_page(fits # Of `read_logs`
         sentence = advise(records) or 'nothing stands out'
         parts += [f'<h2>{html.escape(f"{file}, {run}")}</h2><p>{html.escape(sentence[:1].upper()+sentence[1:])}.</p><div>',
                   *(_picture(o, records) for o in (plot_steps,plot_speed,plot_memory)), '</div>']
-    curve = _picture(plot_scaling, fits) if d.workers.nunique() > 1 else ''
     table = d.to_html(index=False, border=0, float_format='{:.2f}'.format,
                       formatters={'samples/s':'{:,.0f}'.format, 'scaling':'{:.0%}'.format})
     return ('<!doctype html><html lang="en"><head><meta charset="utf-8"><title>fastdist report</title>'
         f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{_style}</style></head><body>\n'
-        f'<h1>Where the time goes</h1>\n{table}{curve}\n'+'\n'.join(parts)+'\n</body></html>\n')
+        f'<h1>Where the time goes</h1>\n{table}\n'+(_picture(plot_scaling, fits) if d.workers.nunique() > 1 else '')+
+        '\n'.join(parts)+'\n</body></html>\n')
 
 def main(args # Arguments after `fastdist report`
         ):

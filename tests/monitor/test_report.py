@@ -110,24 +110,32 @@ class Fails(Callback):
         if self.training and self.train_iter == 4: raise ZeroDivisionError
 
 
-def failed(folder):
-    "A fit that fails while it is recorded; then what a user records"
+def failed(folder, kept):
+    "A fit that fails while it is recorded, with a monitor that is the learner's (kept), or the fit's; then what a user records"
     import torch.profiler, fastdist.all
     from fastdist.monitor import DistMonitor
-    learn, distrib = quiet(learner(n=48, bs=8, path=folder, cbs=DistMonitor(trace=(2, 9)))), 'RANK' in os.environ
+    learn, distrib, monitor = quiet(learner(n=48, bs=8, path=folder)), 'RANK' in os.environ, DistMonitor(trace=(2, 9))
+    if kept: learn.add_cb(monitor)
     with contextlib.redirect_stdout(io.StringIO()) as said:
-        with pytest.raises(Exception), learn.distrib_ctx() if distrib else contextlib.nullcontext(): learn.fit(2, cbs=Fails())
-        if not distrib: learn.fit(1)  # outside of a context nobody hears of the error
+        with pytest.raises(Exception), learn.distrib_ctx() if distrib else contextlib.nullcontext(): learn.fit(2, cbs=[Fails(), *([] if kept else [monitor])])
+        if kept and not distrib: learn.fit(1)  # outside of a context nobody hears of the error
     with torch.profiler.profile() as p: torch.ones(2).sum()
     return said.getvalue(), [o.key for o in p.key_averages() if o.key == 'aten::sum']
 
 
 def test_a_trace_that_ends_early(worlds, tmp_path):
     "Nothing runs on, and nothing is written"
-    for said, recorded in (failed(tmp_path/'1'), worlds(2)(failed, tmp_path/'2')[0]):
+    for said, recorded in (failed(tmp_path/'1', False), failed(tmp_path/'2', True), worlds(2)(failed, tmp_path/'3', True)[0]):
         assert 'There is no trace: the fit ended before its step 8 did' in said and recorded == ['aten::sum']
     said, _ = fitted(tmp_path, trace=(3, 99), distrib=False)
     assert 'There is no trace: the fit ended before its step 98 did' in said and not [*tmp_path.rglob('trace*')]
+
+
+def test_a_trace_of_a_later_epoch(tmp_path):
+    "What fetches predictions takes the monitor out for a moment"
+    from fastai.callback.core import FetchPredsCallback
+    said, _ = fitted(tmp_path, trace=(2, 4), cbs=FetchPredsCallback(), distrib=False)
+    assert 'Steps 2 to 3, of 1 of 1 workers' in said and len([*tmp_path.glob('trace*')]) == 1 and 'no trace' not in said
 
 
 @pytest.mark.parametrize('trace', [10, (10, 5), (0, 5), (1.5, 3), True, 'all'])
