@@ -35,7 +35,7 @@ def plot_memory(records, ax):
     _bars(peak.to_frame('backward'), FitTimes(records), ax, 'peak memory, GiB')
 
 def plot_speed(records, ax):
-    "Samples per second in each epoch, with a square where a worker is 1.2 times slower than the median one"
+    "Samples per second in each epoch, with a square where a worker takes over 1.2 times as long as the median one"
     epochs,rates,ratios = np.array([(r['epoch'],r['samples_per_second'],r['slowest']['times_median']) for r in records]).T
     slow,worst = ratios>1.2,int(ratios.argmax())
     ax.plot(epochs, rates, '.-', color=_colors['forward'])
