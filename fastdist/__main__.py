@@ -17,6 +17,7 @@ commands = dict(
     check=('launch.check', "show what a run would look like here, and what is wrong"),
     slurm=('launch.slurm', "write, or submit, a Slurm job that does so on many machines"),
     train=('launch.config', "train by a config in TOML"),
+    report=('monitor.report', "show how fast fits were, and what limits them"),
     inspect=('launch.checkpoint.inspect', "show what is in a checkpoint, and whether it is whole"),
     export=('launch.checkpoint.export', "write the weights in a checkpoint to a plain file"))
 

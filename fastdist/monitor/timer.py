@@ -23,10 +23,7 @@ class HostClock:
 class GPUClock:
     "The time of a GPU's current stream"
     def __init__(self, device): self.device = device
-    def mark(self):
-        res = torch.cuda.Event(enable_timing=True)
-        res.record(torch.cuda.current_stream(self.device))
-        return res
+    def mark(self): return torch.cuda.current_stream(self.device).record_event(torch.cuda.Event(enable_timing=True))
     def seconds(self, start, end): return start.elapsed_time(end)/1000
     def is_past(self, mark): return mark.query()
     def wait(self, mark): mark.synchronize()
@@ -66,19 +63,10 @@ def device_in(learn # Any `Learner`
 class StepTimer(QuickCallback):
     "Adds up the seconds of each of `phases`, over the training steps of an epoch"
     order = 10**9+1 # after `Resume`, whose copies are no wait for data
-    _clock = _forward = _marks = None # (phase, mark) of each phase that has ended in the step, after the end of the step before
-    def __init__(self):
-        super().__init__()
-        self.begin_fit()
-
-    @property
-    def learn(self): return vars(self).get('_learn')
-    @learn.setter
-    def learn(self, v):
-        self._stop_counting()
-        vars(self)['_learn'] = v
-
-    def _stop_counting(self):
+    _first,flops,_forward = True,0,None
+    _clock = _marks = None # (phase, mark) of each phase that has ended in the step, after the end of the step before
+    def close(self):
+        "What counts operations is removed"
         counted,self._forward = self._forward,None
         if counted is None: return
         counted.remove()
@@ -105,7 +93,7 @@ class StepTimer(QuickCallback):
         "The batch is here"
         self._mark('data')
         if not (self._first and self.training and self._marks): return
-        self._stop_counting() # where a callback has cancelled the batch before
+        self.close() # where a callback has cancelled the batch before
         if not _is_compiled(self.learn): self._forward = ForwardFlops(self.learn.model)
 
     def after_pred(self): self._mark('forward')
@@ -126,7 +114,7 @@ class StepTimer(QuickCallback):
         mine = getattr(self.learn.dl, 'counts', (None,))[0] # of `DistributedDL`: how many of the batch count here
         self.samples += find_bs(self.learn.xb) if mine is None else mine
         if not self._first: self._pending.append(self._marks)
-        self._stop_counting()
+        self.close()
         self._first = self._first and 'forward' not in dict(self._marks) # it may have been cancelled before
         self._marks = self._marks[-1:]
         if len(self._pending) >= 100: self.add_up()
