@@ -238,11 +238,19 @@ def __iter__(self:DistributedDL):
                 try: b,counts = next(it)
                 except StopIteration: break
                 b,p.counts = self._finish(b),Counts(*counts)
+                if self.is_stream and not p.steps and self.world_size > 1 and p.grouped: self._check_stream()
             p.steps += 1
             yield b
         p.ended = True
         self._end()
     finally: p.live = False
+
+@patch
+def _check_stream(self:DistributedDL):
+    "Raise a `RuntimeError` where the workers do not read the same samples, of which each is to take its part"
+    if not same_text(f'{self.counts.first}'): raise RuntimeError(
+        f"{self.name}: not all workers have read the same first sample of this iterable data set, of which each is given its part. Leave out "
+        "what splits it by rank (in webdataset: nodesplitter=lambda src: src), and draw from the global generators of random, numpy or torch")
 
 @patch(as_prop=True)
 def plan(self:DistributedDL):

@@ -13,6 +13,7 @@ from fastai.metrics import (AccumMetric, CorpusBLEUMetric, Dice, DiceMulti, Loss
                             error_rate, mae, mse, msle, top_k_accuracy)
 from ..comm.collectives import all_gather_list, gather_tensors, comm_device, same_call
 from ..comm.gather import gather_chunks, in_turn, interleave
+from ..strategy.base import modules_of
 from ..world.ranks import get_rank
 
 # %% ../../nbs/metrics/00_metrics.ipynb #20033dc7
@@ -109,6 +110,8 @@ def _joined(parts, global_loss):
         yield {**shares[0], **{k:interleave([o[k] for o in shares]) for k in rows}, 'loss':loss}
 
 # %% ../../nbs/metrics/00_metrics.ipynb #1a5f10b3
+def _gathers_nothing(): return False
+
 class EpochTotals:
     "Keeps what cannot be summed while an epoch goes on, and puts the metrics of all workers together at its end"
     def __init__(self, learn, # `Learner` whose recorder and metrics it looks after
@@ -120,6 +123,8 @@ class EpochTotals:
     def reset(self):
         "Forget the batches, and which metrics need them again"
         self.batches,self.read,self.copies = [],None,None
+        for o in (o for m in modules_of(*self.learn.metrics) for o in m.modules()): # torchmetrics' would gather what is gathered here
+            if hasattr(o, 'distributed_available_fn'): o.distributed_available_fn = _gathers_nothing
 
     def metrics(self, training=None # Those of training? By default of what goes on now
                ):

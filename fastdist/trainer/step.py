@@ -68,7 +68,7 @@ class Share:
     def __init__(self, learn, # `Learner` whose `xb` and `yb` are the share
                  counts, # (samples of the share, of the global batch, has some share none?), as `DistributedDL.counts`
                 ):
-        samples,self.total,self.some_empty = counts
+        samples,self.total,self.some_empty = counts[:3]
         self.counts = samples!=0 # or does it only fill up?
         self.rows = find_bs(learn.yb) if len(learn.yb) else samples or find_bs(learn.xb)
         self.samples = float(self.rows if samples is None else samples) # a batch may have several rows for each, or have lost some
