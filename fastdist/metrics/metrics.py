@@ -85,18 +85,11 @@ class _BatchOf:
             "read those of the first batch as well")
         return getattr(self.learn, nm)
 
-def _copied(m):
-    try: return deepcopy(m)
-    except Exception: # it holds what cannot be copied
-        m = copy(m)
-        m.reset()
-        return m
-
 def _read_by(mets, learn):
     "What else than predictions and targets `mets` read of a batch: its inputs, or what a callback has set for it"
     seen = _BatchOf(learn, {o:getattr(learn, o) for o in _of_batch}, probe=True)
     for m in mets:
-        try: _copied(m).accumulate(seen)
+        try: deepcopy(m).accumulate(seen)
         except Exception: seen.read.add('xb') # it says what is wrong itself, soon
     read = {'xb' if o=='x' else o for o in seen.read}
     return [o for o in read if o=='xb' or isinstance(getattr(learn, o, None), (int,float,str,Tensor))]
@@ -110,8 +103,6 @@ def _joined(parts, global_loss):
         yield {**shares[0], **{k:interleave([o[k] for o in shares]) for k in rows}, 'loss':loss}
 
 # %% ../../nbs/metrics/00_metrics.ipynb #1a5f10b3
-def _gathers_nothing(): return False
-
 class EpochTotals:
     "Keeps what cannot be summed while an epoch goes on, and puts the metrics of all workers together at its end"
     def __init__(self, learn, # `Learner` whose recorder and metrics it looks after
@@ -124,7 +115,7 @@ class EpochTotals:
         "Forget the batches, and which metrics need them again"
         self.batches,self.read,self.copies = [],None,None
         for o in (o for m in modules_of(*self.learn.metrics) for o in m.modules()): # torchmetrics' would gather what is gathered here
-            if hasattr(o, 'distributed_available_fn'): o.distributed_available_fn = _gathers_nothing
+            if hasattr(o, 'distributed_available_fn'): o.distributed_available_fn = noop
 
     def metrics(self, training=None # Those of training? By default of what goes on now
                ):
@@ -141,7 +132,7 @@ class EpochTotals:
 
     def _begin(self, rows):
         # before the recorder feeds the metrics themselves, with what this worker has
-        if self.copies is None: self.copies = [_copied(m) for m in self.fed(rows)]
+        if self.copies is None: self.copies = [deepcopy(m) for m in self.fed(rows)]
 
     def add_batch(self, counts=True, # Does this worker's batch count, or does it only fill up?
                   rows=False, # Was each batch split between all workers, rather than whole batches given to each?

@@ -102,8 +102,8 @@ class LossMean:
         self.rows,self.summed = find_bs(yb),is_summed(f) # callbacks may have left some out
         # where predictions have a row for each of the targets', the mean is over those: graphs or packed tokens have several a sample
         by_rows = any(o.shape[:1]==getattr(yb[0], 'shape', ())[:1]!=() for o in tensors_in(learn.pred))
-        self.remaining = self.rows if kept is None else kept if kept.device.type!='cpu' else float(kept)
-        if not by_rows: self.remaining = share.samples*self.remaining/share.rows
+        counted = self.rows if kept is None else kept if kept.device.type!='cpu' else float(kept)
+        self.remaining = counted if by_rows else share.samples*counted/share.rows
         if not share.counts: divisor,self.remaining,self.rows = None if divisor is None else 0.,0.,0
         self.divisor = self.remaining if divisor is None else divisor if on_gpu else float(divisor)
         if share.total is None or not self.summed and (divisor is not None or on_gpu or agree):
@@ -291,9 +291,8 @@ def receive_loss(self:TrainingStep):
 @patch
 def ends_step(self:TrainingStep):
     "Does the optimizer step after this batch? Before, gradients are accumulated without a message"
-    share = self.share
+    share,accs = self.share,callbacks_of(self.learn, GradientAccumulation)
     for cb in callbacks_of(self.learn, AccumulateSteps): return cb.is_last()
-    accs = callbacks_of(self.learn, GradientAccumulation)
     if accs and share.counts and share.rows!=share.samples: raise ValueError(
         f"rank {get_rank()}: this batch has {share.rows} rows of {share.samples:.0f} samples, and GradientAccumulation counts rows, which other "
         "workers have other numbers of: give distrib_ctx(gradient_accumulation_steps=...), which counts batches, in its place")

@@ -189,4 +189,4 @@ def test_streams_that_split_themselves_by_rank(world2, processes):
     "Of what each worker is given a part, all have to read the same"
     for res in world2(by_rank, processes):
         assert res[:4] == [2, 2, 3, 3], res
-        for e in res[4:]: assert 'not all workers have read the same first sample' in e and 'nodesplitter' in e, res
+        for e in res[4:]: assert 'has another first sample' in e and 'nodesplitter' in e, res
