@@ -59,8 +59,8 @@ class Fingerprint:
                 "learning rate and schedule, drawn after set_seed(42) if at random, and callbacks that change them to the learners of all")
         if n*ww-w*w > (w*self.rounding)**2+1e-12: raise RuntimeError(at+
             "the workers no longer have the same weights: a callback or an optimizer draws from a generator of its own, such as "
-            "np.random.default_rng(), that has another seed in each, or changes weights or gradients in some alone. "
-            "learn.fit(..., cbs=DivergenceCheck(every=1)) names the parameter, and the step in which they part")
+            "np.random.default_rng(), that has another seed in each, or changes weights or gradients in some alone, or a layer sets its "
+            "weights by the first batch, of which each has a share (ActNorm: run a batch through it before the context). learn.fit(..., cbs=DivergenceCheck(every=1)) names the parameter, and the step in which they part")
 
 # %% ../../nbs/trainer/02_step.ipynb #9000bf8e
 class Share:
