@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['bucket_bytes', 'tensors_in', 'bytes_in', 'buckets', 'as_bytes', 'byte_array', 'checksum', 'checksums', 'is_dtensor',
            'local', 'named', 'gather_single', 'group_ranks', 'comm_device', 'gather_bytes', 'AsyncReduce',
-           'same_and_most', 'same_text', 'all_min', 'who_has', 'first_other', 'pack', 'unpack', 'OutOfStep',
-           'check_calls', 'Call', 'same_call', 'all_gather_list', 'gather_tensors', 'broadcast_object', 'agree',
-           'rank0_only', 'print_in_order', 'all_reduce', 'all_reduce_dict']
+           'same_and_most', 'same_text', 'all_min', 'differing', 'who_has', 'first_other', 'pack', 'unpack',
+           'OutOfStep', 'check_calls', 'Call', 'same_call', 'all_gather_list', 'gather_tensors', 'broadcast_object',
+           'agree', 'rank0_only', 'print_in_order', 'all_reduce', 'all_reduce_dict']
 
 # %% ../../nbs/comm/00_collectives.ipynb #da82582f
 import hashlib,io,json,pickle,sys,traceback,zlib
@@ -195,6 +195,12 @@ def all_min(*ns # Integers of this worker
          ):
     "Of each of `ns` the least of all workers, which are at the same line: one message"
     return [-o for o in same_and_most('', *[-o for o in ns])[1]]
+
+def differing(ns:dict # Integers of this worker, by names that are the same in all
+             )->list:
+    "The names of those that are not the same in all workers, which are at the same line: one message"
+    low = all_min(*ns.values(), *(-n for n in ns.values()))
+    return [k for k,least,most in zip(ns, low, low[len(ns):]) if least!=-most]
 
 # %% ../../nbs/comm/00_collectives.ipynb #b2eeb490
 def _by_rank(ranks, texts):

@@ -176,15 +176,12 @@ def close(self:DistributedDL):
 # %% ../../nbs/data/05_dl.ipynb #6480306b
 def _digest(order): return len(order),seed_of(repr(order[::max(1, len(order)//1000)])) # of a thousand of the samples
 
-def _check_order(mine, nm):
-    "Raise a `RuntimeError` that names the first worker whose order is not rank 0's"
+def _check_same(mine, nm, what, way_out):
+    "`mine` is a number of samples and a digest: a `RuntimeError` names the first worker that has others than rank 0"
     if same_text(f'{mine}'): return
     every = all_gather_list(mine)
     r = next(r for r,o in enumerate(every) if o!=every[0])
-    raise RuntimeError(
-        f"{nm}: rank {r} has drawn another order ({every[r][0]} samples) than rank 0 ({every[0][0]} samples). "
-        "Draw it from the global generators of random, numpy or torch, or keep the generator as an attribute of the loader "
-        "or the sampler: those are agreed on")
+    raise RuntimeError(f"{nm}: rank {r} has {what} ({every[r][0]} samples) than rank 0 ({every[0][0]} samples). {way_out}")
 
 @patch(as_prop=True)
 def _gens(self:DistributedDL): return generators_in(self.dl)
@@ -200,7 +197,9 @@ def _draw(self:DistributedDL, new=True):
         try: order = self._order(new)
         finally: p.drawing = False
         digest = _digest(order)
-        if synced and not self.is_known: _check_order(digest, self.name)
+        if synced and not self.is_known: _check_same(digest, self.name, 'drawn another order',
+            "Draw it from the global generators of random, numpy or torch, or keep the generator as an attribute of the loader or the sampler: "
+            "those are agreed on")
         if not new: return order
         if pending and pending['offset'] and not self.is_stream and tuple(pending['order'])!=digest: raise self._other(
             f"it had {pending['n']} samples or batches in another order than the {digest[0]} of this one. Make it of the same data, and "
@@ -238,6 +237,10 @@ def __iter__(self:DistributedDL):
                 try: b,counts = next(it)
                 except StopIteration: break
                 b,p.counts = self._finish(b),Counts(*counts)
+                if self.is_stream and not p.steps and self.world_size > 1 and p.grouped: _check_same(
+                    (self.expected_n,p.counts.first), self.name, 'another first sample of this iterable data set',
+                    "Each worker gets its part of what all read: leave out what splits it by rank (in webdataset: nodesplitter=lambda src: "
+                    "src), and draw from the global generators of random, numpy or torch")
             p.steps += 1
             yield b
         p.ended = True

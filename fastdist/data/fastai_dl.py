@@ -156,7 +156,7 @@ def _batch_of(self:FastaiShard, items, counts):
     "(Batch, `Counts`) of the items that were read"
     prebatched = self.dl.bs is None # an item is a batch, of a size that only its reader knows
     b = self.do_batch(items[0] if prebatched else items)
-    if self._is_made_whole: return local_rows(self.name, b, self.rank, self.world_size, None if prebatched else len(items))
+    if self._is_made_whole: return local_rows(self.name, b, self.rank, self.world_size, None if prebatched else len(items), counts.first)
     return b,counts.unsized() if prebatched else counts
 
 @patch

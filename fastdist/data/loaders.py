@@ -6,15 +6,15 @@
 __all__ = ['n_batches', 'is_stream', 'data_of', 'same_data']
 
 # %% ../../nbs/data/04_loaders.ipynb #cd2ced28
-import zlib
 from contextlib import suppress
 from itertools import zip_longest
 from weakref import WeakKeyDictionary
 
 from fastai.basics import *
 from fastai.data.load import DataLoader as FastaiDataLoader
-from ..comm.collectives import all_gather_list, checksum, same_text
+from ..comm.collectives import all_gather_list, same_text
 from .fastai_dl import reads_rows
+from .partition import plain_item
 from .rng import seed_of
 from .torch_dl import IterableDataset, TorchDataLoader
 from ..world.ranks import current_world, get_rank
@@ -47,21 +47,12 @@ def _held(o, depth=4):
     within = o if isinstance(o, (list,L,tuple)) else vars(o).values() if wraps(o) else ()
     return [r for v in within for r in _held(v, depth-1)] if depth else []
 
-def _plain(o):
-    "What can be compared of an item: of a path its name, as hosts may have the same files in folders of different names"
-    if isinstance(o, (str,Path)): return str(o).rsplit('/', 1)[-1]
-    if isinstance(o, Tensor): return (*o.shape,checksum(o.detach())) if o.layout==torch.strided else ()
-    if isinstance(o, np.ndarray) and o.dtype!=object: return o.shape,zlib.crc32(np.ascontiguousarray(o))
-    if isinstance(o, (tuple,list,L,np.ndarray)): return [_plain(v) for v in o]
-    if isinstance(o, dict): return [_plain(kv) for kv in o.items()]
-    return o if isinstance(o, (int,float,bytes,np.number)) else type(o).__name__ # of other types the text may hold an address
-
 def _some_items(o, n=64):
     "Up to `n` items of a list, or rows of an array or a frame, that lie evenly in it"
     every = max(1, len(o)//n)
     if _is_table(o): o = o.with_format(None) # else a transform of the user's may draw random numbers
-    if not isinstance(o, (pd.DataFrame,pd.Series)): return [_plain(o[i]) for i in range(0, len(o), every)]
-    return [_plain([k,v]) for k,v in zip(o.index[::every].tolist(), o.iloc[::every].values.tolist())]
+    if not isinstance(o, (pd.DataFrame,pd.Series)): return [plain_item(o[i]) for i in range(0, len(o), every)]
+    return [plain_item([k,v]) for k,v in zip(o.index[::every].tolist(), o.iloc[::every].values.tolist())]
 
 def _samples(dl):
     "Some names or numbers, and a digest of more of them; looked at once: a data set may keep what it has read, each worker its own"

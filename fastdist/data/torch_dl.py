@@ -45,7 +45,7 @@ class _Collate:
         items,counts = o if self.stream else (o,None)
         b = self.fn(items[0] if self.stream and not self.batched else items)
         if not self.whole: return b,counts if counts is None or self.batched else counts.unsized()
-        return local_rows(self.nm, b, self.rank, self.world_size, len(items) if self.batched else None)
+        return local_rows(self.nm, b, self.rank, self.world_size, len(items) if self.batched else None, counts and counts.first)
 
 def _begin_process(rank, world_size, seed, user_fn, worker_id):
     loader_begins()

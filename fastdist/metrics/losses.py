@@ -89,9 +89,15 @@ class GlobalBatchLoss(GetAttr):
 # %% ../../nbs/metrics/01_losses.ipynb #92749193
 def gather_batch(pred, # Predictions for this worker's share: tensors with a row for each of its samples, in lists and dicts
                  yb, # Tuple of targets
+                 rows, # That the loader gave the share: callbacks may have left some out
                  counts=True, # Does this worker's share count? Else it has no rows in the batch
                 ):
-    "(predictions, targets, share of the rows that are this worker's) of the global batch; gradients go to this worker's own predictions"
+    """(predictions, targets, share of the rows that are this worker's) of the global batch; gradients go to this worker's own predictions.
+    A `ValueError` where a sample has several rows, of which nobody knows the order in one process"""
+    sizes = sorted({len(o) for o in tensors_in((pred,*yb)) if o.dim()})
+    if sizes[1:] or sizes[-1] > rows: raise ValueError(
+        f"rank {get_rank()}: predictions and targets of a batch of {rows} have {' and '.join(map(str, sizes))} rows, so the global batch cannot be "
+        "put together for the loss function. Give each sample one row, in which its views are a dimension, [batch, views, ...], and one target")
     def own(o):
         o = o.view_as(o) if counts else o[:0]
         if o.requires_grad: o.register_hook(lambda g: g/share if share else g) # `TrainingStep` weighs a share, and this is all
@@ -157,7 +163,7 @@ class LossRoute:
     def _gather(self, rows):
         batch,n = (self.learn.pred,*self.learn.yb),find_bs(self.learn.yb)
         nbytes = bytes_in(batch)/max(n, 1)*rows
-        small = nbytes <= _gathered_at_most and all(o.dim() and len(o)==n for o in tensors_in(batch))
+        small = nbytes <= _gathered_at_most and all(o.dim() for o in tensors_in(batch))
         self.is_global = all_min(int(small))==[1] # each pads its own share, so sizes may differ: one message a loss function
         if not self.is_global: raise _untold(
             self.func, f"nobody knows the loss function {_name_of(self.func)}, and predictions and targets ({nbytes/2**20:.2g} MB in a step) "

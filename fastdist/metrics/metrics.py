@@ -13,6 +13,7 @@ from fastai.metrics import (AccumMetric, CorpusBLEUMetric, Dice, DiceMulti, Loss
                             error_rate, mae, mse, msle, top_k_accuracy)
 from ..comm.collectives import all_gather_list, gather_tensors, comm_device, same_call
 from ..comm.gather import gather_chunks, in_turn, interleave
+from ..strategy.base import modules_of
 from ..world.ranks import get_rank
 
 # %% ../../nbs/metrics/00_metrics.ipynb #20033dc7
@@ -84,18 +85,11 @@ class _BatchOf:
             "read those of the first batch as well")
         return getattr(self.learn, nm)
 
-def _copied(m):
-    try: return deepcopy(m)
-    except Exception: # it holds what cannot be copied
-        m = copy(m)
-        m.reset()
-        return m
-
 def _read_by(mets, learn):
     "What else than predictions and targets `mets` read of a batch: its inputs, or what a callback has set for it"
     seen = _BatchOf(learn, {o:getattr(learn, o) for o in _of_batch}, probe=True)
     for m in mets:
-        try: _copied(m).accumulate(seen)
+        try: deepcopy(m).accumulate(seen)
         except Exception: seen.read.add('xb') # it says what is wrong itself, soon
     read = {'xb' if o=='x' else o for o in seen.read}
     return [o for o in read if o=='xb' or isinstance(getattr(learn, o, None), (int,float,str,Tensor))]
@@ -120,6 +114,8 @@ class EpochTotals:
     def reset(self):
         "Forget the batches, and which metrics need them again"
         self.batches,self.read,self.copies = [],None,None
+        for o in (o for m in modules_of(*self.learn.metrics) for o in m.modules()): # torchmetrics' would gather what is gathered here
+            if hasattr(o, 'distributed_available_fn'): o.distributed_available_fn = noop
 
     def metrics(self, training=None # Those of training? By default of what goes on now
                ):
@@ -136,7 +132,7 @@ class EpochTotals:
 
     def _begin(self, rows):
         # before the recorder feeds the metrics themselves, with what this worker has
-        if self.copies is None: self.copies = [_copied(m) for m in self.fed(rows)]
+        if self.copies is None: self.copies = [deepcopy(m) for m in self.fed(rows)]
 
     def add_batch(self, counts=True, # Does this worker's batch count, or does it only fill up?
                   rows=False, # Was each batch split between all workers, rather than whole batches given to each?

@@ -11,11 +11,10 @@ import torch.distributed as dist
 from fastai.basics import *
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
-from ..comm.collectives import (all_gather_list, as_bytes, broadcast_object, bucket_bytes, checksums, comm_device, same_text,
-                                       tensors_in, who_has)
+from ..comm.collectives import (all_gather_list, as_bytes, broadcast_object, bucket_bytes, checksum, checksums, comm_device,
+                                       differing, first_other, same_text, tensors_in)
 from ..model.batchnorm import has_global_stats
-from ..model.buffers import average_buffers
-from ..world.ranks import get_rank, get_world_size
+from ..world.ranks import current_world, get_rank, get_world_size
 
 # %% ../../nbs/strategy/00_base.ipynb #049f2750
 class Strategy:
@@ -121,26 +120,32 @@ def _broadcast(ts # Tensors, in the same order, shapes and kinds of device in al
             if b.data_ptr()!=t.data_ptr(): t.copy_(b.view(t.dtype).view(t.shape))
 
 # %% ../../nbs/strategy/00_base.ipynb #f0401b1e
-def _check_buffers(named):
-    "A `ValueError`, in all workers, that names a buffer of another shape or type in one of them: to send those would end the process"
-    mine = {n:f'{b.dtype} of shape {tuple(b.shape)}' for n,b in named}
-    if same_text(repr(mine)): return
-    every = all_gather_list(mine)
-    for n in {n:0 for o in every for n in o}:
-        kinds = [o.get(n, 'nothing') for o in every]
-        if len(set(kinds)) > 1: raise ValueError(
-            f"rank {get_rank()}: the buffer {n} of the model differs: {who_has(range(len(every)), kinds)}; the workers cannot agree "
-            "on one. Give it the same shape in all of them, or make it a plain attribute of its module, which each worker has for itself")
+def _check_kinds(kinds):
+    "A `ValueError`, in all workers, that names a tensor of another shape or type in one of them: to send those would end the process"
+    if same_text(repr(kinds)): return
+    name,who = first_other(all_gather_list(kinds))
+    raise ValueError(
+        f"rank {get_rank()}: {name} of the model differs: {who}; the workers cannot agree on one. Build the same learner in all of them; "
+        "what each worker is to have for itself can be a plain attribute of its module")
 
 def sync_buffers(model):
-    """Give all workers the same buffers of `model`: the mean over them, or rank 0's; those of global batch norm are the same already.
-    A `ValueError` names one of another shape"""
-    same = {id(b) for m in model.modules() if isinstance(m, _BatchNorm) and has_global_stats(m) for b in m.buffers()}
-    named = [(n,b) for n,b in model.named_buffers() if id(b) not in same]
+    """Give all workers the same buffers of `model`: where they differ the mean over them, of whole numbers and of batch norm's rank 0's. Rank 0
+    says so once, but for batch norm's; those of global batch norm are the same already. A `ValueError` names one of another shape"""
+    norms = {id(b):has_global_stats(m) for m in model.modules() if isinstance(m, _BatchNorm) for b in m.buffers()}
+    named = {n:b for n,b in model.named_buffers() if b.numel() and not norms.get(id(b))}
     if not named: return # all workers have built the same layers
-    _check_buffers(named)
-    average_buffers(model)
-    _broadcast([b for _,b in named])
+    _check_kinds({f'the buffer {n}':(b.dtype,tuple(b.shape)) for n,b in named.items()})
+    differ = differing({n:checksum(b) for n,b in named.items()})
+    others = [n for n in differ if id(named[n]) not in norms]
+    for b in (named[n] for n in others if named[n].is_floating_point()):
+        mean = b.detach().double()
+        dist.all_reduce(mean)
+        b.copy_(mean/get_world_size())
+    _broadcast([named[n] for n in differ])
+    if others and get_rank()==0: current_world().cached('buffers', lambda: warnings.warn(
+        f"the buffers {', '.join(others[:5])} of the model differ between workers, as each has had its own share of the batches. After "
+        "each pass over the data all get their mean (of whole numbers, rank 0's): that is not what one process has. "
+        "Take them from the global batch in forward, by an all_reduce in training, if it matters", stacklevel=2))
 
 # %% ../../nbs/strategy/00_base.ipynb #16a6bd5d
 def modules_of(*objects # Any, as callbacks
@@ -234,11 +239,7 @@ def same_everywhere(model, # The same layers in all workers
     kinds,values = [*((tuple(t.shape), t.dtype) for t in ts), *(k for _,k in numbers)],[s[k] for s,k in numbers]
     here,elsewhere = partition(ts, lambda t: t.device.type=='cpu')
     same = same_text(repr((kinds,values,checksums(here))))
-    if not (same or same_text(repr(kinds))):
-        every = all_gather_list(kinds)
-        r = next(i for i,o in enumerate(every) if o!=every[0])
-        raise ValueError(f"rank {get_rank()}: the model or the optimizer state of rank {r} has other tensors than rank 0's "
-                         f"({len(every[r])} and {len(every[0])} of them): build the same learner in all workers")
+    if not same: _check_kinds({f'tensor {i} (or the state of the optimizer)':k for i,k in enumerate(kinds)})
     with torch.no_grad(): _broadcast(elsewhere if same else ts)
     if same: return
     for (s,k),v in zip(numbers, broadcast_object(values)): s[k] = v

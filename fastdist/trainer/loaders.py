@@ -27,13 +27,6 @@ def _trains_norms(learn):
     "Do layers keep statistics of what is evaluated? fastai's `GANTrainer(switch_eval=True)` has the generator in training mode there"
     return any(getattr(cb, 'switch_eval', False) for cb in learn.cbs) and any(isinstance(m, _NormBase) for m in learn.model.modules())
 
-def _counts_batches(dl):
-    "Do transforms go by how many batches there were? fastai's `DeterministicFlip` and `DeterministicDihedral`, where they are on"
-    if getattr(getattr(dl, 'dataset', None), 'split_idx', 0): return False # those of a validation do nothing
-    fs = [f for t in getattr(getattr(dl, 'after_batch', None), 'fs', ()) for f in getattr(t, 'aff_fs', ())]
-    draws = [getattr(f, 'keywords', {}).get('draw') for f in fs]
-    return any(type(o).__name__=='DeterministicDraw' for o in draws)
-
 def _keeps_state(learn):
     "Do workers that evaluate in turn need the batches between, too?"
     # fastai's classifiers begin anew with each text
@@ -53,8 +46,8 @@ class SharedLoaders:
     def can_share(self, dl # Loader, not a `DistributedDL`
                  ):
         "Can workers share an evaluation of `dl`? Otherwise all of them evaluate all of it, which takes longer, and gives the same numbers"
-        # each would have statistics or a count of its own; and all read all of a stream
-        if is_stream(dl) or _trains_norms(self.learn) or _counts_batches(dl): return False
+        # each would have statistics of its own; and all read all of a stream
+        if is_stream(dl) or _trains_norms(self.learn): return False
         if not reads_rows(dl): return not _keeps_state(self.learn)
         if isinstance(self.learn.loss_func, GlobalBatchLoss): return False # of whole batches, whatever it is
         # one file for each whole batch

@@ -59,8 +59,8 @@ class Fingerprint:
                 "learning rate and schedule, drawn after set_seed(42) if at random, and callbacks that change them to the learners of all")
         if n*ww-w*w > (w*self.rounding)**2+1e-12: raise RuntimeError(at+
             "the workers no longer have the same weights: a callback or an optimizer draws from a generator of its own, such as "
-            "np.random.default_rng(), that has another seed in each, or changes weights or gradients in some alone. "
-            "learn.fit(..., cbs=DivergenceCheck(every=1)) names the parameter, and the step in which they part")
+            "np.random.default_rng(), that has another seed in each, or changes weights or gradients in some alone, or a layer sets its "
+            "weights by the first batch, of which each has a share (ActNorm: run a batch through it before the context). learn.fit(..., cbs=DivergenceCheck(every=1)) names the parameter, and the step in which they part")
 
 # %% ../../nbs/trainer/02_step.ipynb #9000bf8e
 class Share:
@@ -68,11 +68,11 @@ class Share:
     def __init__(self, learn, # `Learner` whose `xb` and `yb` are the share
                  counts, # (samples of the share, of the global batch, has some share none?), as `DistributedDL.counts`
                 ):
-        samples,self.total,self.some_empty = counts
+        samples,self.total,self.some_empty = counts[:3]
         self.counts = samples!=0 # or does it only fill up?
         self.rows = find_bs(learn.yb) if len(learn.yb) else samples or find_bs(learn.xb)
         self.samples = float(self.rows if samples is None else samples) # a batch may have several rows for each, or have lost some
-        self.planned_rows = self.global_rows = None if self.total is None else self.rows*self.total//max(samples, 1)
+        self.global_rows = self.total # as many, as far as is known
 
     @property
     def weight(self):
@@ -100,7 +100,10 @@ class LossMean:
         divisor = loss_divisor(f, yb)
         kept = kept_labels(f, yb) if divisor is None else None
         self.rows,self.summed = find_bs(yb),is_summed(f) # callbacks may have left some out
-        self.remaining = share.samples*(self.rows if kept is None else kept if kept.device.type!='cpu' else float(kept))/share.rows
+        # where predictions have a row for each of the targets', the mean is over those: graphs or packed tokens have several a sample
+        by_rows = any(o.shape[:1]==getattr(yb[0], 'shape', ())[:1]!=() for o in tensors_in(learn.pred))
+        counted = self.rows if kept is None else kept if kept.device.type!='cpu' else float(kept)
+        self.remaining = counted if by_rows else share.samples*counted/share.rows
         if not share.counts: divisor,self.remaining,self.rows = None if divisor is None else 0.,0.,0
         self.divisor = self.remaining if divisor is None else divisor if on_gpu else float(divisor)
         if share.total is None or not self.summed and (divisor is not None or on_gpu or agree):
@@ -196,7 +199,7 @@ class TrainingStep:
         self.route.choose(share.global_rows or share.rows*get_world_size())
         if not self.route.is_global: return
         self.local = learn.pred,learn.yb
-        learn.pred,learn.yb,part = gather_batch(learn.pred, learn.yb, share.counts)
+        learn.pred,learn.yb,part = gather_batch(learn.pred, learn.yb, share.rows, share.counts)
         share.total = share.samples/part if part else find_bs(learn.yb)
         set_norm_scope('local') # batch norm in the loss function has all samples
 
@@ -288,9 +291,12 @@ def receive_loss(self:TrainingStep):
 @patch
 def ends_step(self:TrainingStep):
     "Does the optimizer step after this batch? Before, gradients are accumulated without a message"
-    rows = self.share.global_rows
+    share,accs = self.share,callbacks_of(self.learn, GradientAccumulation)
     for cb in callbacks_of(self.learn, AccumulateSteps): return cb.is_last()
-    return rows is None or all(cb.count+rows >= cb.n_acc for cb in callbacks_of(self.learn, GradientAccumulation))
+    if accs and share.counts and share.rows!=share.samples: raise ValueError(
+        f"rank {get_rank()}: this batch has {share.rows} rows of {share.samples:.0f} samples, and GradientAccumulation counts rows, which other "
+        "workers have other numbers of: give distrib_ctx(gradient_accumulation_steps=...), which counts batches, in its place")
+    return share.total is None or all(cb.count+share.total >= cb.n_acc for cb in accs)
 
 @patch
 def scale_gradients(self:TrainingStep):
@@ -307,7 +313,7 @@ def scale_gradients(self:TrainingStep):
     if remaining==share.total or mean.sums is not None or mean.summed: return
     for cb in (accs := callbacks_of(learn, AccumulateSteps)): cb.weight = remaining
     # fastai's callback divides by a number of its own, whatever there is
-    scale = share.total/(remaining or 1)*(rows/share.planned_rows if callbacks_of(learn, GradientAccumulation) else 1)
+    scale = share.total/(remaining or 1)*(rows/share.total if callbacks_of(learn, GradientAccumulation) else 1)
     if accs or scale==1: return
     if self.grads_were_pending: raise RuntimeError(
         f"rank {get_rank()}: some labels of this batch do not count, for the first time since its gradients were accumulated with those of "

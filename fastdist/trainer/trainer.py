@@ -10,14 +10,18 @@ from contextlib import ExitStack, contextmanager, nullcontext
 
 from accelerate import Accelerator
 from fastai.basics import *
+from fastai.metrics import LossMetric
+from ..callbacks.accumulation import is_users
 from ..callbacks.fastai_patches import device_losses
 from ..callbacks.data_parallel import ParallelTrainer
 from ..callbacks.loggers import loggers_hidden
 from ..callbacks.precision import autocast_kept
-from ..comm.collectives import all_gather_list, broadcast_object, same_call
+from ..comm.collectives import all_gather_list, broadcast_object, differing, same_call
 from ..comm.rank0 import check_outside
 from ..data.loaders import data_of, same_data
-from ..data.rng import rank0_stream, resync_streams
+from ..data.partition import plain_item
+from ..data.rng import rank0_stream, resync_streams, seed_of
+from ..fault.cancel import batch_events
 from ..fault.supervisor import catchable, handler_kept, interrupt_deferred, raise_root_cause, resync, scope
 from ..model.batchnorm import norm_scope_of, set_norm_scope
 from ..strategy.base import same_everywhere, state_tensors, full_model
@@ -27,7 +31,7 @@ from .loaders import plain_dls
 from .setup import LearnerSetup
 from .step import TrainingStep
 from ..world.group import init_group, teardown_distrib
-from ..world.ranks import get_device, get_rank, get_world_size, use_cpu
+from ..world.ranks import current_world, get_device, get_rank, get_world_size, use_cpu
 
 # %% ../../nbs/trainer/05_trainer.ipynb #e444810f
 class DistributedTrainer(LearnerSetup):
@@ -38,7 +42,7 @@ class DistributedTrainer(LearnerSetup):
     in_fit = in_training = False # is this in a fit, and has that begun to train?
     said_batch = False # has rank 0 said what a step is made of?
     in_evaluation = False # is this in an evaluation that a callback makes in a fit?
-    evaluation = train_dl = versions = _accelerator = None
+    evaluation = train_dl = versions = kept_numbers = _accelerator = None
     @takes_arguments
     def __init__(self, sync_bn=True, **kwargs):
         super().__init__()
@@ -221,6 +225,25 @@ def after_fit(self:DistributedTrainer):
     self.versions = _versions(self.learn, self.strategy)
 
 @patch
+def _numbers(self:DistributedTrainer):
+    "What the loss function, and callbacks of the user's that see batches, keep in plain attributes: texts by name, for each of them"
+    learn,read = self.learn,{m.attr for m in self.learn.metrics if isinstance(m, LossMetric)} # what those read is put together
+    objs = {f'the callback {type(o).__name__}':o for o in learn.cbs
+            if self.decisions.on_all_ranks(o) and any(is_users(o, event) for event in batch_events)}
+    return {nm:{k:repr(plain_item(v)) for k,v in getattr(o, '__dict__', {}).items() if isinstance(v, (int,float,Tensor)) and k not in read}
+            for nm,o in {**objs, 'the loss function':getattr(learn.loss_func, 'loss_func', learn.loss_func)}.items()}
+
+@patch
+def _check_numbers(self:DistributedTrainer):
+    "After an epoch: rank 0 names, once, which of them have come to other numbers in each worker"
+    changed = {nm:{k:v for k,v in now.items() if self.kept_numbers.get(nm, {}).get(k)!=v} for nm,now in self._numbers().items()}
+    differ = differing({nm:seed_of(repr(o)) for nm,o in changed.items()})
+    if differ and get_rank()==0: current_world().cached('numbers', lambda: warnings.warn(
+        f"{' and '.join(differ)} ({', '.join(k for nm in differ for k in changed[nm])}) has other numbers in each worker after an epoch, as each "
+        "has seen its own batches: in a validation whole ones, in training its share of each. What is summed up one adds up, as in "
+        "after_validate: vars(self).update(fastdist.world.all_reduce_dict(dict(n=self.n)))", stacklevel=2))
+
+@patch
 def before_epoch(self:DistributedTrainer):
     if not self.nested: self.train_dl = None
 
@@ -228,7 +251,9 @@ def before_epoch(self:DistributedTrainer):
 def after_epoch(self:DistributedTrainer):
     "Callbacks decide by the log: all have rank 0's"
     rec = getattr(self.learn, 'recorder', None)
-    if rec is not None and self.in_fit and not self.nested: rec.log = L(broadcast_object(list(rec.log)))
+    if not self.in_fit or self.nested: return
+    if rec is not None: rec.log = L(broadcast_object(list(rec.log)))
+    if not self.learn.epoch: self._check_numbers()
 
 @patch
 def before_train(self:DistributedTrainer):
@@ -242,6 +267,7 @@ def before_train(self:DistributedTrainer):
     self.learn.dl = self.train_dl = self.loaders.train(self.learn.dl)
     self.hooks.begin_epoch()
     self.totals.reset()
+    if not self.learn.epoch: self.kept_numbers = self._numbers()
 
 @patch
 def follow_loader(self:DistributedTrainer):

@@ -57,11 +57,32 @@ class KeepsLoss(CrossEntropyLossFlat):
         return self.hardest/2
 
 
+class SumsUp(nn.Module):
+    "As one of torchmetrics', which adds up over all workers by itself"
+    distributed_available_fn = None
+    def __init__(self):
+        super().__init__()
+        self.n = torch.zeros(())
+    def compute(self):
+        import torch.distributed as dist
+        n, available = self.n.clone(), self.distributed_available_fn or dist.is_initialized
+        if available(): dist.all_reduce(n)
+        return n.item()
+
+
+class OfTorchmetrics(Metric):
+    def __init__(self): self.all = nn.ModuleDict(dict(n=SumsUp()))
+    def reset(self): self.all['n'].n.zero_()
+    def accumulate(self, learn): self.all['n'].n += len(learn.y)
+    @property
+    def value(self): return self.all['n'].compute()
+
+
 def worst(pred, targ): return pred.max().abs().sqrt()
 def stored(): return AccumMetric(lambda p, t: p.float().sum().item(), dim_argmax=-1, name='stored')
 METRICS = dict(  # outputs of the model, their shape, the loss, metrics
     classes=(3, (3,), KeepsLoss, lambda: [accuracy, partial(top_k_accuracy, k=2), error_rate, F1Score(average='macro'), MatthewsCorrCoef(), skm_to_fastai(skm_accuracy()), Perplexity(), LossMetric('hardest'),
-                                          ValueMetric(lambda: 5e-3, 'value'), worst, AvgMetric(worst), KeepsAll(), OfBatches(), MoreThanAnAverage(accuracy), NoReset(), stored()]),
+                                          ValueMetric(lambda: 5e-3, 'value'), worst, AvgMetric(worst), KeepsAll(), OfBatches(), MoreThanAnAverage(accuracy), NoReset(), stored(), OfTorchmetrics()]),
     masks=(27, (3, 3, 3), partial(CrossEntropyLossFlat, axis=1), lambda: [Dice(), DiceMulti(), JaccardCoeff(), foreground_acc]),
     numbers=(1, (1,), MSELossFlat, lambda: [mse, mae, rmse, R2Score(), PearsonCorrCoef()]),
     tags=(3, (3,), BCEWithLogitsLossFlat, lambda: [accuracy_multi, F1ScoreMulti(average='macro'), partial(accuracy_multi, thresh=.3)]),

@@ -306,6 +306,27 @@ def own_batches(within):
     return res
 
 
+class Graphs(Items):
+    "A sample has several rows, each with a target, and a `collate_fn` puts those of a batch one after the other"
+    rows = 2, 30, 3, 25, 2, 28
+    def __getitem__(self, i): return tuple(o.expand(self.rows[i % 6], *o.shape).mul(torch.arange(1., self.rows[i % 6]+1)[:, None]) for o in super().__getitem__(i))
+def one_after_the_other(items): return tuple(map(torch.cat, zip(*items)))
+
+
+@case
+def rows_of_samples(within):
+    "Each worker has its own number of rows; the mean in a loss is over those of all, also where gradients are accumulated"
+    res = []
+    for steps in 1, 2:
+        bs = 12//within.n//steps if within.many else 12
+        loaders = [torch.utils.data.DataLoader(Graphs(n, classes=False), batch_size=b, collate_fn=one_after_the_other) for n, b in ((20 if steps == 1 else 24, bs), (5, 2))]
+        learn = quiet(Learner(DataLoaders(*loaders), stack((4, 1))(), loss_func=lambda p, y: F.mse_loss(p, y).float(), opt_func=SGD, lr=1e-4))
+        learn.loss_func.loss_divisor = None
+        with within(learn, split_batches=False, gradient_accumulation_steps=steps): learn.fit(2)
+        res.append(weights(learn))
+    return dict(weights=res)
+
+
 class Sometimes(nn.Module):
     "Uses a layer for some samples only: in some batches one worker does, and another does not"
     def __init__(self):

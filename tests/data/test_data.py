@@ -159,3 +159,34 @@ def test_a_worker_reads_its_own_samples_only():
         read.clear()
         list(DistributedDL(make(), 1, 3, split_batches=False))
         assert sorted(read) == list(range(1, 21, 3))
+
+
+class ByRank(torch.utils.data.IterableDataset):
+    "Each worker has samples of its own, or all of them"
+    def __init__(self, splits): self.splits = splits
+    def __len__(self): return 12
+    def __iter__(self):
+        import torch.distributed as dist
+        first, every = (dist.get_rank(), dist.get_world_size()) if self.splits else (0, 1)
+        return iter([dict(name=f'{i}.jpg', x=torch.full((2,), float(i))) for i in range(first, 12, every)])
+
+
+def by_rank(processes):
+    from fastdist.all import DistributedDL, setup_distrib
+    setup_distrib()
+    res = []
+    for splits in False, True:
+        for split in False, True:
+            for loader in (partial(torch.utils.data.DataLoader, batch_size=4, collate_fn=lambda o: torch.stack([d['x'] for d in o])),
+                           partial(DataLoader, bs=4, create_batch=lambda o: torch.stack([d['x'] for d in o]))):
+                try: res.append(len(list(DistributedDL(loader(ByRank(splits), num_workers=processes), split_batches=split))))
+                except RuntimeError as e: res.append(str(e))
+    return res
+
+
+@pytest.mark.parametrize('processes', [0, 1])
+def test_streams_that_split_themselves_by_rank(world2, processes):
+    "Of what each worker is given a part, all have to read the same"
+    for res in world2(by_rank, processes):
+        assert res[:4] == [2, 2, 3, 3], res
+        for e in res[4:]: assert 'has another first sample' in e and 'nodesplitter' in e, res

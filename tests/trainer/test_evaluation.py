@@ -61,3 +61,46 @@ def test_changed_inputs_with_shards(world3):
         assert diff(preds, all_preds) < 1e-12 and n == 6
         seen.append(mine)
     assert seen == [3,3,0]
+
+
+class Counts(Callback):
+    "Accuracy of a validation, by hand"
+    def __init__(self, together): self.together = together
+    def before_validate(self): self.right = self.n = 0
+    def after_batch(self):
+        if not self.training: self.right, self.n = self.right+(self.pred.argmax(1) == self.y).sum().item(), self.n+len(self.y)
+    def after_validate(self):
+        if self.together:
+            from fastdist.world import all_reduce_dict
+            vars(self).update(all_reduce_dict(dict(right=self.right, n=self.n)))
+        self.learn.right = self.right/self.n
+
+
+class Remembers:
+    "A loss that weighs by how often it has seen a class"
+    loss_divisor = None
+    def __init__(self): self.seen = torch.ones(3, dtype=torch.float64)
+    def __call__(self, p, y):
+        self.seen = self.seen+torch.bincount(y, minlength=3)
+        return F.cross_entropy(p, y, 1/self.seen).float()
+
+
+def kept_numbers(distrib, cb=None, loss=None):
+    "What a callback has counted, and what is said of it"
+    from fastdist.world import current_world
+    learn = quiet(learner(n=24, n_val=20, bs=6, cbs=cb and Counts(cb == 'together'), loss=loss and Remembers()))
+    with warnings.catch_warnings(record=True) as seen, learn.distrib_ctx(split_batches=True) if distrib else contextlib.nullcontext():
+        warnings.simplefilter('always')
+        learn.fit(2)
+    return getattr(learn, 'right', None), [str(o.message) for o in seen if 'other numbers in each worker' in str(o.message)]
+
+
+@pytest.mark.parametrize('kind', ['alone', 'together', 'loss'])
+def test_numbers_that_each_worker_has_of_its_own_batches(kind, worlds):
+    "One warning, by rank 0, that names them, and says how they are put together: then they are those of one process"
+    kwargs = dict(loss=True) if kind == 'loss' else dict(cb=kind)
+    for n in 2, 3:
+        right, texts = zip(*worlds(n)(kept_numbers, True, **kwargs))
+        said = dict(alone='the callback Counts (right, n)', loss='the loss function (seen)').get(kind)
+        assert [len(o) for o in texts] == [int(said is not None)]+[0]*(n-1) and all(said in o for o in texts[0]), texts
+        if kind == 'together': assert right == (kept_numbers(False, **kwargs)[0],)*n

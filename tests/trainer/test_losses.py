@@ -12,6 +12,12 @@ def wide_mean(p, y): return (p[:, :3]-y[:, None]).square().mean().float()
 def told_mean(p, y): return wide_mean(p, y)
 told_mean.loss_divisor = None
 def unused(p, y): return torch.tensor(0.)
+def contrastive(p, y): return torch.log_softmax(p@p.T, 1).diag().mean().neg().float()
+
+
+class Views(Callback):
+    "Two views of each sample, one after the other"
+    def before_batch(self): self.learn.xb, self.learn.yb = (torch.cat([self.x, self.x.flip(1)]),), (self.y.repeat(2),)
 
 
 class Marks(Callback):
@@ -44,6 +50,7 @@ def errors():
     for f in rmse, wide_mean, told_mean: tried(f.__name__, f, model=wide)
     tried('of model', unused, cbs=OfModel())
     tried('of model, marks', unused, cbs=[Marks(), OfModel()])
+    tried('views', contrastive, cbs=Views())
     tried('mixup', fastdist.all.GlobalBatchLoss(CrossEntropyLossFlat()), dtype=torch.float32, cbs=MixUp())
     return res
 
@@ -51,6 +58,7 @@ def errors():
 TEXTS = {'rmse': ('nobody knows the loss function rmse', 'rmse.loss_divisor = a function of the targets', 'GlobalBatchLoss('),
          'wide_mean': ('wide_mean.loss_divisor = None',),
          'of model, marks': ('a callback has put another loss', 'loss_divisor = a function of the targets'),
+         'views': ('of a batch of 3 have 6 rows', '[batch, views, ...]'),
          'mixup': ('MixUp and CutMix', 'learn.loss_func = CrossEntropyLossFlat')}
 
 
