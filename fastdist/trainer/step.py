@@ -339,10 +339,9 @@ class StepHooks(QuickCallback):
     order = 1000
     def __init__(self, trainer, # Has the `TrainingStep` of the batch as `step`, and the `decisions` of the callbacks
                  strategy, # `Strategy` of the learner
-                 each_batch=False, # Average gradients after each batch, also where the optimizer does not step?
                 ):
         super().__init__()
-        self.trainer,self.strategy,self.each_batch = trainer,strategy,each_batch
+        self.trainer,self.strategy = trainer,strategy
         self.user_reads_grads = self.fingerprint = None
         self.sync = True
         self.unchecked = 3 # steps without a backward pass that `_check_made` is to look at
@@ -355,7 +354,7 @@ class StepHooks(QuickCallback):
     def begin_batch(self):
         "Before any other callback has the batch, and may train on it itself"
         if self.user_reads_grads is None: self.user_reads_grads = user_reads_grads(self.learn) # those of the global batch
-        self.sync = self.each_batch or self.user_reads_grads or self.trainer.step.ends_step()
+        self.sync = self.user_reads_grads or self.trainer.step.ends_step()
         self.strategy.begin_batch(self.sync)
 
     def before_batch(self):

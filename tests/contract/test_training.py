@@ -307,10 +307,11 @@ def own_batches(within):
 
 
 class Sometimes(nn.Module):
-    "Uses a layer for some samples only: in some batches one worker does, and another does not"
+    "Uses a layer for some samples only, so that in some batches one worker does, and another does not; and one never"
     def __init__(self):
         super().__init__()
-        self.a, self.spare, self.b = nn.Linear(4, 5), nn.Linear(5, 5), nn.Linear(5, 3)
+        torch.manual_seed(3)
+        self.a, self.spare, self.b, self.never = nn.Linear(4, 5), nn.Linear(5, 5), nn.Linear(5, 3), nn.Linear(5, 2)
     def forward(self, x):
         h, which = self.a(x).relu(), x[:, 0] > .8
         return self.b(h+torch.zeros_like(h).masked_scatter(which[:, None], self.spare(h[which])) if which.any() else h)
@@ -318,10 +319,13 @@ class Sometimes(nn.Module):
 
 @case
 def used_sometimes(within):
-    from accelerate.utils import DistributedDataParallelKwargs
-    learn = quiet(learner(n=20, bs=4, opt=partial(SGD, mom=.9), model=lambda: (torch.manual_seed(3), Sometimes().double())[1]))
-    with within(learn, kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)]): learn.fit(2)
-    return result(learn)
+    "What no worker's loss depends on has no gradient: nothing decays it, and nothing is remembered of it"
+    res = []
+    for opt, acc in (partial(SGD, mom=.9, wd=.1), None), (partial(SGD, mom=.9, wd=.1), 8), (partial(OptimWrapper, opt=torch.optim.AdamW), None):
+        learn = quiet(learner(n=20, bs=4, opt=opt, model=lambda: Sometimes().double(), cbs=acc and GradientAccumulation(acc)))
+        with within(learn): learn.fit(2)
+        res.append(dict(weights=weights(learn), losses=list(learn.recorder.losses), unused=[n for n, p in learn.model.named_parameters() if p.grad is None]))
+    return res
 
 
 @case
