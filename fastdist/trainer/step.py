@@ -16,7 +16,7 @@ from ..callbacks.accumulation import AccumulateSteps, grads_of, scale_all, user_
 from ..checkpoint.resume import resume_of
 from ..comm.collectives import AsyncReduce, all_gather_list, checksum, first_other, is_dtensor, same_text, tensors_in
 from ..fault.cancel import ending
-from ..metrics.losses import LossRoute, gather_batch, is_summed, kept_labels, loss_divisor, loss_parts
+from ..metrics.losses import LossRoute, gather_batch, is_summed, kept_labels, labels_divisor, loss_divisor, loss_parts
 from ..metrics.metrics import metric_kind
 from ..model.batchnorm import set_norm_scope
 from ..strategy.backward import is_made_of
@@ -94,10 +94,11 @@ class LossMean:
 
     def choose(self, learn, share, device,
                agree=False, # Must all know before the backward what is left out?
+               by_labels=False, # As of `LossRoute`
               ):
         "By the loss function, and the targets that it has had"
         f,yb,on_gpu = learn.loss_func,learn.yb,device.type!='cpu'
-        divisor = loss_divisor(f, yb)
+        divisor = labels_divisor(yb) if by_labels else loss_divisor(f, yb)
         kept = kept_labels(f, yb) if divisor is None else None
         self.rows,self.summed = find_bs(yb),is_summed(f) # callbacks may have left some out
         self.remaining = share.samples*(self.rows if kept is None else kept if kept.device.type!='cpu' else float(kept))/share.rows
@@ -214,8 +215,7 @@ def note_loss(self:TrainingStep):
     learn,is_global = self.learn,self.restore_batch()
     if len(learn.yb):
         self.mean,self.message = LossMean(self.share),None # of several passes over a batch the last counts
-        if not is_global:
-            self.mean.choose(learn, self.share, self.device, self._mixes_batches())
+        if not is_global: self._choose_mean()
         self.loss = learn.loss_grad
         self._set_loss()
         self.grads_were_pending = self.grads_pending
@@ -224,6 +224,10 @@ def note_loss(self:TrainingStep):
         h = cb.rnn.raw_out
         if cb.beta and len(h)==1 and self.share.total!=1:
             learn.loss_grad = learn.loss_grad + cb.beta*(h[:,1:]-h[:,:-1]).float().pow(2).mean()
+
+@patch
+def _choose_mean(self:TrainingStep):
+    self.mean.choose(self.learn, self.share, self.device, self._mixes_batches(), self.route.by_labels)
 
 @patch
 def _mixes_batches(self:TrainingStep):
@@ -251,9 +255,11 @@ def _set_loss(self:TrainingStep):
 def _see_replaced(self:TrainingStep):
     learn = self.learn
     if learn.loss_grad is self.loss or not learn.loss_grad.requires_grad or is_made_of(learn.loss_grad, self.loss): return
-    self.route.check_replaced()
-    if not self.route.declared: self.mean.ratio = 1.
-    else: self._set_loss()
+    route = self.route
+    if not (route.declared or route.by_labels):
+        route.set_by_labels("a callback has put another loss in the place of the loss function's")
+        self._choose_mean()
+    self._set_loss()
     self.loss = learn.loss_grad
 
 @patch

@@ -73,6 +73,12 @@ def made_by_model(p, y): return torch.tensor(0.)
 made_by_model.loss_divisor = lambda y: (y != -100).sum()
 
 
+class OfClass:
+    "What it divides by is a function of the targets in its class"
+    loss_divisor = lambda y: W[y].sum()
+    def __call__(self, p, y): return weighted(p, y)
+
+
 def whole(f):
     from fastdist.all import GlobalBatchLoss
     return GlobalBatchLoss(f)
@@ -109,6 +115,15 @@ class OfModel(Callback):
     def after_loss(self):
         self.learn.loss_grad = ce(self.pred, self.y)
         self.learn.loss = self.learn.loss_grad.clone()
+
+
+class Target(Callback):
+    "The targets are the outputs of a slow copy of the model, as in BYOL, which stays in training mode in a validation, too"
+    def before_fit(self): self.target = deepcopy(self.model).requires_grad_(False)
+    def before_batch(self):
+        with torch.no_grad(): self.learn.yb = (self.target(self.x),)
+    def after_step(self):
+        for p, q in zip(self.target.parameters(), self.model.parameters()): p.data.lerp_(q.data, .1)
 
 
 class Drops(Callback):
@@ -224,8 +239,27 @@ class OfTags(OwnDouble):
     def __call__(self, inp, targ, **kwargs): return super().__call__(inp.reshape(-1, 3), targ.reshape(-1), **kwargs)
 
 
-def tags():
-    learn = learner(n=7, loss=OfTags(), model=stack((4, 3)))
+class MarksTags(Callback):
+    "Of some samples more labels count than of others"
+    order = -5
+    def before_batch(self): self.learn.yb = (torch.where(self.x[..., 0] > self.x[:, :1, 1], -100, self.y),)
+
+
+class TagsOfModel(Callback):
+    "The model makes its loss itself, as Hugging Face's token classifiers do; a callback puts it in the place of the loss function's"
+    def after_loss(self):
+        self.learn.loss_grad = ce(self.pred.reshape(-1, 3), self.y.reshape(-1))
+        self.learn.loss = self.learn.loss_grad.clone()
+
+
+class Outputs(Callback):
+    "The same, where the loss function takes it out of what the model returns"
+    def after_pred(self): self.learn.pred = dict(logits=self.pred, loss=ce(self.pred.reshape(-1, 3), self.y.reshape(-1)))
+def of_outputs(p, y): return p['loss']
+
+
+def tags(loss=None, cbs=None):
+    learn = learner(n=7, loss=loss or OfTags(), model=stack((4, 3)), cbs=cbs)
     for i, dl in enumerate(learn.dls.loaders): dl.dataset = Tags(7, seed=i)
     return learn
 
@@ -260,6 +294,9 @@ LEARNERS = dict(
     ignore_index=lambda: learner(bs=3, loss=Double(ignore_index=1)), marks=lambda: learner(n=22, cbs=[Marks(), GradientAccumulation(9)]),
     summed=lambda: learner(n=22, loss=Double(reduction='sum'), lr=.01),
     divisor=lambda: learner(n=22, loss=weighted, cbs=GradientAccumulation(9)),
+    tags_of_model=lambda: tags(cbs=[MarksTags(), TagsOfModel()]), tags_in_outputs=lambda: tags(of_outputs, [MarksTags(), Outputs()]),
+    divisor_of_class=lambda: learner(n=22, loss=OfClass()),
+    byol=lambda: learner(n=22, bn=True, loss=lambda p, y: F.mse_loss(p, y).float(), cbs=Target(), metrics=mae),
     combined=lambda: learner(n=22, bn=True, loss=Combined()), contrast=lambda: learner(n=21, loss=contrast),
     unsaid=lambda: learner(n=22, loss=rmse_loss),
     of_model=lambda: learner(n=22, loss=made_by_model, cbs=[Marks(), OfModel()]),
