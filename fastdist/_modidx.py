@@ -97,8 +97,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                       'fastdist/callbacks/fastai_patches.py'),
                                                    'fastdist.callbacks.fastai_patches._draws_own': ( 'callbacks/fastai_patches.html#_draws_own',
                                                                                                      'fastdist/callbacks/fastai_patches.py'),
-                                                   'fastdist.callbacks.fastai_patches._nested_reorder': ( 'callbacks/fastai_patches.html#_nested_reorder',
-                                                                                                          'fastdist/callbacks/fastai_patches.py'),
                                                    'fastdist.callbacks.fastai_patches.device_losses': ( 'callbacks/fastai_patches.html#device_losses',
                                                                                                         'fastdist/callbacks/fastai_patches.py'),
                                                    'fastdist.callbacks.fastai_patches.device_of': ( 'callbacks/fastai_patches.html#device_of',

@@ -20,7 +20,6 @@ from fastai.callback.progress import ProgressCallback
 from fastai.callback.rnn import ModelResetter
 from fastai.callback.training import GradientAccumulation
 from fastai.learner import AvgSmoothLoss
-from fastai.torch_core import nested_reorder
 from ..fault.same_call import after_rank0
 from ..strategy.sharded import move_state
 
@@ -68,14 +67,6 @@ def replace_in_fastai(new # `dict` from a function of fastai's to the one that t
 # fastdist puts metrics and predictions together, once an epoch
 # fastai calls the barrier before a file that rank 0 writes is read: rank 0 has written it, and does not wait
 replace_in_fastai({fastai.torch_core.maybe_gather:noop, fastai.torch_core.distrib_barrier:after_rank0})
-
-# %% ../../nbs/callbacks/00_fastai_patches.ipynb #c36c7827
-def _nested_reorder(t, idxs):
-    "In place of fastai's: what is in order already stays as it is"
-    in_order = isinstance(t, (Tensor,L)) and len(t)==len(idxs) and idxs.equal(torch.arange(len(idxs), device=idxs.device))
-    return t if in_order else nested_reorder(t, idxs)
-
-replace_in_fastai({nested_reorder:_nested_reorder})
 
 # %% ../../nbs/callbacks/00_fastai_patches.ipynb #142d1efd
 for _o in vars(fastai.callback.core).values():

@@ -43,9 +43,8 @@ def loss_divisor(loss_func, # The learner's loss function
     "What the mean in `loss_func` divides by for `yb`, as a tensor, or `None` where that is the number of samples"
     for f in (loss_func,_inner(loss_func)):
         own = getattr(f, 'loss_divisor', noop)
-        if inspect.ismethod(own):
-            try: inspect.signature(own).bind(*yb)
-            except TypeError: own = own.__func__ # a function of the targets, in the class of the loss function
+        if inspect.ismethod(own) and own.__code__.co_varnames[:1] not in (('self',),('cls',)):
+            own = own.__func__ # a function of the targets, in the class of the loss function
         if own is not noop: return None if own is None else torch.as_tensor(own(*yb)).detach()
     if isinstance(f, LabelSmoothingCrossEntropy) and _by_two(f, yb): raise ValueError(
         f"rank {get_rank()}: LabelSmoothingCrossEntropy with class weights, or with labels of -100, divides by two numbers, "

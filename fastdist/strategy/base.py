@@ -15,7 +15,7 @@ from ..comm.collectives import (all_gather_list, as_bytes, broadcast_object, buc
                                        tensors_in, who_has)
 from ..model.batchnorm import has_global_stats
 from ..model.buffers import average_buffers
-from ..world.ranks import get_rank, get_world_size
+from ..world.ranks import current_world, get_rank, get_world_size
 
 # %% ../../nbs/strategy/00_base.ipynb #049f2750
 class Strategy:
@@ -26,7 +26,6 @@ class Strategy:
     shards_params = False # Has it shards of the parameters too, in a copy that `setup` brings to the device? Else the model is there, whole
     extra_params = () # parameters that the optimizer has beside the model's
     unsynced = False # are gradients still this worker's own?
-    noted_unused = False # has it been said that some parameters get none?
     grad_weight = staticmethod(lambda root=None: 1.) # what is propagated backward of this worker's share is multiplied by
     learn = model = device = None # from `setup` on
     def setup(self, learn, # `Learner` whose context begins; its weights are the same in all workers
@@ -66,12 +65,12 @@ class Strategy:
     def trained_params(self):
         "Which parameters are trained: equal as long as the model has these, and they are neither frozen nor unfrozen"
         return [id(p) if p.requires_grad else 0 for p in self.all_params()]
-    def note_unused(self, params # Trained, and no worker's loss depends on them
+    def note_unused(self, model, # The learner's own
+                    params, # Some of its parameters, on which no worker's loss depends
                    ):
         "Say so once, in rank 0"
-        if params and not self.noted_unused and get_rank()==0: warnings.warn(
-            f"the loss does not depend on {names_of(self.model, params)}: these get no gradient, as in one process", stacklevel=2)
-        self.noted_unused = self.noted_unused or bool(params)
+        if params and get_rank()==0: current_world().cached(('unused',id(model)), lambda: warnings.warn(
+            f"the loss does not depend on {names_of(model, params)}: these get no gradient, as in one process", stacklevel=2))
     def drop_grads(self):
         "After a fit that has failed: workers may have got to different places, and what is in one alone is in no step"
         for p in self.all_params(): p.grad = None

@@ -102,7 +102,7 @@ def _end_ddp(self:Replica):
     none,here,used.grad = [i for i,p in enumerate(ps) if p.grad is None],torch.ones_like(used),None
     here[none] = 0
     torch.autograd.backward([used, *missed], [here, *map(torch.zeros_like, missed)])
-    self.note_unused(drop_unused(ps, none, used.grad))
+    self.note_unused(self.model, drop_unused(ps, none, used.grad))
 
 @patch
 def _average_all(self:Replica):

@@ -436,9 +436,9 @@ def _find_unused(self:FullyShard):
     names = [n for n,p in self.gathered.items() if p.requires_grad]
     used = all_min(*(-(id(self.gathered[n]) in nodes) for n in names))
     own = dict(self.user_model.named_parameters(remove_duplicate=False))
-    self.unused = [self.new_params[own[n]] for n,o in zip(names, used) if not o]
-    self.ungraded = [p for p in self.unused if p.grad is None]
-    self.note_unused(self.unused)
+    self.unused = [own[n] for n,o in zip(names, used) if not o]
+    self.ungraded = [p for p in map(self.new_params.get, self.unused) if p.grad is None]
+    self.note_unused(self.user_model, self.unused)
 
 @patch
 def end_backward(self:FullyShard, own):

@@ -350,7 +350,6 @@ class StepHooks(QuickCallback):
         self.trainer,self.strategy = trainer,strategy
         self.user_reads_grads = self.fingerprint = None
         self.sync = True
-        self.unchecked = 3 # steps without a backward pass that `_check_made` is to look at
 
     def begin_epoch(self):
         "The learner may have other callbacks now"
@@ -394,8 +393,6 @@ class StepHooks(QuickCallback):
 
     def _check_made(self):
         "Raise an error where gradients were made without a backward pass, and each worker has others: nothing has averaged those"
-        if not self.unchecked: return
-        self.unchecked -= 1
         grads = [p.grad for p in self.strategy.all_params() if p.grad is not None]
         if not same_text(repr([checksum(g) for g in grads if not is_dtensor(g) and g.layout==torch.strided])): raise RuntimeError(
             f"rank {get_rank()}: the gradients of this step come from no backward pass (but from torch.autograd.grad, torch.func, or by "
