@@ -13,6 +13,7 @@ from functools import wraps
 
 import fastai.callback.core,fastai.learner
 from fastai.basics import *
+from fastai.callback.core import _inner_loop
 from fastai.losses import BaseLoss
 from fastai.callback.mixup import CutMix, MixUp
 from fastai.callback.progress import ProgressCallback
@@ -46,8 +47,11 @@ def has_state(learn # Any `Learner`
 
 # %% ../../nbs/callbacks/00_fastai_patches.ipynb #9fe1ad1d
 class QuickCallback(Callback):
-    "A `Callback` of which a batch costs little: it asks the learner for `training`, and nobody for names that it sets, also the model's"
+    """A `Callback` of which a batch costs little: it asks the learner for `training`, and nobody for names that it sets, also the model's.
+    What it raises is as it is, without fastai's words of where"""
     __setattr__ = object.__setattr__
+    def __call__(self, event_name):
+        if self.run and (self.run_valid or self.training or event_name not in _inner_loop): return getattr(type(self), event_name, noop)(self)
     @property
     def training(self): return self.learn.training
 

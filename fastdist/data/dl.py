@@ -262,8 +262,8 @@ def rounds(self:DistributedDL):
 def check_sized(self:DistributedDL):
     "A `TypeError` where the length is not known"
     if self.unsized: raise TypeError(
-        f"{self.name} reads a data set whose length is not known, which a Learner needs: give the data set a __len__, or a loader of "
-        "fastai's n=")
+        f"{self.name} reads a data set whose length is not known, which a Learner needs, in one process too: give the data set a __len__, "
+        "or take fastai's DataLoader(dataset, bs=..., n=...), where n is the number of its samples")
 
 @patch
 def __len__(self:DistributedDL):

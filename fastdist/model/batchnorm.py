@@ -95,7 +95,7 @@ class _KernelNorm(torch.autograd.Function):
 # %% ../../nbs/model/00_batchnorm.ipynb #8b6178e3
 norm_scope = SimpleNamespace(source='local', counts=True, some_empty=False) # of the batch that goes forward in this process
 
-def set_norm_scope(source='local', # 'local': this worker's batch; 'global': that of all; 'evaluation': an error for running statistics
+def set_norm_scope(source='local', # 'local': this worker's batch; 'global': that of all; 'evaluation': a whole one
                    counts=True, # Does this worker's local batch count? Else it is padding, which lets the forward run
                    some_empty=False, # Has some worker a local batch that does not count?
                   ):
@@ -122,16 +122,20 @@ def _update_running(x, running_mean, running_var, momentum, mean, var, n):
         running_mean.lerp_(mean.to(running_mean.dtype), momentum)
         running_var.lerp_((var*n/(n-1)).to(running_var.dtype), momentum)
 
+def _warn_norms(): warnings.warn(
+    "a batch norm layer is in training mode in an evaluation: it normalizes each batch by its own statistics, as in one process, but its "
+    "running statistics stay as they are. Put it in eval mode, m.eval(), if that is not what you want", stacklevel=2)
+
 def _batch_norm(input, running_mean, running_var, weight=None, bias=None, training=False, momentum=.1, eps=1e-5):
     "torch's `batch_norm`; in training by the values that `norm_scope` says"
     source,compiling = norm_scope.source,torch.compiler.is_compiling()
     if not training or source=='local' or source=='evaluation' and running_mean is None:
         return _torch_batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
-    # what one worker does alone goes by its own batch, and leaves the running statistics, which are the same in all, as they are
-    if not compiling and current_world().alone: return _torch_batch_norm(input, None, None, weight, bias, True, momentum, eps)
-    if source=='evaluation': raise RuntimeError(
-        f"rank {get_rank()}: a batch norm layer is in training mode in an evaluation, be it the model's or the loss function's; each "
-        "worker has other batches, so its running statistics would not be those of one process. Put it in eval mode: m.eval()")
+    # what one worker does alone, and a whole batch of an evaluation, goes by its own statistics, and leaves the running ones, which are the
+    # same in all workers, as they are
+    if source=='evaluation' and get_rank()==0: current_world().cached('norms', _warn_norms)
+    if source=='evaluation' or not compiling and current_world().alone:
+        return _torch_batch_norm(input, None, None, weight, bias, True, momentum, eps)
     update = partial(_update_running, input, running_mean, running_var, momentum)
     if compiling or norm_scope.some_empty or input.device.type=='cpu':
         return _formula(input, weight, bias, eps, norm_scope.counts, update)

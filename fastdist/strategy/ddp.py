@@ -8,8 +8,8 @@ __all__ = ['Replica']
 # %% ../../nbs/strategy/03_ddp.ipynb #bb1d5c29
 from torch.nn.parallel import DistributedDataParallel
 from fastai.basics import *
-from .base import Strategy, check_trainable, inner_opt, unused_error
-from .backward import Backwards, average_grads, average_used, graph_nodes
+from .base import Strategy, check_trainable, inner_opt
+from .backward import Backwards, average_grads, drop_unused
 from ..world.errors import refuse
 
 # %% ../../nbs/strategy/03_ddp.ipynb #844fb485
@@ -17,12 +17,13 @@ class _Parameters(nn.Module):
     "What `DistributedDataParallel` wraps: its forward gives back the loss that it is called with"
     def __init__(self, params):
         super().__init__()
+        self.used = nn.Parameter(params[0].detach().new_ones(len(params))) # first, and so in the last message of a backward pass
         self.params = nn.ParameterList(params)
     def forward(self, loss): return loss
 
 def _make_ddp(params, handler):
     "A `DistributedDataParallel` of `params`, with the arguments and the hook of `handler`"
-    kwargs = {} if handler is None else handler.to_dict()
+    kwargs = {} if handler is None else handler.to_dict() | dict(find_unused_parameters=False) # `Replica` looks after these
     with warnings.catch_warnings():
         warnings.filterwarnings('ignore', message='.*broadcast_buffers') # its new name is not known to all torch versions supported
         ddp = DistributedDataParallel(_Parameters(params), **kwargs)
@@ -34,6 +35,10 @@ def _sparse_params(model):
     "Parameters of embeddings whose gradients are sparse: `DistributedDataParallel` cannot see that of a parameter"
     return {p for m in model.modules() if isinstance(m, (nn.Embedding,nn.EmbeddingBag)) and m.sparse for p in m.parameters()}
 
+def _versions(params):
+    "Of gradients: others, where a backward pass has added to them"
+    return [None if p.grad is None else (id(p.grad),p.grad._version) for p in params]
+
 class Replica(Strategy):
     "`'ddp'`: gradients are averaged by a `DistributedDataParallel` that follows freezing and unfreezing"
     name = 'ddp'
@@ -42,7 +47,6 @@ class Replica(Strategy):
         if handler is not None and handler.static_graph: refuse(
             'static_graph', True, "the parameters alone are wrapped, whose use torch does not see to change: leave it out")
         self.handler,self.ddp,self.trained = handler,None,None
-        self.allows_unused = handler is not None and handler.find_unused_parameters
         self.params,self.sparse = [],[] # those that `ddp` averages, and others
         self.backwards = Backwards(self)
 
@@ -70,15 +74,17 @@ class Replica(Strategy):
 
     def begin_backward(self, loss):
         "Let `DistributedDataParallel` average what the parameters have after this backward pass; torch refuses gradients with a graph"
-        return self.ddp(loss) if self._by_ddp() else loss
+        if not self._by_ddp(): return loss
+        self.before = _versions(self.params)
+        return self.ddp(loss)
 
     def end_backward(self, own):
         "Average what `DistributedDataParallel` has not: gradients of another pass, and those of parameters that the model has not"
         self.unsynced = not self.sync
         if not self.sync: return
         if not (own and self._by_ddp()): return self._average_all()
-        self._check_used()
-        average_used([*self.sparse, *self.extra_params])
+        self._end_ddp()
+        average_grads([*self.sparse, *self.extra_params])
 
     def _drop_ddp(self):
         # Not left to the garbage collector: where an error comes between its call and the end of the backward, its hooks wait for others
@@ -89,25 +95,25 @@ class Replica(Strategy):
 
 # %% ../../nbs/strategy/03_ddp.ipynb #c449cceb
 @patch
-def _check_used(self:Replica):
-    "A `RuntimeError` that names the parameters that got no gradient: others, which were to be sent with them, are each worker's own still"
-    if self.allows_unused: return
-    try: self.ddp.reducer._check_reducer_finalized() # torch looks when the next pass begins: after the step
-    except RuntimeError:
-        used = {id(o.variable) for o in graph_nodes(self.backwards.loss) if hasattr(o, 'variable')}
-        raise unused_error(self.model, [p for p in self.params if id(p) not in used]) from None
-
-@patch
-def average(self:Replica):
-    "In one message, for batches in which `DistributedDataParallel` sends nothing, and looks for no unused parameters"
-    if self.unsynced: average_used(self.all_params())
-    self.unsynced = False
+def _end_ddp(self:Replica):
+    "Complete what `DistributedDataParallel` sends"
+    ps,used = self.params,self.ddp.module.used
+    missed = [p for p,a,b in zip(ps, self.before, _versions(ps)) if a==b]
+    none,here,used.grad = [i for i,p in enumerate(ps) if p.grad is None],torch.ones_like(used),None
+    here[none] = 0
+    torch.autograd.backward([used, *missed], [here, *map(torch.zeros_like, missed)])
+    self.note_unused(self.model, drop_unused(ps, none, used.grad))
 
 @patch
 def _average_all(self:Replica):
-    if self.allows_unused: return average_used(self.all_params())
-    average_grads(self.model.parameters())
-    average_used(self.extra_params)
+    before = {*(self.trained or ())} # those that have been frozen since
+    average_grads([p for p in self.all_params() if p.requires_grad or id(p) in before])
+
+@patch
+def average(self:Replica):
+    "For batches in which `DistributedDataParallel` sends nothing"
+    if self.unsynced: self._average_all()
+    self.unsynced = False
 
 @patch
 def after_batch(self:Replica):

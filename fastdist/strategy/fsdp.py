@@ -20,11 +20,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_leaves, tree_map
-from ..comm.collectives import as_bytes, buckets, gather_single, is_dtensor, local
+from ..comm.collectives import all_min, as_bytes, buckets, gather_single, is_dtensor, local
 from ..fault.connections import lost_peer
 from ..model.units import units
-from .backward import Backwards, average_used
-from .base import Strategy, check_trainable, inner_opt, modules_of, unused_error
+from .backward import Backwards, average_grads, graph_nodes
+from .base import Strategy, check_trainable, inner_opt, modules_of
 from .sharded import ShardedOptimizer, map_state, move_state, params_of
 from ..world.errors import RemoteError
 from ..world.group import keep_timeout
@@ -242,6 +242,7 @@ class FullyShard(Strategy):
     `'zero2'`: parameters stay gathered from the forward on until the backward has ended"""
     shards_state = shards_params = True
     sharded,replicated,params,handles,penalties = None,(),(),(),()
+    unused,ungraded = None,() # parameters that no worker's loss depends on, in the last batch in which there were any; those without a gradient
     def __init__(self, name='fsdp',
                  shard=None, # Workers that share one model; all, if `None`
                  modules=None, # The parts that are gathered as one, as for `units`; chosen by size, if `None`
@@ -258,7 +259,7 @@ class FullyShard(Strategy):
         super().setup(learn, device)
         own = self.model
         self._check_held()
-        self.mesh,self.checked,self.ran = mesh_of(device.type, self.shard),False,True
+        self.mesh,self.checked,self.ran,self.gathered = mesh_of(device.type, self.shard),False,True,{}
         self.user_device = torch.device('cpu') if all(p.device.type=='cpu' for p in own.parameters()) else device
         copy = self._copy()
         with torch.no_grad(): self._fill(copy)
@@ -290,6 +291,7 @@ def _copy(self:FullyShard):
     self.handles = [m.register_forward_hook(self._check_part) for m in (*map(copy.get_submodule, parts),copy)] # before torch's
     self.parts = [fully_shard(copy.get_submodule(n), mp_policy=replace(policy, output_dtype=None), **kw) for n in parts]
     self.parts.append(fully_shard(copy, mp_policy=policy, **kw))
+    getattr(copy, 'set_reduce_scatter_unused_params', noop)(True) # older versions of torch have no such thing
     for m in copy.modules():
         if isinstance(m, nn.RNNBase): m.flatten_parameters = noop # cuDNN's one buffer would be a copy of what is gathered
     copy.to = partial(self._to, copy.to)
@@ -410,6 +412,8 @@ def _gathered(self:FullyShard, module):
 def _check_part(self:FullyShard, module, args, output):
     "After the first forward of a part: a `RuntimeError` for what torch does not see: tensors in objects, changed parameters"
     if self.checked or torch.compiler.is_compiling(): return
+    name = next(n for n,m in self.model.named_modules() if m is module)
+    self.gathered.update({f'{name}.{n}' if name else n:p for n,p in self._gathered(module).items()})
     if torch.is_grad_enabled() and not any(isinstance(o, Tensor) for o in tree_leaves(output)): raise RuntimeError(
         f"rank {get_rank()}: {type(module).__name__.removeprefix('FSDP')} returns its tensors in an object in which torch does not find "
         f"them, so strategy={self.name!r} cannot train it: return a tensor, or a tuple or dict of tensors, or use strategy='zero1'")
@@ -422,22 +426,37 @@ def _check_part(self:FullyShard, module, args, output):
 def before_backward(self:FullyShard):
     "Note which loss is the batch's own"
     self.backwards.loss,self.ran = self.learn.loss_grad,True
+    if self.unused is None or self.unused: self._find_unused()
+
+@patch
+def _find_unused(self:FullyShard):
+    """In the first batch of a fit, and as long as there are any: parameters that no worker's loss depends on. torch reduces zeros for what
+    a worker does not use; where no worker does the gradient stays away, as in one process"""
+    nodes = {id(o.variable) for o in graph_nodes(self.backwards.loss) if hasattr(o, 'variable')}
+    names = [n for n,p in self.gathered.items() if p.requires_grad]
+    used = all_min(*(-(id(self.gathered[n]) in nodes) for n in names))
+    own = dict(self.user_model.named_parameters(remove_duplicate=False))
+    self.unused = [own[n] for n,o in zip(names, used) if not o]
+    self.ungraded = [p for p in map(self.new_params.get, self.unused) if p.grad is None]
+    self.note_unused(self.user_model, self.unused)
 
 @patch
 def end_backward(self:FullyShard, own):
     "torch has reduced what it shards"
     self.ran = True
-    average_used([*[p for p in self.replicated if p.requires_grad], *self.extra_params])
+    for p in self.ungraded if own else (): p.grad = None
+    average_grads([*[p for p in self.replicated if p.requires_grad], *self.extra_params])
 
 @patch
 def check_used(self:FullyShard):
-    "Before the first step of a fit: raise an error that names the parameters without a gradient"
+    "Before the first step of a fit: raise an error where gradients are others than those of the shards"
     if self.checked: return
     self.checked = True
     self._check_hooks()
     if any(p.grad is not None for p in self.user_model.parameters()): self._refuse_user_model()
-    unused = [p for p in self.model.parameters() if p.requires_grad and p.grad is None and p.numel()]
-    if unused: raise unused_error(self.model, unused, "use strategy='zero1' with ")
+    if any(p.grad is not None for p in self.gathered.values()): raise RuntimeError(
+        f"rank {get_rank()}: gradients of this step come from no backward pass, which alone reduces those of strategy={self.name!r}: "
+        "call backward(), or use strategy='zero1'")
 
 @patch
 def after_batch(self:FullyShard):
@@ -458,9 +477,9 @@ def sync_params(self:FullyShard):
 
 @patch
 def end_fit(self:FullyShard):
-    "Look for unused parameters again in the next fit"
+    "Look at all of it again in the next fit"
     self.sync_params()
-    self.checked = False
+    self.checked,self.unused = False,None
 
 @patch
 def explain(self:FullyShard, error):

@@ -117,10 +117,9 @@ def _shape(self:LearnerSetup):
     self.shaped = undo # also where the next lines fail
     if settings.sync_bn: undo.enter_context(global_batch_norm(learn.model))
     if self.strategy is None: self._choose_strategy() # the model has changed
-    strategy,ddp = self.strategy,settings.ddp
+    strategy = self.strategy
     strategy.grad_weight = lambda root=None: self.step.grad_weight(root)
-    # what the last batch does not use would not be averaged
-    self.hooks = StepHooks(self, strategy, each_batch=ddp is not None and (ddp.find_unused_parameters or ddp.static_graph))
+    self.hooks = StepHooks(self, strategy)
     self.add(self.hooks, undo)
     undo.callback(self._close_strategy)
     strategy.setup(learn, self.device)

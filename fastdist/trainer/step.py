@@ -16,7 +16,7 @@ from ..callbacks.accumulation import AccumulateSteps, grads_of, scale_all, user_
 from ..checkpoint.resume import resume_of
 from ..comm.collectives import AsyncReduce, all_gather_list, checksum, first_other, is_dtensor, same_text, tensors_in
 from ..fault.cancel import ending
-from ..metrics.losses import LossRoute, gather_batch, is_summed, kept_labels, loss_divisor, loss_parts
+from ..metrics.losses import LossRoute, gather_batch, is_summed, kept_labels, labels_divisor, loss_divisor, loss_parts
 from ..metrics.metrics import metric_kind
 from ..model.batchnorm import set_norm_scope
 from ..strategy.backward import is_made_of
@@ -94,10 +94,11 @@ class LossMean:
 
     def choose(self, learn, share, device,
                agree=False, # Must all know before the backward what is left out?
+               by_labels=False, # As of `LossRoute`
               ):
         "By the loss function, and the targets that it has had"
         f,yb,on_gpu = learn.loss_func,learn.yb,device.type!='cpu'
-        divisor = loss_divisor(f, yb)
+        divisor = labels_divisor(yb) if by_labels else loss_divisor(f, yb)
         kept = kept_labels(f, yb) if divisor is None else None
         self.rows,self.summed = find_bs(yb),is_summed(f) # callbacks may have left some out
         # where predictions have a row for each of the targets', the mean is over those: graphs or packed tokens have several a sample
@@ -217,8 +218,7 @@ def note_loss(self:TrainingStep):
     learn,is_global = self.learn,self.restore_batch()
     if len(learn.yb):
         self.mean,self.message = LossMean(self.share),None # of several passes over a batch the last counts
-        if not is_global:
-            self.mean.choose(learn, self.share, self.device, self._mixes_batches())
+        if not is_global: self._choose_mean()
         self.loss = learn.loss_grad
         self._set_loss()
         self.grads_were_pending = self.grads_pending
@@ -227,6 +227,10 @@ def note_loss(self:TrainingStep):
         h = cb.rnn.raw_out
         if cb.beta and len(h)==1 and self.share.total!=1:
             learn.loss_grad = learn.loss_grad + cb.beta*(h[:,1:]-h[:,:-1]).float().pow(2).mean()
+
+@patch
+def _choose_mean(self:TrainingStep):
+    self.mean.choose(self.learn, self.share, self.device, self._mixes_batches(), self.route.by_labels)
 
 @patch
 def _mixes_batches(self:TrainingStep):
@@ -254,9 +258,11 @@ def _set_loss(self:TrainingStep):
 def _see_replaced(self:TrainingStep):
     learn = self.learn
     if learn.loss_grad is self.loss or not learn.loss_grad.requires_grad or is_made_of(learn.loss_grad, self.loss): return
-    self.route.check_replaced()
-    if not self.route.declared: self.mean.ratio = 1.
-    else: self._set_loss()
+    route = self.route
+    if not (route.declared or route.by_labels):
+        route.set_by_labels("a callback has put another loss in the place of the loss function's")
+        self._choose_mean()
+    self._set_loss()
     self.loss = learn.loss_grad
 
 @patch
@@ -345,13 +351,11 @@ class StepHooks(QuickCallback):
     order = 1000
     def __init__(self, trainer, # Has the `TrainingStep` of the batch as `step`, and the `decisions` of the callbacks
                  strategy, # `Strategy` of the learner
-                 each_batch=False, # Average gradients after each batch, also where the optimizer does not step?
                 ):
         super().__init__()
-        self.trainer,self.strategy,self.each_batch = trainer,strategy,each_batch
+        self.trainer,self.strategy = trainer,strategy
         self.user_reads_grads = self.fingerprint = None
         self.sync = True
-        self.unchecked = 3 # steps without a backward pass that `_check_made` is to look at
 
     def begin_epoch(self):
         "The learner may have other callbacks now"
@@ -361,7 +365,7 @@ class StepHooks(QuickCallback):
     def begin_batch(self):
         "Before any other callback has the batch, and may train on it itself"
         if self.user_reads_grads is None: self.user_reads_grads = user_reads_grads(self.learn) # those of the global batch
-        self.sync = self.each_batch or self.user_reads_grads or self.trainer.step.ends_step()
+        self.sync = self.user_reads_grads or self.trainer.step.ends_step()
         self.strategy.begin_batch(self.sync)
 
     def before_batch(self):
@@ -395,8 +399,6 @@ class StepHooks(QuickCallback):
 
     def _check_made(self):
         "Raise an error where gradients were made without a backward pass, and each worker has others: nothing has averaged those"
-        if not self.unchecked: return
-        self.unchecked -= 1
         grads = [p.grad for p in self.strategy.all_params() if p.grad is not None]
         if not same_text(repr([checksum(g) for g in grads if not is_dtensor(g) and g.layout==torch.strided])): raise RuntimeError(
             f"rank {get_rank()}: the gradients of this step come from no backward pass (but from torch.autograd.grad, torch.func, or by "

@@ -9,16 +9,10 @@ def frozen():
     return learn
 
 
-def unused():
-    m = nn.ModuleDict(dict(a=nn.Linear(4, 3), b=nn.Linear(1, 1))).double()
-    m.forward = m['a'].forward
-    return m
-
-
 def errors(folder):
     "By what was tried: the error, and what of the learner is not as before"
     import fastdist.all
-    from accelerate.utils import DataLoaderConfiguration, DistributedDataParallelKwargs, ProfileKwargs
+    from accelerate.utils import DataLoaderConfiguration, ProfileKwargs
     from fastdist.all import DistributedDL, DivergenceCheck, GlobalBatchLoss, Resume, get_rank, rank0_first
     res = {}
     def tried(nm, f, learn=None):
@@ -42,8 +36,6 @@ def errors(folder):
     ctx('both', split_batches=False, dataloader_config=DataLoaderConfiguration(split_batches=True))
     ctx('frozen', learn=frozen())
     ctx('too few', learn=quiet(learner(n=9, bs=5, drop_last=True)))
-    ctx('unused', learn=quiet(learner(n=9, bs=4, model=unused)))
-    ctx('unused, allowed', learn=quiet(learner(n=9, bs=4, model=unused)), kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])
     tried('nested', lambda l: within('distrib_ctx', partial(l.distrib_ctx, sync_bn=False))(l))
     tried('parallel', within('parallel_ctx', 'distrib_ctx'))
     tried('in parallel', within('distrib_ctx', 'parallel_ctx'))
@@ -56,7 +48,7 @@ def errors(folder):
 
 
 TEXTS = {'sync_bm': 'sync_bn', 'mixed_precision': 'to_fp16', 'kwargs_handlers': 'Profile', 'dataloader_config': 'dispatch_batches', 'both': 'split_batches', 'frozen': 'gradient',
-         'too few': '9 samples', 'unused': 'b.weight', 'unused, allowed': None, 'nested': 'distrib_ctx', 'parallel': 'parallel_ctx', 'in parallel': 'distrib_ctx', 'split already': 'DistributedSampler',
+         'too few': '9 samples', 'nested': 'distrib_ctx', 'parallel': 'parallel_ctx', 'in parallel': 'distrib_ctx', 'split already': 'DistributedSampler',
          'other sizes': 'seed', 'well': None}
 
 

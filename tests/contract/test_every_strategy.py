@@ -11,7 +11,7 @@ NAMES = [*OPTS, 'radam', 'qhadam', 'ranger', 'lookahead', 'adamw', 'torch_sgd', 
          marks summed combined adds_weights cancels fp16_infinite any_size own_batches accumulation_argument schedules trackers
          frozen_in_turn gan text_classifier sam aux own_backward used_sometimes'''.split()]
 # A loss with parts of the model, which is a sharded copy in some strategies; an argument of DistributedDataParallel's
-REPLICATED = 'gan', 'used_sometimes'
+REPLICATED = 'gan',
 SHARDED = STRATEGIES[1:]
 
 

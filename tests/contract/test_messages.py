@@ -93,8 +93,8 @@ PHASES = 'context 0 begins', 'an epoch begins', 'a step', 'validation', 'context
 # messages in each phase, of a model with 6 parameters, 2 of which are batch norm's, with the same weights in all. What zero2 and fsdp
 # send in a step and a forward is torch's own
 MESSAGES = dict(ddp=(3, 3, 4, 3, 1, 3, 1), zero1=(3, 3, 5, 3, 4, 3, 4), zero2=(3, 3, None, None, 5, 3, 5), fsdp=(3, 3, None, None, 5, 3, 5))
-# of a step of two workers with 664 bytes of parameters; those of fully_shard are torch's
-BYTES = dict(ddp=1040, zero1=1384)
+# of a step of two workers with 664 bytes of parameters, and a number for each of them: has a worker used it? Those of fully_shard are torch's
+BYTES = dict(ddp=1088, zero1=1432)
 # of fastdist's functions, with ddp, at most; in a validation's there is an epoch's look at the model
 CALLS = {'a step': 373, 'validation': 1031}
 

@@ -73,6 +73,12 @@ def made_by_model(p, y): return torch.tensor(0.)
 made_by_model.loss_divisor = lambda y: (y != -100).sum()
 
 
+class OfClass:
+    "What it divides by is a function of the targets in its class"
+    loss_divisor = lambda y: W[y].sum()
+    def __call__(self, p, y): return weighted(p, y)
+
+
 def whole(f):
     from fastdist.all import GlobalBatchLoss
     return GlobalBatchLoss(f)
@@ -109,6 +115,15 @@ class OfModel(Callback):
     def after_loss(self):
         self.learn.loss_grad = ce(self.pred, self.y)
         self.learn.loss = self.learn.loss_grad.clone()
+
+
+class Target(Callback):
+    "The targets are the outputs of a slow copy of the model, as in BYOL, which stays in training mode in a validation, too"
+    def before_fit(self): self.target = deepcopy(self.model).requires_grad_(False)
+    def before_batch(self):
+        with torch.no_grad(): self.learn.yb = (self.target(self.x),)
+    def after_step(self):
+        for p, q in zip(self.target.parameters(), self.model.parameters()): p.data.lerp_(q.data, .1)
 
 
 class Drops(Callback):
@@ -224,8 +239,27 @@ class OfTags(OwnDouble):
     def __call__(self, inp, targ, **kwargs): return super().__call__(inp.reshape(-1, 3), targ.reshape(-1), **kwargs)
 
 
-def tags():
-    learn = learner(n=7, loss=OfTags(), model=stack((4, 3)))
+class MarksTags(Callback):
+    "Of some samples more labels count than of others"
+    order = -5
+    def before_batch(self): self.learn.yb = (torch.where(self.x[..., 0] > self.x[:, :1, 1], -100, self.y),)
+
+
+class TagsOfModel(Callback):
+    "The model makes its loss itself, as Hugging Face's token classifiers do; a callback puts it in the place of the loss function's"
+    def after_loss(self):
+        self.learn.loss_grad = ce(self.pred.reshape(-1, 3), self.y.reshape(-1))
+        self.learn.loss = self.learn.loss_grad.clone()
+
+
+class Outputs(Callback):
+    "The same, where the loss function takes it out of what the model returns"
+    def after_pred(self): self.learn.pred = dict(logits=self.pred, loss=ce(self.pred.reshape(-1, 3), self.y.reshape(-1)))
+def of_outputs(p, y): return p['loss']
+
+
+def tags(loss=None, cbs=None):
+    learn = learner(n=7, loss=loss or OfTags(), model=stack((4, 3)), cbs=cbs)
     for i, dl in enumerate(learn.dls.loaders): dl.dataset = Tags(7, seed=i)
     return learn
 
@@ -260,6 +294,9 @@ LEARNERS = dict(
     ignore_index=lambda: learner(bs=3, loss=Double(ignore_index=1)), marks=lambda: learner(n=22, cbs=[Marks(), GradientAccumulation(9)]),
     summed=lambda: learner(n=22, loss=Double(reduction='sum'), lr=.01),
     divisor=lambda: learner(n=22, loss=weighted, cbs=GradientAccumulation(9)),
+    tags_of_model=lambda: tags(cbs=[MarksTags(), TagsOfModel()]), tags_in_outputs=lambda: tags(of_outputs, [MarksTags(), Outputs()]),
+    divisor_of_class=lambda: learner(n=22, loss=OfClass()),
+    byol=lambda: learner(n=22, bn=True, loss=lambda p, y: F.mse_loss(p, y).float(), cbs=Target(), metrics=mae),
     combined=lambda: learner(n=22, bn=True, loss=Combined()), contrast=lambda: learner(n=21, loss=contrast),
     unsaid=lambda: learner(n=22, loss=rmse_loss),
     of_model=lambda: learner(n=22, loss=made_by_model, cbs=[Marks(), OfModel()]),
@@ -328,10 +365,11 @@ def rows_of_samples(within):
 
 
 class Sometimes(nn.Module):
-    "Uses a layer for some samples only: in some batches one worker does, and another does not"
+    "Uses a layer for some samples only, so that in some batches one worker does, and another does not; and one never"
     def __init__(self):
         super().__init__()
-        self.a, self.spare, self.b = nn.Linear(4, 5), nn.Linear(5, 5), nn.Linear(5, 3)
+        torch.manual_seed(3)
+        self.a, self.spare, self.b, self.never = nn.Linear(4, 5), nn.Linear(5, 5), nn.Linear(5, 3), nn.Linear(5, 2)
     def forward(self, x):
         h, which = self.a(x).relu(), x[:, 0] > .8
         return self.b(h+torch.zeros_like(h).masked_scatter(which[:, None], self.spare(h[which])) if which.any() else h)
@@ -339,10 +377,13 @@ class Sometimes(nn.Module):
 
 @case
 def used_sometimes(within):
-    from accelerate.utils import DistributedDataParallelKwargs
-    learn = quiet(learner(n=20, bs=4, opt=partial(SGD, mom=.9), model=lambda: (torch.manual_seed(3), Sometimes().double())[1]))
-    with within(learn, kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)]): learn.fit(2)
-    return result(learn)
+    "What no worker's loss depends on has no gradient: nothing decays it, and nothing is remembered of it"
+    res = []
+    for opt, acc in (partial(SGD, mom=.9, wd=.1), None), (partial(SGD, mom=.9, wd=.1), 8), (partial(OptimWrapper, opt=torch.optim.AdamW), None):
+        learn = quiet(learner(n=20, bs=4, opt=opt, model=lambda: Sometimes().double(), cbs=acc and GradientAccumulation(acc)))
+        with within(learn): learn.fit(2)
+        res.append(dict(weights=weights(learn), losses=list(learn.recorder.losses), unused=[n for n, p in learn.model.named_parameters() if p.grad is None]))
+    return res
 
 
 @case
