@@ -115,11 +115,11 @@ def close_strategy(strategy # A `Strategy` from `make_strategy`; an error may ha
     if strategy.unsynced or aborted: strategy.drop_grads()
 
 # %% ../../nbs/strategy/06_select.ipynb #12b18642
-def shard_bytes(p, # Parameter
-                n, # Workers that share it
+def shard_bytes(ps, # Parameters
+                n=1, # Workers that share them
                ):
-    "Bytes that `fully_shard` gives to the worker that has most of `p`: so many rows; of a number all have it"
-    return -(-len(p)//n)*(p.nbytes//len(p)) if p.dim() and p.numel() else p.nbytes
+    "Bytes of `ps` that `fully_shard` gives to the worker that has most: so many rows of each; a number is whole in all"
+    return sum(-(-len(p)//n)*(p.nbytes//len(p)) if p.dim() and p.numel() else p.nbytes for p in ps)
 
 def gathered_parts(model # Any
                   )->list: # Of lists of parameters
@@ -136,13 +136,13 @@ def memory_of(word, # Strategy
     "Bytes that the model takes up in the worker that has most, by kind; `messages` are what is gathered, or sent from. No activations"
     ps = [*model.parameters()]
     trained = [p for p in ps if p.requires_grad]
-    def total(ps, n=1): return sum(shard_bytes(p, n) for p in ps)
-    full,grads,rows,part = total(ps),total(trained),total(trained, n),max(map(total, gathered_parts(model)))
+    full,grads,rows = shard_bytes(ps),shard_bytes(trained),shard_bytes(trained, n)
+    part = max(map(shard_bytes, gathered_parts(model)))
     if word in _wholes: # of the state each has all with `'ddp'`
         shares = groupby(trained, owners_of(ps, n if word=='zero1' else 1).get).values()
-        found = full,grads,state*max(map(total, shares), default=0),grads
-    else: found = total(ps, n)+full*(word=='zero2'),rows,state*rows,part*(2 if word=='zero2' else 4)
-    return dict(zip(('parameters','gradients','state','messages'), found))
+        found = full,grads,state*max(map(shard_bytes, shares), default=0),grads
+    else: found = shard_bytes(ps, n)+full*(word=='zero2'),rows,state*rows,part*(2 if word=='zero2' else 4)
+    return dict(zip(('params','grads','state','messages'), found))
 
 def free_memory(learn, # `Learner` that is to be trained
                 device, # This worker's device
