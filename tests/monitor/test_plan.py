@@ -64,17 +64,16 @@ class Drops(nn.Module):
     def forward(self, x): return self.bn(F.dropout(self.net(x)))
 
 
-def fitted(plans, strategy=None):
+def fitted(plans):
     "Losses, weights and the lines of a log, of two fits, with a plan between them or without one"
     import counting, fastdist.all
     from fastai.callback.progress import CSVLogger
     from fastdist.data.rng import generator_states, generators_in, rng_state
-    if strategy: counting.join()
     learn = quiet(learner(n=18, n_val=6, bs=6, model=Drops, dtype=torch.float32, opt=Adam, path=f'plans{plans}', loss=CrossEntropyLossFlat(),
                           cbs=[CSVLogger(append=True), GradientAccumulation(12)]))
     learn.path.mkdir(exist_ok=True)
     def has(): return rng_state()[0], generator_states(generators_in(learn.dls.train)), [*map(type, learn.cbs)], sorted(vars(learn)), learn.recorder.log, weights(learn), len(counting.sent)
-    with learn.distrib_ctx(split_batches=True, strategy=strategy or 'ddp'):
+    with learn.distrib_ctx(split_batches=True):
         learn.fit(1)
         before = has()
         if plans: learn.distrib_plan(8, 1e9)
@@ -83,11 +82,17 @@ def fitted(plans, strategy=None):
     return [float(o) for o in learn.recorder.losses], weights(learn), (learn.path/'history.csv').read_text().count('\n')
 
 
+def fitted_twice(together=False):
+    "Without a plan, and with one"
+    import counting
+    if together: counting.join()
+    return fitted(False), fitted(True)
+
+
 def test_changes_nothing(worlds, tmp_path, monkeypatch):
     "In one process, and in a context, where it sends nothing: the next fit is that without a plan"
     monkeypatch.chdir(tmp_path)
-    for run in fitted, partial(worlds(2), fitted, strategy='ddp'):
-        (losses, ws, lines), (also, others, more) = [o[0] if isinstance(o, list) else o for o in (run(False), run(True))]
+    for (losses, ws, lines), (also, others, more) in fitted_twice(), worlds(2)(fitted_twice, True)[0]:
         assert losses == also and diff(ws, others) == 0 and lines == more == 4
 
 

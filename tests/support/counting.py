@@ -36,5 +36,5 @@ for _nms, _how in _calls.items():
 
 def join(**kwargs):
     "As `init_process_group`"
-    dist.Backend.register_backend('counting', Counting, extended_api=True, devices=['cpu'])
+    if not hasattr(dist.Backend, 'COUNTING'): dist.Backend.register_backend('counting', Counting, extended_api=True, devices=['cpu'])
     dist.init_process_group('counting', **kwargs)
