@@ -123,4 +123,4 @@ def test_step():
     plan, part = learn.distrib_plan(8, 1e6), learn.distrib_plan(8, 1e6, 'fsdp', split_batches=True)
     mb = sum(p.nbytes for p in learn.model.parameters())/1e6
     assert plan.loc['ddp', ['params', 'grads', 'state', 'sent']].tolist() == [round(o*mb, 1) for o in (1, 1, 2, 7/4)]
-    assert plan.fits.all() and (plan.step >= plan.sent*1e3).all() and [*part.index] == ['fsdp']
+    assert plan.fits.all() and (plan.step >= (plan.sent-0.05)*1e3).all() and [*part.index] == ['fsdp']
