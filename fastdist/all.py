@@ -8,6 +8,7 @@ from fastdist.callbacks.data_parallel import ParallelTrainer
 from fastdist.checkpoint.resume import Resume
 from fastdist.metrics.losses import GlobalBatchLoss
 from fastdist.monitor.monitor import DistMonitor
+import fastdist.monitor.plan # `learn.distrib_plan`
 from fastdist.trainer.learner import DistributedTrainer
 from fastdist.world import (RemoteError, fail_together, get_rank, get_world_size, is_master, print_in_order, rank0_first,
                             rank0_only, rank0_read, setup_distrib, teardown_distrib)

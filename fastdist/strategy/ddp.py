@@ -148,4 +148,4 @@ def _check_opt(self:Replica, opt):
 def set_opt(self:Replica, opt):
     "All workers have the same parameters beside the model's"
     self._check_opt(opt)
-    self._find_extra_params(opt)
+    Strategy.set_opt(self, opt)

@@ -24,8 +24,8 @@ from ..comm.collectives import all_min, as_bytes, buckets, gather_single, is_dte
 from ..fault.connections import lost_peer
 from ..model.units import units
 from .backward import Backwards, average_grads, graph_nodes
-from .base import Strategy, check_trainable, inner_opt, modules_of
-from .sharded import ShardedOptimizer, map_state, move_state, params_of
+from .base import Strategy, check_trainable, inner_opt, modules_of, params_of
+from .sharded import ShardedOptimizer, at_once, map_state, move_state
 from ..world.errors import RemoteError
 from ..world.group import keep_timeout
 from ..world.ranks import current_world, get_device, get_rank
@@ -60,8 +60,6 @@ def grad_rows(p # `DTensor` with a gradient
     if p.grad.placements!=p.placements: p.grad = p.grad.redistribute(placements=p.placements)
     return local(p.grad)
 
-_at_once = 100*2**20 # bytes of wholes
-
 def gather_rows(shards, # (a key, this worker's rows, the shape of the whole) of each tensor
                 mesh, # From `mesh_of`
                 group=None, # As of `Strategy.close`: another process group, of all workers
@@ -73,7 +71,7 @@ def gather_rows(shards, # (a key, this worker's rows, the shape of the whole) of
         n = -(-shape[0]//size)*math.prod(shape[1:]) # as many rows for each worker
         return SimpleNamespace(key=key, t=t, shape=shape, n=n, nbytes=size*n*t.element_size())
     for kind in groupby([sent(*o) for o in shards], lambda o: (o.t.dtype,o.t.device)).values():
-        for some in buckets(kind, _at_once):
+        for some in buckets(kind, at_once):
             lens,t = [o.n for o in some],some[0].t
             flat = t.new_zeros(sum(lens), device='cpu' if group else t.device)
             for o,row in zip(some, flat.split(lens)): row[:o.t.numel()].copy_(o.t.reshape(-1))
@@ -168,8 +166,9 @@ def _steps_by_element(opt):
 
 class RowsOptimizer(ShardedOptimizer):
     "Steps, and remembers, this worker's rows of sharded parameters"
-    def __init__(self, opt, mesh):
-        self.mesh = mesh
+    def __init__(self, opt, mesh, new_params, user_device):
+        self.mesh,self.new_params,self.user_device = mesh,new_params,user_device
+        exchange_params(opt, new_params)
         super().__init__(opt)
 
     def shard(self):
@@ -217,6 +216,12 @@ class RowsOptimizer(ShardedOptimizer):
         map_state(self.opt, note)
         return found
 
+    def restore_opt(self, group=None):
+        "Give the optimizer its own parameters and the whole state back"
+        super().restore_opt(group)
+        exchange_params(self.opt, {new:p for p,new in self.new_params.items()})
+        move_state(self.opt, self.user_device)
+
     def kinds(self):
         "What is the same in all workers that can put together what they remember"
         return [(tuple(shape), o.dtype) for o,shape in self._rows().values()]
@@ -241,7 +246,7 @@ class FullyShard(Strategy):
     """`'fsdp'`: parameters, gradients and optimizer state sharded over all workers; `'hsdp'`: in each node, and replicated across nodes;
     `'zero2'`: parameters stay gathered from the forward on until the backward has ended"""
     shards_state = shards_params = True
-    sharded,replicated,params,handles,penalties = None,(),(),(),()
+    replicated,params,handles,penalties = (),(),(),()
     unused,ungraded = None,() # parameters that no worker's loss depends on, in the last batch in which there were any; those without a gradient
     def __init__(self, name='fsdp',
                  shard=None, # Workers that share one model; all, if `None`
@@ -512,23 +517,9 @@ def check_unchanged(self:FullyShard):
         "it is a sharded copy of the learner's own: leave the context before you change the model")
 
 @patch
-def set_opt(self:FullyShard, opt):
+def shard_opt(self:FullyShard, opt):
     "Give `opt` the sharded parameters, and shard its state"
-    self._find_extra_params(opt, self.new_params)
-    if self.sharded is not None and self.sharded.opt is opt: return
-    self.restore_opt()
-    if opt is None: return
-    exchange_params(opt, self.new_params)
-    self.sharded = RowsOptimizer(opt, self.mesh)
-
-@patch
-def restore_opt(self:FullyShard, group=None):
-    "Give the optimizer its own parameters and the whole state back"
-    sharded,self.sharded = self.sharded,None
-    if sharded is None: return
-    sharded.restore_opt(group)
-    exchange_params(sharded.opt, {new:p for p,new in self.new_params.items()})
-    move_state(sharded.opt, self.user_device)
+    return RowsOptimizer(opt, self.mesh, self.new_params, self.user_device)
 
 @patch
 @torch.no_grad()

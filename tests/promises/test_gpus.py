@@ -459,7 +459,7 @@ def peaks(ctx, found, width=WIDTH, layers=12):
     dls = DataLoaders(*[DataLoader(list(zip(x, y)), bs=6, num_workers=0) for _ in range(2)])
     dls.to(here)
     learn = quiet(Learner(dls, model, CrossEntropyLossFlat(), opt_func=Adam, lr=1e-3))
-    fsdp._at_once = size//layers  # what is gathered at once when a context ends is bounded by this number, which is of larger models
+    fsdp.at_once = size//layers  # what is gathered at once when a context ends is bounded by this number, which is of larger models
     reset = torch.cuda.reset_peak_memory_stats
     def now(): return (torch.cuda.memory_allocated()-others)/size
     def peak(): return (torch.cuda.max_memory_allocated()-others)/size

@@ -311,7 +311,7 @@ def many_messages(within):
     from fastdist.strategy import fsdp, zero1
     learn = quiet(learner(n=20, n_val=5, opt=Adam, lr=.05, wd=.1, cbs=GradientClip(.5), model=lambda: (torch.manual_seed(3), Awkward())[1],
                           splitter=lambda m: [[*m.ps], [*m.head.parameters()]]))
-    with put.object(zero1, '_at_once', 64), put.object(fsdp, '_at_once', 64), within(learn):
+    with put.object(zero1, 'at_once', 64), put.object(fsdp, 'at_once', 64), within(learn):
         learn.freeze()
         learn.fit(1)
         learn.unfreeze()
