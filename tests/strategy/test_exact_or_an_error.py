@@ -326,7 +326,7 @@ SECOND = r"strategy='(zero2|fsdp)'.*use strategy='"
 ERRORS = dict(  # by strategies
     made=(EVERY, f'come from no backward pass|{OTHERWISE}'),
     lazy=(EVERY, r'0.weight, 0.bias, 2.weight, .* have no shape yet.*run a batch through the model before'),
-    grows=(EVERY, r'the buffer ones of the model differs: .*torch.float64 of shape \(\d,\).*Give it the same shape'),
+    grows=(EVERY, r'the buffer ones of the model differs: .*\(torch.float64, \(\d,\)\).*can be a plain attribute of its module'),
     renormed=(EVERY, '0 has max_norm.*Leave it out|emb has max_norm.*Leave it out'),
     counted=(EVERY, 'emb has scale_grad_by_freq.*Leave it out'),
     changed_in_a_fit=(EVERY, 'at the beginning of epoch 1 of this fit the learner has another model, or other layers.*between two fits'),
