@@ -13,7 +13,7 @@ from fastai.basics import *
 from fastai.data.load import DataLoader as FastaiDataLoader
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.data import DataLoader as TorchDataLoader
-from ..callbacks.fastai_patches import has_state
+from ..callbacks.fastai_patches import keeps_state
 from ..data.dl import DistributedDL, Place
 from ..data.fastai_dl import reads_rows
 from ..data.loaders import is_stream, n_batches
@@ -34,10 +34,7 @@ def _counts_batches(dl):
     draws = [getattr(f, 'keywords', {}).get('draw') for f in fs]
     return any(type(o).__name__=='DeterministicDraw' for o in draws)
 
-def _keeps_state(learn):
-    "Do workers that evaluate in turn need the batches between, too?"
-    # fastai's classifiers begin anew with each text
-    return has_state(learn) and not any(o.__name__=='SentenceEncoder' for m in learn.model.modules() for o in type(m).__mro__)
+
 
 # %% ../../nbs/trainer/01_loaders.ipynb #d054422b
 class SharedLoaders:
@@ -55,7 +52,7 @@ class SharedLoaders:
         "Can workers share an evaluation of `dl`? Otherwise all of them evaluate all of it, which takes longer, and gives the same numbers"
         # each would have statistics or a count of its own; and all read all of a stream
         if is_stream(dl) or _trains_norms(self.learn) or _counts_batches(dl): return False
-        if not reads_rows(dl): return not _keeps_state(self.learn)
+        if not reads_rows(dl): return not keeps_state(self.learn) # in which a worker would lack the batches between
         if isinstance(self.learn.loss_func, GlobalBatchLoss): return False # of whole batches, whatever it is
         # one file for each whole batch
         saves = any(getattr(cb, o, None) is not None for cb in self.learn.cbs for o in ('save_preds','save_targs'))
