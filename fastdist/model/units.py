@@ -163,17 +163,6 @@ def checkpoint_activations(model, # Model whose parts compute their activations 
     for m in chosen: undo.callback(Forward(m, recomputed(m, offload_to_cpu)).undo)
     return undo.close
 
-# %% ../../nbs/model/01_units.ipynb #93cb60db
-def _compile_kwargs(plugin):
-    "What `torch.compile` gets; `None` where nothing is to be compiled"
-    backend = plugin.backend.value.lower()
-    if plugin.disable or backend=='no': return None
-    # torch does not take the plugin's default beside options
-    mode,options = None if plugin.options and plugin.mode=='default' else plugin.mode,dict(plugin.options or {}) or None
-    kwargs = dict(backend=backend, mode=mode, options=options, fullgraph=plugin.fullgraph, dynamic=plugin.dynamic)
-    torch.compile(noop, **kwargs) # an unknown backend, mode or option is an error now
-    return kwargs
-
 # %% ../../nbs/model/01_units.ipynb #2ea45ffd
 # an older PyTorch has no such thing: it keeps eight versions of one code, as that of all `nn.Sequential` is
 _isolated = dict(isolate_recompiles=True) if 'isolate_recompiles' in signature(torch.compile).parameters else {}
@@ -193,8 +182,11 @@ def compile_model(model, # Model, sharded and recomputed already if it is going 
                   plugin, # Accelerate's `TorchDynamoPlugin`
                  ):
     "Compile `model` in place as `plugin` says, by its innermost parts if it has any; returns a function that undoes it"
-    kwargs,undo = _compile_kwargs(plugin),ExitStack()
-    if kwargs is None: return noop
+    # torch does not take the plugin's default beside options
+    mode,options = None if plugin.options and plugin.mode=='default' else plugin.mode,dict(plugin.options or {}) or None
+    kwargs = dict(backend=plugin.backend.value.lower(), mode=mode, options=options, fullgraph=plugin.fullgraph, dynamic=plugin.dynamic)
+    torch.compile(noop, **kwargs) # an unknown backend, mode or option is an error now
+    undo = ExitStack()
     show_dynamo_batch_norm()
     for m in _parts(model):
         if not isinstance(m.forward, Forward): undo.callback(Forward(m).undo)

@@ -5,10 +5,7 @@
 # %% auto #0
 __all__ = ['Microbatches']
 
-# %% ../../nbs/monitor/04_sizes.ipynb #b1f7510f
-from contextlib import contextmanager
-from copy import copy
-
+# %% ../../nbs/monitor/04_sizes.ipynb #a7369e83
 from fastai.basics import *
 from fastai.callback.hook import HookCallback
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -16,7 +13,7 @@ from ..callbacks.fastai_patches import QuickCallback, device_of, keeps_state, tr
 from ..callbacks.loggers import is_logger
 from ..callbacks.precision import autocast_kept
 from ..comm.collectives import all_min
-from ..data.loaders import n_batches
+from ..data.partition import has_rows
 from ..data.rng import generator_states, generators_in, rng_state, set_generator_states, set_rng_state
 from ..model.batchnorm import norm_scope
 from ..model.units import Forward, recomputed
@@ -24,27 +21,27 @@ from .timer import GPUClock, HostClock, device_in
 from ..world.errors import refuse
 from ..world.ranks import get_rank, get_world_size, whole_number
 
-# %% ../../nbs/monitor/04_sizes.ipynb #066b0f48
+# %% ../../nbs/monitor/04_sizes.ipynb #86dfa975
 @contextmanager
 def _trial_learner(learn, dl):
     "A learner that trains the model of `learn`, whose loader is `dl`; at the end all of it is as it was"
     model,res,gens,random = learn.model,object.__new__(type(learn)),generators_in(dl),rng_state()
-    states,attrs = generator_states(gens),[(o,dict(vars(o))) for o in (dl,*model.modules())]
+    states,attrs = generator_states(gens),[(o,dict(vars(o))) for o in (dl,res,*model.modules())]
     tensors = [(t,t.grad,t.detach().to('cpu', copy=True)) for t in (*model.parameters(),*model.buffers())]
     vars(res).update({k:v for k,v in vars(learn).items() if not isinstance(v, Callback)})
     # to clear an optimizer that the learner was given would lose its state
     res.cbs,res.metrics,res.n_iter,res.n_epoch,res.opt_func = L(),None,1,1,SGD if isinstance(learn.opt_func, OptimWrapper) else learn.opt_func
-    ours = [cb for cb in learn.cbs if is_logger(cb) or isinstance(cb, (Recorder,HookCallback)) or type(cb).__module__.startswith('fastdist.')]
-    res.add_cbs([Recorder(), *(copy(cb) for cb in learn.cbs if cb not in ours)])
+    res.add_cbs([Recorder(), *(copy(cb) for cb in learn.cbs if not (
+        is_logger(cb) or isinstance(cb, (Recorder,HookCallback)) or type(cb).__module__.startswith('fastdist.')))])
     try:
         res.create_opt()
         res(['before_fit','before_epoch','before_train'])
         yield res
     finally:
-        vars(res).clear() # its callbacks have it, too: it would stay for a while
-        with torch.no_grad():
-            for t,grad,was in tensors: t.grad,_ = grad,t.copy_(was)
-        for o,was in attrs:
+        for t,grad,was in tensors:
+            t.detach().copy_(was)
+            t.grad = grad
+        for o,was in attrs: # `res` lets go of its optimizer's state
             vars(o).clear()
             vars(o).update(was)
         set_generator_states(gens, states)
@@ -68,7 +65,7 @@ def _trial(learn, b, rows):
     torch.cuda.empty_cache()
     return seconds,torch.cuda.max_memory_allocated(device) if device.type=='cuda' else None
 
-# %% ../../nbs/monitor/04_sizes.ipynb #3da4d5f1
+# %% ../../nbs/monitor/04_sizes.ipynb #f3ebd400
 @patch
 def find_batch_size(self:Learner,
     start:int=None, # Batch size of the first trial; by default the loader's
@@ -80,44 +77,44 @@ def find_batch_size(self:Learner,
         f"rank {get_rank()}: with strategy={strategy.name!r} a worker whose memory runs out leaves others waiting for its shards: try "
         "sizes in fits of one step (bs= of the loader, or microbatch=), or use strategy='zero1'")
     inner,unit = getattr(dl, 'dl', dl),n if getattr(dl, 'is_split', False) else 1 # samples of `bs` for one of a worker's
-    samples,bs = getattr(dl, 'n', None) or n_batches(getattr(dl, 'dataset', None)),start or getattr(dl, 'bs', None) or dl.batch_size
-    for nm,o in dict(start=bs, max_bs=max_bs or samples).items():
+    bs = getattr(inner, 'bs', None) or inner.batch_size
+    samples = getattr(inner, 'n', None) or len(inner)*bs
+    start,max_bs = (default if o is None else o for o,default in ((start,bs), (max_bs,samples)))
+    for nm,o in dict(start=start, max_bs=max_bs).items():
         if whole_number(o) is None: refuse(nm, o, "it is a number of samples, from 1")
-    limit = max(1, min(max_bs//unit if max_bs else samples, samples//n if samples else max_bs))
-    fits,fails,rows,table = 0,limit+1,min(max(1, bs//unit), limit),[]
+    limit = max(1, min(max_bs//unit, samples//n))
+    fits,fails,rows = 0,limit+1,min(-(-start//unit), limit)
+    table = ['batch size'+('' if n==1 else f' of all {n} workers' if unit==n else f' of each of {n} workers')]
     self.model.to(device_of(self) or getattr(self.dls, 'device', default_device())) # where a fit takes it
-    if strategy is not None: strategy.end_fit() # `DistributedDataParallel` has gradients of its own, which the next fit makes anew
     with _trial_learner(self, inner) as learn:
-        reserved = [torch.empty_like(p) for p in self.model.parameters() if p.requires_grad and n > 1] # for these
+        # `DistributedDataParallel` has gradients of its own
+        reserved = [torch.empty_like(p) for p in self.model.parameters() if p.requires_grad and n > 1]
         b = inner.one_batch() if hasattr(inner, 'one_batch') else first(inner)
         while fails-fits > max(1, fits//16):
             seconds,peak = _trial(learn, b, rows)
             ok = all_min(int(seconds is not None))==[1] if n > 1 else seconds is not None
-            table.append(f'{rows*unit:8}'+(f'{peak/2**30:10.2f} GiB' if peak else '')+(f'{n*rows/seconds:10.0f} samples/s' if ok else '  does not fit'))
+            table.append(f'{rows*unit:8}'+(f'{peak/2**30:10.2f} GiB' if peak else '')+(f'{n*rows/seconds:12.0f} samples/s' if ok else '  does not fit'))
             fits,fails = (rows,fails) if ok else (fits,rows)
             rows = min(2*rows, limit) if fails > limit else (fits+fails)//2
     if not fits: raise torch.OutOfMemoryError(f"rank {get_rank()}: a batch of one sample for each worker does not fit into memory")
-    whose = f"{'of all' if unit==n else 'of each of'} {n} workers" if n > 1 else ''
-    if get_rank()==0: print(f'batch size {whose}', *table, f'{fits*unit}', sep='\n', flush=True)
+    if get_rank()==0: print(*table, f'{fits*unit:8} is the largest of these that fits', sep='\n', flush=True)
     return fits*unit
 
-# %% ../../nbs/monitor/04_sizes.ipynb #2a1ecea6
+# %% ../../nbs/monitor/04_sizes.ipynb #7b4a6695
 class Microbatches(QuickCallback):
     "Lets a model have its training batches in parts"
     def __init__(self,
         size, # Samples of a part at most, or 'auto': as many as `find_batch_size` finds as a fit begins
     ):
-        super().__init__()
         self.auto,self.size = size=='auto',size
 
     def before_fit(self):
         "Refuse models that go on from sample to sample; find the size, if that is left to this"
         learn,dl = self.learn,self.learn.dls.train
-        if learn.lock.locked(): return # an evaluation, for which fastai calls this too
         if keeps_state(learn) or getattr(dl, 'is_made', False): raise ValueError(
             f"rank {get_rank()}: microbatch={'auto' if self.auto else self.size!r} takes samples that have nothing to do with each other, "
             "from a loader that has a batch size: not a model that keeps a state (reset, ModelResetter), nor a batch sampler. Leave it out")
-        if not self.auto: return
+        if not self.auto or learn.lock.locked(): return # an evaluation, for which fastai calls this too
         self.size = sys.maxsize
         self.size = learn.find_batch_size(max_bs=dl.bs)//(get_world_size() if getattr(dl, 'is_split', False) else 1)
 
@@ -132,17 +129,12 @@ class Microbatches(QuickCallback):
         total,n = (trainer_of(self.learn).step.share.total,get_world_size()) if norm_scope.source=='global' else (rows,1)
         parts = min(-(-total//(n*self.size)), total//n)
         if parts <= 1 or not (model.training and torch.is_grad_enabled()): return forward(*args, **kwargs)
-        _check_rows(flat, rows, 'gets')
         for i in range(parts):
             some = slice(i*rows//parts, (i+1)*rows//parts)
-            args,kwargs = tree_unflatten([o[some] if isinstance(o, Tensor) else o for o in flat], spec)
+            args,kwargs = tree_unflatten([o[some] if has_rows(o, rows) else o for o in flat], spec)
             pred,pred_spec = tree_flatten(forward(*args, **kwargs) if i==parts-1 else again(forward, *args, **kwargs))
-            _check_rows(pred, some.stop-some.start, 'returns')
             preds.append(pred)
+            if not all(has_rows(o, some.stop-some.start) for o in pred if isinstance(o, Tensor)): raise ValueError(
+                f"rank {get_rank()}: with microbatch= the model has to return tensors with a row for each sample, and returns some of shapes "
+                f"{[tuple(o.shape) for o in pred if isinstance(o, Tensor)]} for {some.stop-some.start} samples: leave it out")
         return tree_unflatten([torch.cat(os) if isinstance(os[0], Tensor) else os[0] for os in zip(*preds)], pred_spec)
-
-def _check_rows(flat, n, does):
-    for o in flat:
-        if isinstance(o, Tensor) and (not o.dim() or len(o)!=n): raise ValueError(
-            f"rank {get_rank()}: with microbatch= the model {does} a tensor of shape {tuple(o.shape)} for {n} samples, of which each has "
-            "to have its row: leave it out, and use a smaller batch size with gradient_accumulation_steps=")

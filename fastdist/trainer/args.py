@@ -251,7 +251,7 @@ def _dynamo(values):
     if name=='cudagraphs' or res.mode in ('reduce-overhead','max-autotune') or (res.options or {}).get('triton.cudagraphs'): refuse(
         arg, value, "CUDA graphs write over predictions and gradients that fastai keeps: use mode='max-autotune-no-cudagraphs', or "
         "'default'")
-    return res
+    return None if res.disable else res
 
 # %% ../../nbs/trainer/00_args.ipynb #012c05b1
 def _check_names(given):

@@ -21,7 +21,7 @@ from ..metrics.metrics import EpochTotals
 from ..model.units import checkpoint_activations, compile_model, select
 from ..model.batchnorm import global_batch_norm
 from ..monitor.sizes import Microbatches
-from ..strategy.base import check_values, same_everywhere, sync_buffers, full_model
+from ..strategy.base import callbacks_of, check_values, same_everywhere, sync_buffers, full_model
 from ..strategy.select import close_strategy, make_strategy
 from .args import check_args_consistent
 from .loaders import SharedLoaders, back_on_device, move_learner
@@ -35,7 +35,7 @@ class LearnerSetup(QuickCallback):
     device = None # of this worker; `None` in one process, which shares nothing
     undo = shaped = None
     added,strategy,hooks,step = (),None,None,None
-    random = decisions = parts = None
+    random = decisions = None
     buffers_stale = False # have buffers changed since the workers agreed on them?
 
     @property
@@ -55,9 +55,7 @@ class LearnerSetup(QuickCallback):
         "Set up the learner; where a part of it fails, `detach` undoes those before it"
         learn,settings = self.learn,self.settings
         self.undo,self.added = ExitStack(),[]
-        if settings.microbatch is not None:
-            self.parts = Microbatches(settings.microbatch)
-            self.add(self.parts, self.undo)
+        if settings.microbatch is not None: self.add(Microbatches(settings.microbatch), self.undo)
         if self.device is not None: self._share()
         else: self.prepare(self.undo)
         shared = {} if self.device is None else dict(batch_weight=lambda: self.step.batch_weight(), average=lambda: self.strategy.average())
@@ -136,7 +134,7 @@ def _shape(self:LearnerSetup):
 def prepare(self:LearnerSetup, undo):
     "Let the model recompute activations, have batches in parts, and be compiled, as the arguments say; `undo` gives it back"
     self._recompute(undo)
-    if self.parts is not None: undo.callback(self.parts.wrap(self.learn.model))
+    for cb in callbacks_of(self.learn, Microbatches): undo.callback(cb.wrap(self.learn.model))
     if self.settings.dynamo is not None: undo.callback(compile_model(self.learn.model, self.settings.dynamo))
 
 @patch

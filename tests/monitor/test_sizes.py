@@ -166,7 +166,7 @@ class NoRows(nn.Linear):
     def forward(self, x): return super().forward(x).mean()
 
 
-@pytest.mark.parametrize('model,msg', [(Keeps, 'keeps a state'), (NoRows, r'returns a tensor of shape \(\)')])
+@pytest.mark.parametrize('model,msg', [(Keeps, 'keeps a state'), (NoRows, r'returns some of shapes \[\(\)\]')])
 def test_models_that_have_no_parts(model, msg):
     import fastdist.all
     learn = quiet(learner(model=lambda: model(4, 3, dtype=torch.float64)))
@@ -175,3 +175,36 @@ def test_models_that_have_no_parts(model, msg):
     for o in 0, 'all', 1.5:
         with pytest.raises(ValueError, match='microbatch=.*an integer from 1'), learn.distrib_ctx(microbatch=o): pass
     with pytest.raises(ValueError, match='max_bs=0'): learn.find_batch_size(max_bs=0)
+
+
+def wide():
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(4, 4096), nn.ReLU(), nn.Linear(4096, 3))
+
+
+def in_memory_of(room, split, microbatch=None, search=False, precision=noop, n_limited=None):
+    "Weights after a fit, and the most bytes beyond those from before it; where there is `room` for so many more, and for twice in other ranks"
+    import fakegpu.cuda, fastdist.all
+    learn = precision(quiet(learner(n=1024, n_val=4, bs=512, val_bs=4, model=wide, dtype=torch.float32, loss=CrossEntropyLossFlat(), opt=SGD)))
+    gpu, limits = torch.device('cuda', torch.cuda.current_device()), fakegpu.cuda.limit_memory
+    with learn.distrib_ctx(split_batches=split, microbatch=microbatch), contextlib.redirect_stdout(io.StringIO()):
+        before = torch.cuda.memory_allocated(gpu)
+        torch.cuda.reset_peak_memory_stats(gpu)
+        try:
+            limits(before+room*(1 if os.environ.get('RANK', '0') == '0' else 2))
+            if search: return learn.find_batch_size(), torch.cuda.memory_allocated(gpu)-before
+            learn.fit(1)
+        finally: limits(2**62)
+    return weights(learn), torch.cuda.max_memory_allocated(gpu)-before
+
+
+def test_on_gpus(fake_gpu_worlds):
+    "Parts take a part of the memory, and `find_batch_size` and 'auto' find what there is room for; the memory of rank 0 runs out first"
+    run, much = fake_gpu_worlds(2), 2**40
+    whole, parts = [run(in_memory_of, much, True, microbatch=o)[0] for o in (None, 32)]
+    print(whole[1], parts[1])
+    assert parts[1] < whole[1]/2 and diff(whole[0], parts[0]) < 1e-5
+    room = (whole[1]+parts[1])//2
+    found = run(in_memory_of, room, True, search=True)
+    print(found)
+    for w, peak in run(in_memory_of, room, True, microbatch='auto'): assert diff(whole[0], w) < 1e-5 and peak < 2*room
