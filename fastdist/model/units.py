@@ -7,7 +7,7 @@ __all__ = ['select', 'units', 'Forward', 'recomputed', 'checkpoint_activations',
 
 # %% ../../nbs/model/01_units.ipynb #c08407e6
 import sys
-from contextlib import ExitStack,contextmanager,nullcontext
+from contextlib import ExitStack,nullcontext
 from inspect import signature
 from torch.autograd.graph import save_on_cpu
 from torch.nn.utils.parametrize import ParametrizationList
@@ -116,19 +116,18 @@ class Forward:
         else: self.module.forward = self.before
 
 # %% ../../nbs/model/01_units.ipynb #2fc6fc9a
-@contextmanager
-def _lent(saved):
-    "Lend layers copies of their buffers, with the values from before the first run: nothing is counted twice"
-    own = {(m,n):m._buffers[n] for m,n in saved}
-    try:
-        for (m,n),b in saved.items(): m._buffers[n] = b.clone()
-        yield
-    finally:
-        for (m,n),b in own.items(): m._buffers[n] = b
+class _Lent:
+    "Lends layers copies of their buffers for each run after the first, with the values from before that: nothing is counted twice"
+    def __init__(self, saved): self.saved = saved
+    def __enter__(self):
+        self.own = {(m,n):m._buffers[n] for m,n in self.saved}
+        for (m,n),b in self.saved.items(): m._buffers[n] = b.clone()
+    def __exit__(self, *_):
+        for (m,n),b in self.own.items(): m._buffers[n] = b
 
 def _two_runs(module):
     saved = {(m,n):b.detach().clone() for m in module.modules() if m.training for n,b in m._buffers.items() if b is not None}
-    return nullcontext(),_lent(saved)
+    return nullcontext(),_Lent(saved)
 
 # %% ../../nbs/model/01_units.ipynb #f7803bca
 def recomputed(module, # Module that is to be trained

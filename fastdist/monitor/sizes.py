@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Microbatches']
 
-# %% ../../nbs/monitor/04_sizes.ipynb #a7369e83
+# %% ../../nbs/monitor/04_sizes.ipynb #69406e54
 from fastai.basics import *
 from fastai.callback.hook import HookCallback
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -18,19 +18,20 @@ from ..data.rng import generator_states, generators_in, rng_state, set_generator
 from ..model.batchnorm import norm_scope
 from ..model.units import Forward, recomputed
 from .timer import GPUClock, HostClock, device_in
+from ..strategy.base import full_model
 from ..world.errors import refuse
 from ..world.ranks import get_rank, get_world_size, whole_number
 
-# %% ../../nbs/monitor/04_sizes.ipynb #86dfa975
+# %% ../../nbs/monitor/04_sizes.ipynb #4955077b
 @contextmanager
 def _trial_learner(learn, dl):
     "A learner that trains the model of `learn`, whose loader is `dl`; at the end all of it is as it was"
-    model,res,gens,random = learn.model,object.__new__(type(learn)),generators_in(dl),rng_state()
+    model,res,gens,streams = full_model(learn),object.__new__(type(learn)),generators_in(dl),rng_state()
     states,attrs = generator_states(gens),[(o,dict(vars(o))) for o in (dl,res,*model.modules())]
     tensors = [(t,t.grad,t.detach().to('cpu', copy=True)) for t in (*model.parameters(),*model.buffers())]
     vars(res).update({k:v for k,v in vars(learn).items() if not isinstance(v, Callback)})
-    # to clear an optimizer that the learner was given would lose its state
-    res.cbs,res.metrics,res.n_iter,res.n_epoch,res.opt_func = L(),None,1,1,SGD if isinstance(learn.opt_func, OptimWrapper) else learn.opt_func
+    res.cbs,res.metrics,res.n_iter,res.n_epoch = L(),None,1,1
+    if isinstance(learn.opt_func, OptimWrapper): res.opt_func = SGD # that one is the learner's optimizer itself
     res.add_cbs([Recorder(), *(copy(cb) for cb in learn.cbs if not (
         is_logger(cb) or isinstance(cb, (Recorder,HookCallback)) or type(cb).__module__.startswith('fastdist.')))])
     try:
@@ -45,7 +46,7 @@ def _trial_learner(learn, dl):
             vars(o).clear()
             vars(o).update(was)
         set_generator_states(gens, states)
-        set_rng_state(random)
+        set_rng_state(streams)
 
 def _trial(learn, b, rows):
     "(Seconds, peak memory on a GPU) of a training step of `rows` rows: those of `b` over and over. `None` for what runs out of memory"
@@ -65,7 +66,7 @@ def _trial(learn, b, rows):
     torch.cuda.empty_cache()
     return seconds,torch.cuda.max_memory_allocated(device) if device.type=='cuda' else None
 
-# %% ../../nbs/monitor/04_sizes.ipynb #f3ebd400
+# %% ../../nbs/monitor/04_sizes.ipynb #bb021b3e
 @patch
 def find_batch_size(self:Learner,
     start:int=None, # Batch size of the first trial; by default the loader's
@@ -79,11 +80,10 @@ def find_batch_size(self:Learner,
     inner,unit = getattr(dl, 'dl', dl),n if getattr(dl, 'is_split', False) else 1 # samples of `bs` for one of a worker's
     bs = getattr(inner, 'bs', None) or inner.batch_size
     samples = getattr(inner, 'n', None) or len(inner)*bs
-    start,max_bs = (default if o is None else o for o,default in ((start,bs), (max_bs,samples)))
     for nm,o in dict(start=start, max_bs=max_bs).items():
-        if whole_number(o) is None: refuse(nm, o, "it is a number of samples, from 1")
-    limit = max(1, min(max_bs//unit, samples//n))
-    fits,fails,rows = 0,limit+1,min(-(-start//unit), limit)
+        if o is not None and whole_number(o) is None: refuse(nm, o, "it is a number of samples, from 1")
+    limit = max(1, min((max_bs or samples)//unit, samples//n))
+    fits,fails,rows = 0,limit+1,min(-(-(start or bs)//unit), limit)
     table = ['batch size'+('' if n==1 else f' of all {n} workers' if unit==n else f' of each of {n} workers')]
     self.model.to(device_of(self) or getattr(self.dls, 'device', default_device())) # where a fit takes it
     with _trial_learner(self, inner) as learn:
@@ -93,14 +93,15 @@ def find_batch_size(self:Learner,
         while fails-fits > max(1, fits//16):
             seconds,peak = _trial(learn, b, rows)
             ok = all_min(int(seconds is not None))==[1] if n > 1 else seconds is not None
-            table.append(f'{rows*unit:8}'+(f'{peak/2**30:10.2f} GiB' if peak else '')+(f'{n*rows/seconds:12.0f} samples/s' if ok else '  does not fit'))
+            table.append(f'{rows*unit:8}'+(f'{peak/2**30:10.2f} GiB' if peak else '') +
+                         (f'{n*rows/seconds:12.0f} samples/s' if ok else '  does not fit'))
             fits,fails = (rows,fails) if ok else (fits,rows)
             rows = min(2*rows, limit) if fails > limit else (fits+fails)//2
     if not fits: raise torch.OutOfMemoryError(f"rank {get_rank()}: a batch of one sample for each worker does not fit into memory")
     if get_rank()==0: print(*table, f'{fits*unit:8} is the largest of these that fits', sep='\n', flush=True)
     return fits*unit
 
-# %% ../../nbs/monitor/04_sizes.ipynb #7b4a6695
+# %% ../../nbs/monitor/04_sizes.ipynb #ccb04387
 class Microbatches(QuickCallback):
     "Lets a model have its training batches in parts"
     def __init__(self,
@@ -115,8 +116,8 @@ class Microbatches(QuickCallback):
             f"rank {get_rank()}: microbatch={'auto' if self.auto else self.size!r} takes samples that have nothing to do with each other, "
             "from a loader that has a batch size: not a model that keeps a state (reset, ModelResetter), nor a batch sampler. Leave it out")
         if not self.auto or learn.lock.locked(): return # an evaluation, for which fastai calls this too
-        self.size = sys.maxsize
-        self.size = learn.find_batch_size(max_bs=dl.bs)//(get_world_size() if getattr(dl, 'is_split', False) else 1)
+        self.size,n = sys.maxsize,get_world_size() if getattr(dl, 'is_split', False) else 1
+        self.size = learn.find_batch_size(max_bs=getattr(dl, 'bs', None) or dl.batch_size)//n
 
     def wrap(self, model):
         "Let the forward of `model` go in parts, until the function that is returned is called"
@@ -124,17 +125,17 @@ class Microbatches(QuickCallback):
 
     def _forward(self, model, again, forward, *args, **kwargs):
         flat,spec = tree_flatten((args,kwargs))
-        rows,preds = find_bs(flat),[]
+        rows,preds = find_bs(flat) if model.training and torch.is_grad_enabled() else 0,[]
         # in a training batch of all workers all have as many parts, none of them empty
         total,n = (trainer_of(self.learn).step.share.total,get_world_size()) if norm_scope.source=='global' else (rows,1)
         parts = min(-(-total//(n*self.size)), total//n)
-        if parts <= 1 or not (model.training and torch.is_grad_enabled()): return forward(*args, **kwargs)
+        if parts <= 1 or not rows: return forward(*args, **kwargs)
         for i in range(parts):
             some = slice(i*rows//parts, (i+1)*rows//parts)
             args,kwargs = tree_unflatten([o[some] if has_rows(o, rows) else o for o in flat], spec)
             pred,pred_spec = tree_flatten(forward(*args, **kwargs) if i==parts-1 else again(forward, *args, **kwargs))
             preds.append(pred)
             if not all(has_rows(o, some.stop-some.start) for o in pred if isinstance(o, Tensor)): raise ValueError(
-                f"rank {get_rank()}: with microbatch= the model has to return tensors with a row for each sample, and returns some of shapes "
-                f"{[tuple(o.shape) for o in pred if isinstance(o, Tensor)]} for {some.stop-some.start} samples: leave it out")
+                f"rank {get_rank()}: with microbatch= the model has to return tensors with a row for each sample, and returns some of "
+                f"shapes {[tuple(o.shape) for o in pred if isinstance(o, Tensor)]} for {some.stop-some.start} samples: leave it out")
         return tree_unflatten([torch.cat(os) if isinstance(os[0], Tensor) else os[0] for os in zip(*preds)], pred_spec)

@@ -100,8 +100,8 @@ ARGUMENTS = dict(
     activation_checkpointing=_own(False, "Compute activations again in the backward pass? `True`, or the modules in which to do it",
                                   lambda name,value: value), # `checkpoint_activations` knows the modules
     offload_to_cpu=_own(False, "Keep what activation checkpointing keeps in CPU memory?", _bool),
-    microbatch=_own(None, "The most samples of a local batch that the model gets at once, for gradients of the whole in less memory; 'auto' "
-                    "finds what fits as a fit begins", _check_count("samples that a model gets at once", 'auto')),
+    microbatch=_own(None, "How many samples of a local batch the model gets at once at most: the gradients of the whole, in less memory. "
+                    "'auto' finds what fits as a fit begins", _check_count("samples that the model gets at once", 'auto')),
     split_batches=_accelerates(False, "Is a loader's batch size that of all workers together? By default it is that of each", _bool),
     gradient_accumulation_steps=_accelerates(1, "Batches to a step, which goes by the gradient of all their samples", _check_steps),
     cpu=_accelerates(False, "Train on the CPU, where there are GPUs too?", _bool),

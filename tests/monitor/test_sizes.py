@@ -2,7 +2,6 @@
 import contextlib, io, os
 
 import pytest, torch
-from fastai.callback.mixup import MixUp
 from fastai.callback.training import GradientClip
 from learners import *
 
@@ -27,7 +26,12 @@ class PairLoss(nn.Module):
 
 CASES = dict(plain=dict(), weighted=dict(loss=lambda: Double(weight=torch.tensor([1., 2., 5.], dtype=torch.float64))), of_all=dict(loss=PairLoss),
              clipped=dict(cbs=lambda: GradientClip(0.05)), steps=dict(gradient_accumulation_steps=2), bn=dict(bn=True), adam=dict(opt=Adam),
-             again=dict(activation_checkpointing=True))
+             again=dict(activation_checkpointing=True), twice=dict(cbs=lambda: Twice()))
+
+
+class Twice(Callback):
+    "A second backward pass through the same parts"
+    def before_backward(self): self.learn.loss_grad.backward(retain_graph=True)
 
 
 def fitted(case='plain', n=23, bs=9, reference=None, **ctx):
@@ -182,7 +186,7 @@ def wide():
     return nn.Sequential(nn.Linear(4, 4096), nn.ReLU(), nn.Linear(4096, 3))
 
 
-def in_memory_of(room, split, microbatch=None, search=False, precision=noop, n_limited=None):
+def in_memory_of(room, split, microbatch=None, search=False, precision=noop):
     "Weights after a fit, and the most bytes beyond those from before it; where there is `room` for so many more, and for twice in other ranks"
     import fakegpu.cuda, fastdist.all
     learn = precision(quiet(learner(n=1024, n_val=4, bs=512, val_bs=4, model=wide, dtype=torch.float32, loss=CrossEntropyLossFlat(), opt=SGD)))
@@ -202,9 +206,10 @@ def test_on_gpus(fake_gpu_worlds):
     "Parts take a part of the memory, and `find_batch_size` and 'auto' find what there is room for; the memory of rank 0 runs out first"
     run, much = fake_gpu_worlds(2), 2**40
     whole, parts = [run(in_memory_of, much, True, microbatch=o)[0] for o in (None, 32)]
-    print(whole[1], parts[1])
     assert parts[1] < whole[1]/2 and diff(whole[0], parts[0]) < 1e-5
     room = (whole[1]+parts[1])//2
-    found = run(in_memory_of, room, True, search=True)
-    print(found)
+    (size, left), again = run(in_memory_of, room, True, search=True)
+    assert again == (size, left) and 32*2 <= size < 512 and not left
+    half = [run(in_memory_of, much, True, microbatch=o, precision=Learner.to_fp16)[0] for o in (None, 32)]
+    assert diff(half[0][0], half[1][0]) < 1e-3 and half[1][1] < half[0][1]
     for w, peak in run(in_memory_of, room, True, microbatch='auto'): assert diff(whole[0], w) < 1e-5 and peak < 2*room
