@@ -22,16 +22,16 @@ from ..strategy.base import full_model
 from ..world.errors import refuse
 from ..world.ranks import get_rank, get_world_size, whole_number
 
-# %% ../../nbs/monitor/04_sizes.ipynb #4955077b
+# %% ../../nbs/monitor/04_sizes.ipynb #4516839e
 @contextmanager
 def _trial_learner(learn, dl):
     "A learner that trains the model of `learn`, whose loader is `dl`; at the end all of it is as it was"
     model,res,gens,streams = full_model(learn),object.__new__(type(learn)),generators_in(dl),rng_state()
-    states,attrs = generator_states(gens),[(o,dict(vars(o))) for o in (dl,res,*model.modules())]
+    orders,attrs = generator_states(gens),[(o,dict(vars(o))) for o in (dl,res,*model.modules())]
     tensors = [(t,t.grad,t.detach().to('cpu', copy=True)) for t in (*model.parameters(),*model.buffers())]
     vars(res).update({k:v for k,v in vars(learn).items() if not isinstance(v, Callback)})
     res.cbs,res.metrics,res.n_iter,res.n_epoch = L(),None,1,1
-    if isinstance(learn.opt_func, OptimWrapper): res.opt_func = SGD # that one is the learner's optimizer itself
+    res.opt_func = SGD if isinstance(learn.opt_func, OptimWrapper) else learn.opt_func # that one is the learner's optimizer itself
     res.add_cbs([Recorder(), *(copy(cb) for cb in learn.cbs if not (
         is_logger(cb) or isinstance(cb, (Recorder,HookCallback)) or type(cb).__module__.startswith('fastdist.')))])
     try:
@@ -45,7 +45,7 @@ def _trial_learner(learn, dl):
         for o,was in attrs: # `res` lets go of its optimizer's state
             vars(o).clear()
             vars(o).update(was)
-        set_generator_states(gens, states)
+        set_generator_states(gens, orders)
         set_rng_state(streams)
 
 def _trial(learn, b, rows):
@@ -66,7 +66,7 @@ def _trial(learn, b, rows):
     torch.cuda.empty_cache()
     return seconds,torch.cuda.max_memory_allocated(device) if device.type=='cuda' else None
 
-# %% ../../nbs/monitor/04_sizes.ipynb #bb021b3e
+# %% ../../nbs/monitor/04_sizes.ipynb #fba1a204
 @patch
 def find_batch_size(self:Learner,
     start:int=None, # Batch size of the first trial; by default the loader's
@@ -98,7 +98,8 @@ def find_batch_size(self:Learner,
             fits,fails = (rows,fails) if ok else (fits,rows)
             rows = min(2*rows, limit) if fails > limit else (fits+fails)//2
     if not fits: raise torch.OutOfMemoryError(f"rank {get_rank()}: a batch of one sample for each worker does not fit into memory")
-    if get_rank()==0: print(*table, f'{fits*unit:8} is the largest of these that fits', sep='\n', flush=True)
+    found = 'the largest to be tried, of max_bs or the data set' if fits==limit else 'the largest of these that fits'
+    if get_rank()==0: print(*table, f'{fits*unit:8} is {found}', sep='\n', flush=True)
     return fits*unit
 
 # %% ../../nbs/monitor/04_sizes.ipynb #ccb04387

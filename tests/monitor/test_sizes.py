@@ -51,8 +51,8 @@ def fitted(case='plain', n=23, bs=9, reference=None, **ctx):
     return {k.removeprefix('model.'): v for k, v in weights(learn).items()}, [float(o) for o in learn.recorder.losses], steps
 
 
-@pytest.mark.parametrize('n', [2, 3])
-@pytest.mark.parametrize('strategy,case', [('ddp', o) for o in CASES] + [(s, o) for s in ('zero1', 'fsdp') for o in ('plain', 'bn', 'adam', 'steps')])
+@pytest.mark.parametrize('n,strategy,case', [*((2, 'ddp', o) for o in CASES), (3, 'ddp', 'plain'), (3, 'ddp', 'bn'), (3, 'ddp', 'weighted'), (3, 'zero1', 'adam'),
+                                             (2, 'zero1', 'steps'), (3, 'zero2', 'plain'), (3, 'fsdp', 'steps'), (2, 'fsdp', 'bn'), (3, 'fsdp', 'adam')])
 def test_parts_are_a_whole(worlds, n, strategy, case):
     "Batches of 9 and 5 samples in parts of 2 of a worker's; callbacks see none of it"
     want = fitted(case, reference=(n, 2) if case == 'bn' else None)
