@@ -37,10 +37,14 @@ def _check_is(ok, what): # what: in words
 
 def _check_class(cls): return _check_is(lambda o: isinstance(o, cls), f"Accelerate's {cls.__name__}")
 
-def _check_steps(name, value):
-    n = whole_number(value)
-    if n is None: refuse(name, value, "it is the number of batches to a step: an integer from 1")
-    return n
+def _check_count(what, *words): # `words` may stand in its place
+    def check(name, value):
+        n = value if value in words else whole_number(value)
+        if n is None: refuse(name, value, f"it is the number of {what}: an integer from 1{''.join(f', or {o!r}' for o in words)}")
+        return n
+    return check
+
+_check_steps = _check_count("batches to a step")
 
 _handlers = {DistributedDataParallelKwargs:'ddp', InitProcessGroupKwargs:'init'}
 _handler_names = ', '.join(o.__name__ for o in _handlers)
@@ -88,6 +92,8 @@ ARGUMENTS = dict(
     activation_checkpointing=_own(False, "Compute activations again in the backward pass? `True`, or the modules in which to do it",
                                   lambda name,value: value), # `checkpoint_activations` knows the modules
     offload_to_cpu=_own(False, "Keep what activation checkpointing keeps in CPU memory?", _bool),
+    microbatch=_own(None, "How many samples of a local batch the model gets at once at most: the gradients of the whole, in less memory. "
+                    "'auto' finds what fits as a fit begins", _check_count("samples that the model gets at once", 'auto')),
     split_batches=_accelerates(False, "Is a loader's batch size that of all workers together? By default it is that of each", _bool),
     gradient_accumulation_steps=_accelerates(1, "Batches to a step, which goes by the gradient of all their samples", _check_steps),
     cpu=_accelerates(False, "Train on the CPU, where there are GPUs too?", _bool),
@@ -236,7 +242,7 @@ def _dynamo(values):
     if name=='cudagraphs' or res.mode in ('reduce-overhead','max-autotune') or (res.options or {}).get('triton.cudagraphs'): refuse(
         arg, value, "CUDA graphs write over predictions and gradients that fastai keeps: use mode='max-autotune-no-cudagraphs', or "
         "'default'")
-    return res
+    return None if res.disable else res
 
 # %% ../../nbs/trainer/00_args.ipynb #012c05b1
 def _check_names(given):
@@ -268,7 +274,7 @@ def check_args(given # The arguments that were given, by their names
         accumulation_steps=steps,
         recompute=recompute, offload=values['offload_to_cpu'] or fsdp.activation_offload,
         project_dir=None if path is None else Path(path),
-        **{k:values[k] for k in ('sync_bn','watchdog','split_batches','cpu')})
+        **{k:values[k] for k in ('sync_bn','watchdog','split_batches','cpu','microbatch')})
 
 # %% ../../nbs/trainer/00_args.ipynb #9115dc95
 def launched_precision(learn # `Learner` that is to be trained

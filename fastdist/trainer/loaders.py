@@ -13,7 +13,7 @@ from fastai.basics import *
 from fastai.data.load import DataLoader as FastaiDataLoader
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.data import DataLoader as TorchDataLoader
-from ..callbacks.fastai_patches import has_state
+from ..callbacks.fastai_patches import keeps_state
 from ..data.dl import DistributedDL, Place
 from ..data.fastai_dl import reads_rows
 from ..data.loaders import is_stream, n_batches
@@ -26,11 +26,6 @@ from ..world.ranks import get_rank, get_world_size
 def _trains_norms(learn):
     "Do layers keep statistics of what is evaluated? fastai's `GANTrainer(switch_eval=True)` has the generator in training mode there"
     return any(getattr(cb, 'switch_eval', False) for cb in learn.cbs) and any(isinstance(m, _NormBase) for m in learn.model.modules())
-
-def _keeps_state(learn):
-    "Do workers that evaluate in turn need the batches between, too?"
-    # fastai's classifiers begin anew with each text
-    return has_state(learn) and not any(o.__name__=='SentenceEncoder' for m in learn.model.modules() for o in type(m).__mro__)
 
 # %% ../../nbs/trainer/01_loaders.ipynb #d054422b
 class SharedLoaders:

@@ -20,7 +20,8 @@ from ..fault.cancel import CancelSync
 from ..metrics.metrics import EpochTotals
 from ..model.units import checkpoint_activations, compile_model, select
 from ..model.batchnorm import global_batch_norm
-from ..strategy.base import check_values, same_everywhere, sync_buffers, full_model
+from ..monitor.sizes import Microbatches
+from ..strategy.base import callbacks_of, check_values, same_everywhere, sync_buffers, full_model
 from ..strategy.select import close_strategy, make_strategy
 from .args import check_args_consistent
 from .loaders import SharedLoaders, back_on_device, move_learner
@@ -54,6 +55,7 @@ class LearnerSetup(QuickCallback):
         "Set up the learner; where a part of it fails, `detach` undoes those before it"
         learn,settings = self.learn,self.settings
         self.undo,self.added = ExitStack(),[]
+        if settings.microbatch is not None: self.add(Microbatches(settings.microbatch), self.undo)
         if self.device is not None: self._share()
         else: self.prepare(self.undo)
         shared = {} if self.device is None else dict(batch_weight=lambda: self.step.batch_weight(), average=lambda: self.strategy.average())
@@ -129,9 +131,10 @@ def _shape(self:LearnerSetup):
 
 @patch
 def prepare(self:LearnerSetup, undo):
-    "Let the model recompute activations, and be compiled, as the arguments say; `undo` gives it back"
+    "Let the model recompute activations, have batches in parts, and be compiled, as the arguments say; `undo` gives it back"
     self._recompute(undo)
-    self._compile(undo)
+    for cb in callbacks_of(self.learn, Microbatches): undo.callback(cb.wrap(self.learn.model))
+    if self.settings.dynamo is not None: undo.callback(compile_model(self.learn.model, self.settings.dynamo))
 
 @patch
 def _recompute(self:LearnerSetup, undo):
@@ -142,10 +145,6 @@ def _recompute(self:LearnerSetup, undo):
         copies = dict(zip(own.modules(), model.modules()))
         modules = [copies[m] for m in select(own, modules, arg)]
     undo.callback(checkpoint_activations(model, modules, self.settings.offload, arg))
-
-@patch
-def _compile(self:LearnerSetup, undo):
-    if self.settings.dynamo is not None: undo.callback(compile_model(self.learn.model, self.settings.dynamo))
 
 @patch
 def _close_strategy(self:LearnerSetup):

@@ -12,6 +12,11 @@ memory = int(os.environ.get('FAKEGPU_BYTES', 2**33))
 lib = None
 
 
+def limit_memory(nbytes):
+    "Allocations beyond that many bytes on a device fail in this process, as where a GPU's memory runs out"
+    lib.fakegpu_limit(ctypes.c_long(nbytes))
+
+
 def index_of(d):
     "The number of a device, however it is written"
     if isinstance(d, int): return d

@@ -26,6 +26,7 @@ static int count() {
 static bool exists(int i) { return i >= 0 && i < count(); }
 
 // --- memory
+static std::atomic<int64_t> limit = INT64_MAX; // of this process, on each device
 struct Block { void* at; int64_t size; int device; };
 static void free_block(void* o) {
   auto b = (Block*)o;
@@ -36,7 +37,7 @@ static void free_block(void* o) {
 struct Allocator final : at::Allocator {
   at::DataPtr allocate(size_t n) override {
     void* p = nullptr;
-    if (n && posix_memalign(&p, 64, n)) TORCH_CHECK(false, "CUDA out of memory");
+    if (used[current] + (int64_t)n > limit || n && posix_memalign(&p, 64, n)) TORCH_CHECK_WITH(OutOfMemoryError, false, "CUDA out of memory");
     int64_t now = used[current] += n, top = peak[current];
     while (now > top && !peak[current].compare_exchange_weak(top, now)) {}
     return {p, new Block{p, (int64_t)n, current}, &free_block, Device(kind, current)};
@@ -202,5 +203,6 @@ extern "C" {
   int fakegpu_set(int i) { if (exists(i)) current = i; return exists(i); }
   long fakegpu_used(int i) { return used[i]; }
   long fakegpu_peak(int i) { return peak[i]; }
+  void fakegpu_limit(long n) { limit = n; }
   void fakegpu_reset_peak(int i) { peak[i] = used[i].load(); }
 }
