@@ -9,9 +9,7 @@ __all__ = ['bytes_sent', 'measure_step']
 from fastai.basics import *
 from torch.autograd.graph import saved_tensors_hooks
 from ..callbacks.fastai_patches import device_of
-from ..callbacks.loggers import loggers_hidden
-from ..data.rng import generator_states, generators_in, rng_state, set_generator_states, set_rng_state
-from .timer import StepTimer
+from .sizes import first_batch, time_step, trial_learner
 from ..strategy.base import state_tensors
 from ..strategy.select import free_memory, gathered_parts, memory_of, shard_bytes
 from ..strategy.zero1 import messages_of, owners_of, places_of
@@ -42,27 +40,17 @@ def measure_step(learn, # Any `Learner`
                  device, # Where it is to train
                 ):
     "(Seconds of a step on one batch, bytes that its forward keeps for the backward, bytes of optimizer state for each that is trained)"
-    dls,random = copy(learn).dls,rng_state() # not the loaders of a context
-    states,graphs = generator_states(generators_in(dls.train)),[vars(learn).get(o) for o in ('pred','loss','loss_grad')]
-    try:
-        with loggers_hidden(learn): trial = deepcopy(learn, {id(o):o for o in dls.loaders}|{id(o):None for o in graphs})
-        batch,kept,timer = getattr(dls.train, 'one_batch', partial(first, dls.train))(),{},StepTimer()
-        def train():
-            for i in range(trial.n_iter): trial.one_batch(i, batch)
-            raise CancelFitException
-        def keep(t): return kept.update({t.untyped_storage().data_ptr():t.untyped_storage().nbytes()}) or t
-        trial.dls._device,trial.lr_finder,trial.all_batches,trial.n_iter = device,True,train,1
-        with saved_tensors_hooks(keep, noop): trial.fit(1, reset_opt=True)
-        trial.n_iter = 6 # the first of a fit is not timed
-        trial.fit(1, cbs=timer)
-        timer.add_up(every=True)
+    dl,kept = getattr(learn.dls.train, 'dl', learn.dls.train),{}
+    def keep(t): return kept.update({t.untyped_storage().data_ptr():t.untyped_storage().nbytes()}) or t
+    learn.model.to(device) # where a fit takes it
+    with trial_learner(learn, dl) as trial:
+        batch = first_batch(dl)
+        with saved_tensors_hooks(keep, noop): trial.one_batch(0, batch)
+        seconds = [time_step(trial, batch, find_bs(batch))[0] for _ in range(3)]
         trial.opt.step() # one that accumulates gradients may not have done so
-    finally:
-        set_rng_state(random)
-        set_generator_states(generators_in(dls.train), states)
-    own = {p.untyped_storage().data_ptr():p.nbytes*p.requires_grad for p in trial.model.parameters()}
-    state = sum(t.nbytes for t in state_tensors(trial.opt))/sum(own.values())
-    return np.median(timer.steps),sum(n for k,n in kept.items() if k not in own),state
+        own = {p.untyped_storage().data_ptr():p.nbytes*p.requires_grad for p in trial.model.parameters()}
+        state = sum(t.nbytes for t in state_tensors(trial.opt))/sum(own.values())
+    return np.median(seconds),sum(n for k,n in kept.items() if k not in own),state
 
 # %% ../../nbs/monitor/05_plan.ipynb #efcddaba
 _words = 'ddp','zero1','zero2','fsdp','hsdp'

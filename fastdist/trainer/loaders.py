@@ -43,7 +43,7 @@ class SharedLoaders:
         "Can workers share an evaluation of `dl`? Otherwise all of them evaluate all of it, which takes longer, and gives the same numbers"
         # each would have statistics of its own; and all read all of a stream
         if is_stream(dl) or _trains_norms(self.learn): return False
-        if not reads_rows(dl): return not _keeps_state(self.learn)
+        if not reads_rows(dl): return not keeps_state(self.learn) # in which a worker would lack the batches between
         if isinstance(self.learn.loss_func, GlobalBatchLoss): return False # of whole batches, whatever it is
         # one file for each whole batch
         saves = any(getattr(cb, o, None) is not None for cb in self.learn.cbs for o in ('save_preds','save_targs'))
