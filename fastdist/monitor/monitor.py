@@ -49,7 +49,8 @@ class DistMonitor(Callback):
     @learn.setter
     def learn(self, v):
         for o in self._helpers:
-            if sys.exc_info()[1] is not None: o.close() # a fit has failed; `FetchPredsCallback` takes it out as well, for a moment
+            # the tracer only where a fit has failed: `FetchPredsCallback` takes callbacks out as well, for a moment
+            if o is self._timer or sys.exc_info()[1] is not None: o.close()
             if self.learn is not None: self.learn.remove_cb(o)
             if v is not None: v.add_cb(o)
         vars(self)['_learn'] = v
@@ -103,7 +104,7 @@ def _record(self:DistMonitor, validate):
     "Of the epoch that ends, the same in all workers"
     t,learn = self._timer,self.learn
     device,dl,strategy = device_of(learn),learn.dls.train,getattr(trainer_of(learn), 'strategy', None)
-    t.add_up(every=True)
+    t.add_up()
     here = device_in(learn)
     steps = np.array(t.steps or [0.])
     mine = torch.tensor([t.samples, self._train, validate, len(t.steps), np.median(steps), steps.max(), _peak_memory(here), t.flops,
