@@ -2,7 +2,6 @@
 import fastai.distributed as _fastai
 
 from fastdist.data.dl import DistributedDL
-from fastdist.callbacks.divergence import DivergenceCheck
 from fastdist.launch.notebook.launcher import end_workers, launch_in_notebook
 from fastdist.callbacks.data_parallel import ParallelTrainer
 from fastdist.checkpoint.resume import Resume
@@ -14,7 +13,7 @@ from fastdist.world import (RemoteError, fail_together, get_rank, get_world_size
                             rank0_only, rank0_read, setup_distrib, teardown_distrib)
 
 __all__ = ['ParallelTrainer', 'DistributedDL', 'DistributedTrainer', 'rank0_first', 'setup_distrib', 'teardown_distrib',
-           'get_rank', 'get_world_size', 'is_master', 'DivergenceCheck', 'DistMonitor', 'GlobalBatchLoss',
+           'get_rank', 'get_world_size', 'is_master', 'DistMonitor', 'GlobalBatchLoss',
            'RemoteError', 'fail_together', 'print_in_order', 'rank0_only', 'rank0_read', 'launch_in_notebook',
            'end_workers', 'Resume']
 

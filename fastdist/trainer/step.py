@@ -57,10 +57,12 @@ class Fingerprint:
             name,who = first_other(all_gather_list(self.hypers())) or ('now the same', 'all have them')
             raise RuntimeError(at+f"the optimizers of the workers do not step by the same numbers: {name}: {who}. Give all the same "
                 "learning rate and schedule, drawn after set_seed(42) if at random, and callbacks that change them to the learners of all")
-        if n*ww-w*w > (w*self.rounding)**2+1e-12: raise RuntimeError(at+
-            "the workers no longer have the same weights: a callback or an optimizer draws from a generator of its own, such as "
+        if n*ww-w*w <= (w*self.rounding)**2+1e-12: return
+        found = {n:f'{checksum(p.detach()):08x}' for n,p in learn.model.named_parameters()}
+        name,who = first_other(all_gather_list(found)) or ('now the same', 'all have them')
+        raise RuntimeError(at+f"the workers no longer have the same weights: {name}: {who} (checksums). A callback or an optimizer draws from a generator of its own, such as "
             "np.random.default_rng(), that has another seed in each, or changes weights or gradients in some alone, or a layer sets its "
-            "weights by the first batch, of which each has a share (ActNorm: run a batch through it before the context). learn.fit(..., cbs=DivergenceCheck(every=1)) names the parameter, and the step in which they part")
+            "weights by the first batch, of which each has a share (ActNorm: run a batch through it before the context)")
 
 # %% ../../nbs/trainer/02_step.ipynb #9000bf8e
 class Share:

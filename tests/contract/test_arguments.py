@@ -13,7 +13,7 @@ def errors(folder):
     "By what was tried: the error, and what of the learner is not as before"
     import fastdist.all
     from accelerate.utils import DataLoaderConfiguration, ProfileKwargs
-    from fastdist.all import DistributedDL, DivergenceCheck, GlobalBatchLoss, Resume, get_rank, rank0_first
+    from fastdist.all import DistributedDL, GlobalBatchLoss, Resume, get_rank, rank0_first
     res = {}
     def tried(nm, f, learn=None):
         learn = learn or quiet(learner(n=9, bs=4))
