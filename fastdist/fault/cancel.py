@@ -151,7 +151,8 @@ def agree(self:CancelSync, n # An integer
 def _responds(cb, event):
     "Does calling `cb` for `event` do anything? fastai looks for the method in the learner and its model, too, for each callback and event"
     t = type(cb)
-    own = t.__call__ is not Callback.__call__ or t.__getattr__ is not Callback.__getattr__
+    definers = [next(c for c in t.__mro__ if nm in vars(c)) for nm in ('__call__','__getattr__')]
+    own = any(c.__module__.split('.')[0] not in ('fastcore','fastai','fastdist') for c in definers)
     return own or event=='after_fit' or hasattr(t, event)
 
 @patch

@@ -74,8 +74,9 @@ def _check(a, config):
 def _workers(a, config, nodes, gpus, cores):
     "Number of workers on this node, one of `nodes`; by default one for each GPU"
     per_node = dict(gpu=gpus, cpu=cores, auto=gpus or cores).get(a.nproc_per_node, a.nproc_per_node)
+    if a.num_processes is not None and 'PET_NPROC_PER_NODE' in os.environ: per_node = None # what was typed is preferred
     if per_node is not None and a.num_processes is not None: raise ValueError(
-        "-n is the number of all workers, and --nproc-per-node (or PET_NPROC_PER_NODE) that of one node: give one of them")
+        "-n is the number of all workers, and --nproc-per-node that of one node: give one of them")
     if per_node is not None: n = per_node*nodes
     elif a.num_processes is not None: n = a.num_processes
     else: n = getattr(config, 'num_processes', None) or max(1, gpus)*nodes

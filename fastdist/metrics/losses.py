@@ -103,8 +103,8 @@ def gather_batch(pred, # Predictions for this worker's share: tensors with a row
     """(predictions, targets, share of the rows that are this worker's) of the global batch; gradients go to this worker's own predictions.
     A `ValueError` where a sample has several rows, of which nobody knows the order in one process"""
     sizes = sorted({len(o) for o in tensors_in((pred,*yb)) if o.dim()})
-    if sizes[1:] or sizes[-1] > rows: raise ValueError(
-        f"rank {get_rank()}: predictions and targets of a batch of {rows} have {' and '.join(map(str, sizes))} rows, so the global batch cannot be "
+    if not sizes or sizes[1:] or sizes[0] > rows: raise ValueError(
+        f"rank {get_rank()}: predictions and targets of a batch of {rows} have {' and '.join(map(str, sizes or ['no']))} rows, so the global batch cannot be "
         "put together for the loss function. Give each sample one row, in which its views are a dimension, [batch, views, ...], and one target")
     def own(o):
         o = o.view_as(o) if counts else o[:0]
@@ -167,7 +167,9 @@ class LossRoute:
             f"rank {get_rank()}: MixUp and CutMix take the mean of the losses of the samples (reduction='none'), and GlobalBatchLoss "
             f"has one for all of them: give the learner the loss function itself, learn.loss_func = {_name_of(f.loss_func)}(...)")
         if self.declared or of_samples or is_summed(f) or _is_known(f): return
-        if any(t.requires_grad and not t.dim() for t in tensors_in(self.learn.pred)): self.set_by_labels("the model makes its loss itself")
+        scalars = [t for t in tensors_in(self.learn.pred) if t.requires_grad and not t.dim()]
+        loss = f(self.learn.pred, *self.learn.yb) if scalars else None
+        if any(t is loss for t in scalars): self.set_by_labels("the model makes its loss itself")
         else: self._gather(rows)
 
     def _gather(self, rows):

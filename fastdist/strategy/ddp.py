@@ -9,7 +9,7 @@ __all__ = ['Replica']
 from torch.nn.parallel import DistributedDataParallel
 from fastai.basics import *
 from .base import Strategy, check_trainable, inner_opt
-from .backward import Backwards, average_grads, drop_unused
+from .backward import Backwards, average_grads, drop_unused, graph_nodes
 from ..world.errors import refuse
 
 # %% ../../nbs/strategy/03_ddp.ipynb #844fb485
@@ -99,6 +99,9 @@ def _end_ddp(self:Replica):
     "Complete what `DistributedDataParallel` sends"
     ps,used = self.params,self.ddp.module.used
     missed = [p for p,a,b in zip(ps, self.before, _versions(ps)) if a==b]
+    if missed: # a function of the user's may have given none to what the pass has reached
+        reached = {id(o.variable) for o in graph_nodes(self.backwards.loss) if hasattr(o, 'variable')}
+        missed = [p for p in missed if id(p) not in reached]
     none,here,used.grad = [i for i,p in enumerate(ps) if p.grad is None],torch.ones_like(used),None
     here[none] = 0
     torch.autograd.backward([used, *missed], [here, *map(torch.zeros_like, missed)])

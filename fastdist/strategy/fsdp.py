@@ -441,15 +441,22 @@ def _find_unused(self:FullyShard):
     names = [n for n,p in self.gathered.items() if p.requires_grad]
     used = all_min(*(-(id(self.gathered[n]) in nodes) for n in names))
     own = dict(self.user_model.named_parameters(remove_duplicate=False))
-    self.unused = [own[n] for n,o in zip(names, used) if not o]
-    self.ungraded = [p for p in map(self.new_params.get, self.unused) if p.grad is None]
-    self.note_unused(self.user_model, self.unused)
+    self.unused = [self.new_params[own[n]] for n,o in zip(names, used) if not o]
+    self.ungraded = [p for p in self.unused if p.grad is None]
+
+@patch
+def _drop_unused(self:FullyShard):
+    "What the graph does not show may have a gradient all the same, by a backward pass in the backward (reentrant checkpoints)"
+    found = all_min(*(-int(p.grad is not None and bool(local(p.grad).any())) for p in self.ungraded))
+    none = [p for p,o in zip(self.ungraded, found) if not o]
+    for p in none: p.grad = None
+    self.note_unused(self.model, none)
 
 @patch
 def end_backward(self:FullyShard, own):
     "torch has reduced what it shards"
     self.ran = True
-    for p in self.ungraded if own else (): p.grad = None
+    if own and self.ungraded: self._drop_unused()
     average_grads([*[p for p in self.replicated if p.requires_grad], *self.extra_params])
 
 @patch

@@ -57,7 +57,7 @@ class Fingerprint:
             name,who = first_other(all_gather_list(self.hypers())) or ('now the same', 'all have them')
             raise RuntimeError(at+f"the optimizers of the workers do not step by the same numbers: {name}: {who}. Give all the same "
                 "learning rate and schedule, drawn after set_seed(42) if at random, and callbacks that change them to the learners of all")
-        if n*ww-w*w <= (w*self.rounding)**2+1e-12: return
+        if not n*ww-w*w > (w*self.rounding)**2+1e-12: return # nor where it is nan, as in one process
         found = {n:f'{checksum(p.detach()):08x}' for n,p in learn.model.named_parameters()}
         name,who = first_other(all_gather_list(found)) or ('now the same', 'all have them')
         raise RuntimeError(at+f"the workers no longer have the same weights: {name}: {who} (checksums). A callback or an optimizer draws from a generator of its own, such as "
@@ -102,7 +102,7 @@ class LossMean:
         f,yb,on_gpu = learn.loss_func,learn.yb,device.type!='cpu'
         divisor = labels_divisor(yb) if by_labels else loss_divisor(f, yb)
         kept = kept_labels(f, yb) if divisor is None else None
-        self.rows,self.summed = find_bs(yb),is_summed(f) # callbacks may have left some out
+        self.rows,self.summed = find_bs(yb),not by_labels and is_summed(f) # callbacks may have left some out
         # where predictions have a row for each of the targets', the mean is over those: graphs or packed tokens have several a sample
         by_rows = any(o.shape[:1]==getattr(yb[0], 'shape', ())[:1]!=() for o in tensors_in(learn.pred))
         counted = self.rows if kept is None else kept if kept.device.type!='cpu' else float(kept)

@@ -240,12 +240,12 @@ def _check_numbers(self:DistributedTrainer):
     differ = differing({nm:seed_of(repr(o)) for nm,o in changed.items()})
     if differ and get_rank()==0: current_world().cached('numbers', lambda: warnings.warn(
         f"{' and '.join(differ)} ({', '.join(k for nm in differ for k in changed[nm])}) has other numbers in each worker after an epoch, as each "
-        "has seen its own batches: in a validation whole ones, in training its share of each. What is summed up one adds up, as in "
-        "after_validate: vars(self).update(fastdist.world.all_reduce_dict(dict(n=self.n)))", stacklevel=2))
+        "has seen its own batches: in a validation whole ones, in training its share of each. A clock may, and a last value; what a callback "
+        "sums up it adds up, as in after_validate: vars(self).update(all_reduce_dict(dict(n=self.n))), of fastdist.world", stacklevel=2))
 
 @patch
 def before_epoch(self:DistributedTrainer):
-    if not self.nested: self.train_dl = None
+    if not self.nested: self.train_dl = self.kept_numbers = None
 
 @patch
 def after_epoch(self:DistributedTrainer):
@@ -253,7 +253,7 @@ def after_epoch(self:DistributedTrainer):
     rec = getattr(self.learn, 'recorder', None)
     if not self.in_fit or self.nested: return
     if rec is not None: rec.log = L(broadcast_object(list(rec.log)))
-    if not self.learn.epoch: self._check_numbers()
+    if self.kept_numbers is not None: self._check_numbers()
 
 @patch
 def before_train(self:DistributedTrainer):

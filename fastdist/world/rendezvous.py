@@ -18,7 +18,7 @@ from urllib.parse import parse_qsl,urlparse
 
 import psutil, torch, torch.distributed as dist
 from ..env import notice
-from .ranks import check_rank, env_int, from_env, host_name, use_cpu
+from .ranks import check_rank, env_int, from_env, host_name, task_variables, use_cpu
 from .store import unset, wait_until
 from .errors import Failure, write_record
 
@@ -68,10 +68,16 @@ def _of_slurm(e, port):
     return Start(url, e.rank*n, e.world_size*n, None, n, e.rank, 'slurm', n,
                  f"{why}; it has {n} GPUs: many nodes with many devices, on each of which call_main starts a worker")
 
+def _starter():
+    "The number of the process that has started all tasks: the nearest above this one that is none of them, as a shell may be"
+    p = psutil.Process().parent()
+    while any(rank in p.environ() for _,(rank,*_) in task_variables): p = p.parent()
+    return p.pid
+
 def _of_tasks(e):
     "`Start` of a process of MPI's or of submitit's, which say nothing of a rendezvous: on one machine its port follows from who started all"
     if 'MASTER_ADDR' in os.environ: url = _url(os.environ['MASTER_ADDR'], env_int('MASTER_PORT', 1, 65535) or 29500)
-    elif e.local_world_size==e.world_size: url = _url('127.0.0.1', 10000+os.getppid()%20000)
+    elif e.local_world_size==e.world_size: url = _url('127.0.0.1', 10000+_starter()%20000)
     else: raise ValueError(
         f"rank {e.rank}: {e.launcher} has started {e.world_size} processes on several machines, and nobody has told them where to meet: "
         "set MASTER_ADDR, to a name of rank 0's machine, and MASTER_PORT, as with `mpirun -x`")
