@@ -566,6 +566,38 @@ def decided_by_rank0(within):
         return result(learn)
 
 
+@case
+def begins_later(within):
+    "As a script does that goes on with a later epoch by itself; and where weights have become nan it is nobody's fault"
+    learn = quiet(learner(n=22))
+    with within(learn):
+        learn.fit(3, start_epoch=1)
+        res = result(learn)
+        learn.fit(1, lr=float('inf'))
+    return dict(res, nan=[bool(p.isnan().all()) for p in learn.model.parameters()])
+
+
+class Reentrant(nn.Module):
+    "A layer is computed again in a backward pass of its own"
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.a, self.b, self.c = nn.Linear(4, 5), nn.Linear(5, 5), nn.Linear(5, 3)
+    def forward(self, x):
+        from torch.utils.checkpoint import checkpoint
+        return self.c(checkpoint(self.b, self.a(x).relu(), use_reentrant=True))
+
+
+@case
+def reentrant(within):
+    res = []
+    for strategy in 'ddp', 'fsdp':
+        learn = quiet(learner(n=22, model=lambda: Reentrant().double()))
+        with within(learn, strategy=strategy): learn.fit(2)
+        res.append(weights(learn))
+    return res
+
+
 # Where a share is empty or the sizes are the very thing, and where gradients are averaged, or not, in a way of their own
 BOTH = '''any_size own_batches drops skips_share skips_many picks accumulate norms unsaid class_weights sam frozen_in_turn cancels
           fp16_infinite ends_by_nan'''.split()
