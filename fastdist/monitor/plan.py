@@ -67,7 +67,7 @@ def distrib_plan(self:Learner,
     node_link=None, # Bytes that each of them can send in a second within its node, for `'hsdp'`; by default `link`
     split_batches=False, # Do the workers share a batch of the loader, rather than each having one?
 )->pd.DataFrame:
-    "What each strategy takes of a worker, from one step of a copy of the learner: memory and bytes sent, in MB, and ms a step"
+    "What each strategy takes of a worker, from steps of its model on one batch here: memory and bytes sent, in MB, and ms a step"
     nodes = world_size/(node_size or 1)
     words = L(strategy) or L(_words[:4+(nodes > 1 and nodes==int(nodes))])
     for nm,o,ok,why in (
