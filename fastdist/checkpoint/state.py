@@ -138,7 +138,7 @@ def load_state_dict(self:CSVLogger, state):
     file.write(state['text'])
 
 # %% ../../nbs/checkpoint/02_state.ipynb #e5f80313
-_makes_the_fit = {'DistributedTrainer','StepHooks','DistMonitor','StepTimer','Resume'}
+_makes_the_fit = {'DistributedTrainer','StepHooks','DistMonitor','StepTimer','Tracer','Microbatches','Resume'}
 
 def _callbacks(learn):
     "Those whose state is saved, by a name that is the same in the next process: the class, and the number among those of it"

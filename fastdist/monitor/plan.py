@@ -14,7 +14,7 @@ from ..strategy.base import state_tensors
 from ..strategy.select import free_memory, gathered_parts, memory_of, shard_bytes
 from ..strategy.zero1 import messages_of, owners_of, places_of
 from ..world.errors import refuse
-from ..world.ranks import get_rank
+from ..world.ranks import get_rank, whole_number
 
 # %% ../../nbs/monitor/06_plan.ipynb #4a12d1d0
 def bytes_sent(word, # Strategy
@@ -43,15 +43,17 @@ def measure_step(learn, # Any `Learner`
     "(Seconds of a step on one batch, bytes that its forward keeps for the backward, bytes of optimizer state for each that is trained)"
     dl,kept = getattr(learn.dls.train, 'dl', learn.dls.train),{}
     def keep(t): return kept.update({t.untyped_storage().data_ptr():t.untyped_storage().nbytes()}) or t
-    learn.model.to(device) # where a fit takes it
-    with trial_learner(learn, dl) as trial:
+    with trial_learner(learn, dl, device) as trial:
         batch = first_batch(dl)
         with saved_tensors_hooks(keep, noop): trial.one_batch(0, batch)
         seconds = [time_step(trial, batch, find_bs(batch))[0] for _ in range(3)]
+        if None in seconds: raise torch.OutOfMemoryError(
+            f"rank {get_rank()}: a step of {find_bs(batch)} samples does not fit into memory: give the loader a smaller bs")
         trial.opt.step() # one that accumulates gradients may not have done so
         own = {p.untyped_storage().data_ptr():p.nbytes*p.requires_grad for p in trial.model.parameters()}
-        state = sum(t.nbytes for t in state_tensors(trial.opt))/sum(own.values())
-    return np.median(seconds),sum(n for k,n in kept.items() if k not in own),state
+        given = isinstance(learn.opt_func, OptimWrapper) # the learner's optimizer itself, which the trial did not step
+        state = sum(t.nbytes for t in state_tensors(learn.opt_func if given else trial.opt))/sum(own.values())
+    return np.median(seconds),sum(n for k,n in kept.items() if k not in own),state or 2*given
 
 # %% ../../nbs/monitor/06_plan.ipynb #efcddaba
 _words = 'ddp','zero1','zero2','fsdp','hsdp'
@@ -60,15 +62,21 @@ _words = 'ddp','zero1','zero2','fsdp','hsdp'
 def distrib_plan(self:Learner,
     world_size, # Workers
     link, # Bytes that each of them can send in a second
-    strategy=None, # Word, or several; by default all, with `'hsdp'` where there are several nodes
+    strategy=None, # Word, or several; by default all, with `'hsdp'` where there are several full nodes
     node_size=8, # Workers in a node, for `'hsdp'`
     node_link=None, # Bytes that each of them can send in a second within its node, for `'hsdp'`; by default `link`
     split_batches=False, # Do the workers share a batch of the loader, rather than each having one?
 )->pd.DataFrame:
-    "What each strategy takes of a worker, from one step of a copy of the learner: memory and bytes sent, in MB, and ms a step"
-    words = L(strategy) or L(_words[:4+(world_size > node_size)])
-    for nm,o,ok,why in (('world_size',world_size,world_size > 0,"it is a number of workers"), ('link',link,link > 0,"it is bytes a second"),
-                        ('strategy',strategy,{*words} <= {*_words},f"it is some of {', '.join(_words)}")):
+    "What each strategy takes of a worker, from steps of its model on one batch here: memory and bytes sent, in MB, and ms a step"
+    nodes = world_size/(node_size or 1)
+    words = L(strategy) or L(_words[:4+(nodes > 1 and nodes==int(nodes))])
+    for nm,o,ok,why in (
+        ('world_size',world_size,whole_number(world_size),"it is a number of workers"),
+        ('node_size',node_size,whole_number(node_size),"it is a number of workers"),
+        ('link',link,link > 0,"it is bytes a second"), ('node_link',node_link,node_link is None or node_link > 0,"it is bytes a second"),
+        ('strategy',strategy,{*words} <= {*_words},f"it is some of {', '.join(_words)}"),
+        ('node_size',node_size,'hsdp' not in words or nodes <= 1 or nodes==int(nodes),
+         f"'hsdp' needs full nodes, and has {world_size} workers for them")):
         if not ok: refuse(nm, o, why)
     device,parts = device_of(self) or torch.device(getattr(self.dls, 'device', None) or default_device()),world_size if split_batches else 1
     free,(seconds,kept,state) = free_memory(self, device),measure_step(self, device)

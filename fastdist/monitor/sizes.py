@@ -8,6 +8,7 @@ __all__ = ['trial_learner', 'first_batch', 'time_step', 'Microbatches']
 # %% ../../nbs/monitor/05_sizes.ipynb #69406e54
 from fastai.basics import *
 from fastai.callback.hook import HookCallback
+from fastai.callback.tracker import TrackerCallback
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from ..callbacks.fastai_patches import QuickCallback, device_of, keeps_state, trainer_of
 from ..callbacks.loggers import is_logger
@@ -26,32 +27,34 @@ from ..world.ranks import get_rank, get_world_size, whole_number
 @contextmanager
 def trial_learner(learn, # Any `Learner`; in a context that of this worker
                   dl, # Its training loader, as it is without a context
+                  device, # Where it is to train
                  ):
-    "A learner that trains the model of `learn`, whose loader is `dl`; at the end all of it is as it was"
+    "A learner that trains the model of `learn` on `device`, whose loader is `dl`; at the end all of it is as it was, and where it was"
     strategy = getattr(trainer_of(learn), 'strategy', None)
     if getattr(strategy, 'shards_params', False): raise ValueError(
         f"rank {get_rank()}: with strategy={strategy.name!r} no worker can train alone, to see what a step takes: leave the context first, "
-        "or use strategy='zero1'")
+        "use strategy='zero1', or give microbatch= a number")
     model,res,gens,streams = full_model(learn),object.__new__(type(learn)),generators_in(dl),rng_state()
-    orders,attrs = generator_states(gens),[(o,dict(vars(o))) for o in (dl,res,*model.modules())]
-    tensors = [(t,t.grad,t.detach().to('cpu', copy=True)) for t in (*model.parameters(),*model.buffers())]
+    orders,tensors = generator_states(gens),[(t,t.data,t.grad,t.detach().to('cpu', copy=True))
+                                             for t in (*model.parameters(),*model.buffers())]
+    # a module has its buffers and hooks in dictionaries of its own
+    attrs = [(d,dict(d)) for o in (dl,res,*model.modules()) for d in (vars(o), *vars(o).values()) if isinstance(d, dict)]
     vars(res).update({k:v for k,v in vars(learn).items() if not isinstance(v, Callback)})
-    res.cbs,res.metrics,res.n_iter,res.n_epoch = L(),None,1,1
+    res.cbs,res.dl,res.epoch,res.n_iter,res.n_epoch = L(),dl,0,1,1
     res.opt_func = SGD if isinstance(learn.opt_func, OptimWrapper) else learn.opt_func # that one is the learner's optimizer itself
     res.add_cbs([Recorder(), *(copy(cb) for cb in learn.cbs if not (
-        is_logger(cb) or isinstance(cb, (Recorder,HookCallback)) or type(cb).__module__.startswith('fastdist.')))])
+        is_logger(cb) or isinstance(cb, (Recorder,HookCallback,TrackerCallback)) or type(cb).__module__.startswith('fastdist.')))])
     try:
         for t,*_ in tensors: t.grad = None
+        model.to(device)
         res.create_opt()
         res(['before_fit','before_epoch','before_train'])
         yield res
     finally:
-        for t,grad,was in tensors:
-            t.detach().copy_(was)
-            t.grad = grad
-        for o,was in attrs: # `res` lets go of its optimizer's state
-            vars(o).clear()
-            vars(o).update(was)
+        for t,data,grad,was in tensors: t.data,t.grad = data.copy_(was),grad
+        for d,was in attrs: # `res` lets go of its optimizer's state
+            d.clear()
+            d.update(was)
         set_generator_states(gens, orders)
         set_rng_state(streams)
 
@@ -90,15 +93,16 @@ def find_batch_size(self:Learner,
     "The largest `bs` of the training loader whose steps fit into memory, found by doubling and halving; in a context all workers call it"
     dl,n = self.dls.train,1 if device_of(self) is None else get_world_size()
     inner,unit = getattr(dl, 'dl', dl),n if getattr(dl, 'is_split', False) else 1 # samples of `bs` for one of a worker's
-    bs = getattr(inner, 'bs', None) or inner.batch_size
+    bs = getattr(inner, 'bs', None) or getattr(inner, 'batch_size', None)
+    if bs is None: raise ValueError(
+        f"rank {get_rank()}: find_batch_size needs a training loader with a batch size, and {type(inner).__name__} has none")
     samples = getattr(inner, 'n', None) or len(inner)*bs
     for nm,o in dict(start=start, max_bs=max_bs).items():
         if o is not None and whole_number(o) is None: refuse(nm, o, "it is a number of samples, from 1")
     limit = max(1, min((max_bs or samples)//unit, samples//n))
     fits,fails,rows = 0,limit+1,min(-(-(start or bs)//unit), limit)
     table = ['batch size'+('' if n==1 else f' of all {n} workers' if unit==n else f' of each of {n} workers')]
-    self.model.to(device_of(self) or getattr(self.dls, 'device', default_device())) # where a fit takes it
-    with trial_learner(self, inner) as learn:
+    with trial_learner(self, inner, device_of(self) or getattr(self.dls, 'device', default_device())) as learn:
         # `DistributedDataParallel` has gradients of its own
         reserved = [torch.empty_like(p) for p in self.model.parameters() if p.requires_grad and n > 1]
         b = first_batch(inner)

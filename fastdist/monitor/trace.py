@@ -67,7 +67,9 @@ class Tracer(QuickCallback):
         if profile is None: return
         profile.on_trace_ready = None # what it has of only some of the steps is dropped
         profile.stop()
-        if profile.step_num < self.end and get_rank()==0: print(
-            f"There is no trace: the fit ended before its step {self.end-1} did", flush=True)
+        missing = profile.step_num < self.end
+        if get_rank()==0 and (missing or self.folder.exists()): print(
+            f"There is no trace: the fit ended before its step {self.end-1} did" if missing else
+            f"There is no trace of all workers: the fit ended before its epoch did. What each has recorded is in {self.folder}", flush=True)
 
     fit_failed = close

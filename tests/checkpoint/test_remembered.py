@@ -54,6 +54,14 @@ def means(learn): return [[p.tolist() for p in cb.mean.state_dict().values()] fo
 def test_what_a_callback_makes_at_the_beginning(tmp_path): assert not compare(tmp_path, lambda f: simple(f, MadeAtFit()), means, [9, 15], 1)
 
 
+def test_microbatch_is_the_scripts(tmp_path):
+    "A restart may have less memory: the size of its parts is that which it says"
+    from fastdist.monitor.sizes import Microbatches
+    def size_of(learn): return learn.microbatches.size
+    assert fitted(tmp_path, lambda f: simple(f, Microbatches(8)), size_of, 15) is None
+    assert fitted(tmp_path, lambda f: simple(f, Microbatches(2)), size_of)[2] == 2
+
+
 class Off(Callback):
     "Has done what it does after the first epoch"
     def __init__(self): self.seen = []

@@ -133,6 +133,19 @@ def test_a_first_batch_that_is_cancelled():
     assert monitor.records[0]['workers'][0]['steps'] == 3 and monitor.records[0]['workers'][0]['flops'] > 0
 
 
+def test_a_first_batch_that_fails():
+    "Of a monitor that stays: whatever the model has in place of its forward, nothing counts on"
+    import fastdist.all
+    from fastdist.monitor import DistMonitor
+    class Fails(Callback):
+        def after_pred(self): raise KeyError('injected')
+    learn = quiet(learner(cbs=DistMonitor()))
+    with pytest.raises(KeyError), learn.distrib_ctx(microbatch=2): learn.fit(1, cbs=Fails())
+    assert 'forward' not in vars(learn.model)
+    learn.fit(1)
+    assert learn.dist_monitor.records[0]['workers'][0]['flops'] > 0 and 'forward' not in vars(learn.model)
+
+
 def messages():
     "Of a fit of one of SIZE workers, the others of which are pretended: with a monitor, and without"
     import echo, fastdist.all

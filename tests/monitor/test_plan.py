@@ -124,3 +124,36 @@ def test_step():
     mb = sum(p.nbytes for p in learn.model.parameters())/1e6
     assert plan.loc['ddp', ['params', 'grads', 'state', 'sent']].tolist() == [round(o*mb, 1) for o in (1, 1, 2, 7/4)]
     assert plan.fits.all() and (plan.step >= (plan.sent-0.05)*1e3).all() and [*part.index] == ['fsdp']
+
+
+@pytest.mark.parametrize('kwargs,msg', [(dict(world_size=8.5), 'world_size=8.5'), (dict(world_size=0), 'world_size=0'), (dict(node_size=0), 'node_size=0'),
+                                        (dict(link=0), 'link=0'), (dict(node_link=-1), 'node_link=-1'), (dict(world_size=12, strategy='hsdp'), 'node_size=8.*12 workers')])
+def test_arguments(kwargs, msg):
+    "They are refused before anything is measured"
+    import fastdist.all
+    learn = learner()
+    learn.dls = None
+    with pytest.raises(ValueError, match=msg): learn.distrib_plan(**dict(dict(world_size=8, link=1e9), **kwargs))
+
+
+def test_an_optimizer_that_is_given():
+    "It is not stepped: its own state counts, or two numbers for each that is trained"
+    import fastdist.all
+    from fastdist.monitor.plan import measure_step
+    learn, cpu = quiet(learner(model=model)), torch.device('cpu')
+    learn.opt_func = OptimWrapper(opt=torch.optim.SGD(learn.model.parameters(), lr=0.1, momentum=0.9))
+    assert measure_step(learn, cpu)[2] == 2
+    learn.fit(1)
+    assert measure_step(learn, cpu)[2] == 1
+
+
+def test_a_step_that_does_not_fit():
+    import fastdist.all
+    class Twice(nn.Linear):
+        "Memory runs out in its second forward"
+        n = 0
+        def forward(self, x):
+            self.n += 1
+            if self.n > 1: raise torch.OutOfMemoryError('injected')
+            return super().forward(x)
+    with pytest.raises(torch.OutOfMemoryError, match='a step of 5 samples does not fit'): quiet(learner(model=lambda: Twice(4, 3).double())).distrib_plan(8, 1e9)

@@ -131,6 +131,19 @@ def test_a_trace_that_ends_early(worlds, tmp_path):
     assert 'There is no trace: the fit ended before its step 98 did' in said and not [*tmp_path.rglob('trace*')]
 
 
+class Ends(Callback):
+    def after_batch(self):
+        from fastai.callback.core import CancelFitException
+        if self.training and self.iter == 4: raise CancelFitException
+
+
+def test_a_trace_that_is_not_merged(tmp_path):
+    "The fit ends after the steps, and before its epoch: rank 0 says where they are"
+    said, _ = fitted(tmp_path, n=96, trace=(1, 3), cbs=Ends(), distrib=False)
+    folder, = tmp_path.glob('trace-*')
+    assert f'What each has recorded is in {folder}' in said and [*folder.glob('*.json')]
+
+
 def test_a_trace_of_a_later_epoch(tmp_path):
     "What fetches predictions takes the monitor out for a moment"
     from fastai.callback.core import FetchPredsCallback

@@ -142,6 +142,53 @@ def refused(strategy):
 def test_where_workers_wait_for_shards(world2): world2(refused, 'fsdp')
 
 
+class Odd(nn.Module):
+    "Binds its buffer to another tensor in each forward"
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(4, 3, dtype=torch.float64)
+        self.register_buffer('h', torch.zeros(3, dtype=torch.float64))
+    def forward(self, x):
+        self.h = self.h+1
+        return self.lin(x)+self.h
+
+
+class Hooks(Callback):
+    "Hooks that stay, and what a fit has from its beginning on"
+    def before_fit(self): self.model.lin.register_forward_hook(lambda *_: None)
+    def before_train(self): assert len(self.dl) and self.epoch == 0
+
+
+def tried(find):
+    "Whether a learner is as it was, by what its model has"
+    import fastdist.all
+    from fastai.callback.tracker import EarlyStoppingCallback, SaveModelCallback
+    learn = quiet(learner(model=Odd, metrics=accuracy, cbs=[SaveModelCallback(monitor='accuracy'), EarlyStoppingCallback(monitor='accuracy'), Hooks()]))
+    h, device = learn.model.h, learn.model.h.device
+    if torch.cuda.is_available(): learn.dls.to(torch.device('cuda', torch.cuda.current_device()))
+    with contextlib.redirect_stdout(io.StringIO()): find(learn)
+    assert learn.model.h is h and not h.any() and not learn.model.lin._forward_hooks
+    assert {t.device for t in learn.model.state_dict().values()} == {device} and device.type == 'cpu'
+
+
+@pytest.mark.parametrize('find', [Learner.find_batch_size, partial(Learner.distrib_plan, world_size=8, link=1e9)])
+def test_leaves_no_trace(find): tried(find)
+
+
+def on_gpu(): tried(Learner.find_batch_size), tried(partial(Learner.distrib_plan, world_size=8, link=1e9))
+
+
+def test_model_is_where_it_was(fake_gpu_worlds): fake_gpu_worlds(2)(on_gpu)
+
+
+@pytest.mark.parametrize('kwargs', [dict(batch_size=None), dict(batch_sampler=torch.utils.data.BatchSampler(range(6), 2, False))])
+def test_loaders_without_a_batch_size(kwargs):
+    import fastdist.all
+    learn = learner()
+    learn.dls = DataLoaders(torch.utils.data.DataLoader(learn.dls.train_ds, **kwargs))
+    with pytest.raises(ValueError, match='a training loader with a batch size'): learn.find_batch_size()
+
+
 def by_itself(most, rank=None, bs=12, **ctx):
     "Weights, and sizes of parts, of a fit that finds what fits"
     import fastdist.all
@@ -188,10 +235,11 @@ def wide():
 
 def in_memory_of(room, split, microbatch=None, search=False, precision=noop):
     "Weights after a fit, and the most bytes beyond those from before it; where there is `room` for so many more, and for twice in other ranks"
-    import fakegpu.cuda, fastdist.all
+    import fakegpu.cuda, fastdist.all, gc
     learn = precision(quiet(learner(n=1024, n_val=4, bs=512, val_bs=4, model=wide, dtype=torch.float32, loss=CrossEntropyLossFlat(), opt=SGD)))
     gpu, limits = torch.device('cuda', torch.cuda.current_device()), fakegpu.cuda.limit_memory
     with learn.distrib_ctx(split_batches=split, microbatch=microbatch), contextlib.redirect_stdout(io.StringIO()):
+        gc.collect()
         before = torch.cuda.memory_allocated(gpu)
         torch.cuda.reset_peak_memory_stats(gpu)
         try:
