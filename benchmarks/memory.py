@@ -9,13 +9,13 @@ global batch is the same for any number of workers; the worker that has most cou
 Apart from that, in MB: the parameters that FSDP has gathered at most at a time in the forward; what DDP keeps in C++ to send gradients; all other tensors that
 Python knows of at these moments; and the most that is alive where the backward of a block begins, besides parameters and state at rest: activations, gradients,
 gathered parameters. Some 6 minutes on 2 cores, and 12 GB."""
-import gc, tempfile, warnings
+import gc, warnings
 
 warnings.filterwarnings('ignore')
-import torch, torch.distributed as dist, torch.multiprocessing as mp
+import torch, torch.distributed as dist
 from fastai.basics import *
 from torch.distributed.tensor import DTensor
-from shared import parser, steps_only
+from shared import parser, spawned, steps_only
 import fastdist.all
 from fastdist.comm.collectives import tensors_in
 from fastdist.callbacks.fastai_patches import trainer_of
@@ -123,17 +123,6 @@ def worker(rank, world, file, strategies, millions, res):
     dist.destroy_process_group()
 
 
-def measured(n, strategies, millions):
-    res = mp.get_context('spawn').SimpleQueue()
-    with tempfile.TemporaryDirectory() as d:
-        ctx = mp.spawn(worker, (n, f'{d}/store', strategies, millions, res), nprocs=n, join=False)
-        for _ in strategies:
-            while res.empty():
-                if ctx.join(1): break  # raises what a worker has raised
-            yield res.get()
-        while not ctx.join(): pass
-
-
 def main():
     p = parser(__doc__)
     p.add_argument('--workers', type=int, nargs='+', default=[1, 2, 4])
@@ -142,12 +131,12 @@ def main():
     a = p.parse_args()
     ps = list(model(a.million).parameters())
     nbytes, unit = 4*sum(p.numel() for p in ps), 4*sum(p.numel() for p in Block(ps[0].shape[0]).parameters())
-    (_, alone), = measured(1, ['ddp'], a.million)
+    (_, alone), = spawned(worker, 1, 1, ['ddp'], a.million)
     acts, off = alone['activations'], []
     print(f'{nbytes/4e6:.1f} M parameters, {nbytes/1e6:.1f} MB; activations of a global batch of {BATCH} in one process: {acts/1e6:.1f} MB; the largest unit: {unit/1e6:.1f} MB\n\n'
           f"| strategy | workers | {' | '.join(f'{k}, MB (of formula)' for k in KINDS)} | {' | '.join(f'{v}, MB' for v in APART.values())} |\n{'|---'*(6+len(APART))}|")
     for n in a.workers:
-        for s, got in measured(n, a.only, a.million):
+        for s, got in spawned(worker, n, len(a.only), a.only, a.million):
             want, cells = formulas(s, n, nbytes, acts), []
             for k in KINDS:
                 ratio = got[k]/want[k]

@@ -6,12 +6,12 @@ Blocks of linear layers in float32, fastai's Adam, over gloo on this machine. Me
 those that 'zero2' has gathered, which are added), gradients and optimizer state; what it hands over to collectives in a step, as a ring would send it; what its
 sockets have sent, by the kernel's count (gloo makes a reduce-scatter of an all-reduce, so that gradients travel twice as far with 'zero2' and 'fsdp'); and the median
 of the steps' times. The link of the plan is what an all-reduce of 16 MB has got before. Ends with 1 if bytes differ by more than 0.1 %."""
-import os, socket, stat, statistics, struct, tempfile, time, warnings
+import os, socket, stat, statistics, struct, time, warnings
 
 warnings.filterwarnings('ignore')
-import torch, torch.distributed as dist, torch.multiprocessing as mp
+import torch, torch.distributed as dist
 from fastai.basics import *
-from shared import parser, steps_only
+from shared import parser, spawned, steps_only
 import counting, fastdist.all
 from fastdist.comm.collectives import local
 from fastdist.monitor.plan import bytes_sent
@@ -90,17 +90,6 @@ def worker(rank, world, file, a, res):
     dist.destroy_process_group()
 
 
-def measured(n, a):
-    res = mp.get_context('spawn').SimpleQueue()
-    with tempfile.TemporaryDirectory() as d:
-        ctx = mp.spawn(worker, (n, f'{d}/store', a, res), nprocs=n, join=False)
-        for _ in a.only:
-            while res.empty():
-                if ctx.join(1): break  # raises what a worker has raised
-            yield res.get()
-        while not ctx.join(): pass
-
-
 def main():
     p = parser(__doc__)
     p.add_argument('--workers', type=int, nargs='+', default=[2, 3])
@@ -112,7 +101,7 @@ def main():
     print(f'{sum(p.numel() for p in m.parameters())/1e6:.1f} M parameters, batches of {a.bs}\n\n| strategy | workers | held, MB | measured | sent, MB | measured | on the wire | '
           'a step, ms | measured | link, GB/s |\n|---|---|---|---|---|---|---|---|---|---|')
     for n in a.workers:
-        for nm, speed, step, (held, sent, wire, seconds) in measured(n, a):
+        for nm, speed, step, (held, sent, wire, seconds) in spawned(worker, n, len(a.only), a):
             plan = memory_of(nm, m, n)
             del plan['messages']
             if nm == 'zero2': held += sum(p.nbytes for p in m.parameters())

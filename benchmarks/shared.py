@@ -51,6 +51,19 @@ def steps_only(learn):
     return quiet(learn)
 
 
+def spawned(worker, n, count, *args):
+    "Yield the `count` results that `n` processes, `worker(rank, n, store, *args, queue)`, put into the queue"
+    import tempfile, torch.multiprocessing as mp
+    res = mp.get_context('spawn').SimpleQueue()
+    with tempfile.TemporaryDirectory() as d:
+        ctx = mp.spawn(worker, (n, f'{d}/store', *args, res), nprocs=n, join=False)
+        for _ in range(count):
+            while res.empty():
+                if ctx.join(1): break  # raises what a worker has raised
+            yield res.get()
+        while not ctx.join(): pass
+
+
 def spread(ratios, digits=2):
     "As cells of a table: the median, and quartiles"
     low, mid, high = statistics.quantiles(ratios) if len(ratios) > 1 else [*ratios]*3

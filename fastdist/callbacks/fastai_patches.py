@@ -13,7 +13,6 @@ from functools import wraps
 
 import fastai.callback.core,fastai.learner
 from fastai.basics import *
-from fastai.callback.core import _inner_loop
 from fastai.losses import BaseLoss
 from fastai.callback.mixup import CutMix, MixUp
 from fastai.callback.progress import ProgressCallback
@@ -47,12 +46,16 @@ def keeps_state(learn # Any `Learner`
     return not any(o.__name__=='SentenceEncoder' for m in learn.model.modules() for o in type(m).__mro__) # it begins anew with each text
 
 # %% ../../nbs/callbacks/00_fastai_patches.ipynb #9fe1ad1d
+_of_a_batch = '''before_batch after_pred after_loss before_backward after_cancel_backward after_backward before_step after_step
+    after_cancel_batch after_batch'''.split()
+
 class QuickCallback(Callback):
     """A `Callback` of which a batch costs little: it asks the learner for `training`, and nobody for names that it sets, also the model's.
     What it raises is as it is, without fastai's words of where"""
     __setattr__ = object.__setattr__
     def __call__(self, event_name):
-        if self.run and (self.run_valid or self.training or event_name not in _inner_loop): return getattr(type(self), event_name, noop)(self)
+        if self.run and (self.run_valid or self.training or event_name not in _of_a_batch):
+            return getattr(type(self), event_name, noop)(self)
     @property
     def training(self): return self.learn.training
 

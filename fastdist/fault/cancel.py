@@ -36,7 +36,7 @@ def _code(exc):
 def _is_library(cb): return type(cb).__module__.split('.')[0] in ('fastai','fastdist')
 def _name(cb): return f'{type(cb).__module__}.{type(cb).__qualname__}'
 def _asks(cb): return bool(vars(cb).get('sync_cancel', getattr(type(cb), 'sync_cancel', False)))
-def _for_all(cb): return _asks(cb) or isinstance(cb, Recorder) # which adds to the metrics, a second one once more
+def _all_need_it(cb): return _asks(cb) or isinstance(cb, Recorder) # which adds to the metrics, a second one once more
 
 # %% ../../nbs/fault/06_cancel.ipynb #f749bb5a
 _all_need = tuple(f'fastai.callback.{o}.' for o in ('channelslast','fp16','mixup','rnn','schedule','tracker','training'))
@@ -95,7 +95,7 @@ class CancelSync:
         for cb in self.learn.cbs:
             self.keys[id(cb)] = (cb.order,_name(cb),seen[_name(cb)])
             seen[_name(cb)] += 1
-        mine = [(self.keys[id(cb)],_for_all(cb)) for cb in self.learn.cbs if _for_all(cb) or not self.watches(cb)],list(trained)
+        mine = [(self.keys[id(cb)],_all_need_it(cb)) for cb in self.learn.cbs if _all_need_it(cb) or not self.watches(cb)],list(trained)
         every,same = [mine],same_text(repr((what,mine,also)))
         if not same:
             every = Call(what, None, lambda: pack(mine)).objects()

@@ -104,8 +104,9 @@ def gather_batch(pred, # Predictions for this worker's share: tensors with a row
     A `ValueError` where a sample has several rows, of which nobody knows the order in one process"""
     sizes = sorted({len(o) for o in tensors_in((pred,*yb)) if o.dim()})
     if not sizes or sizes[1:] or sizes[0] > rows: raise ValueError(
-        f"rank {get_rank()}: predictions and targets of a batch of {rows} have {' and '.join(map(str, sizes or ['no']))} rows, so the global batch cannot be "
-        "put together for the loss function. Give each sample one row, in which its views are a dimension, [batch, views, ...], and one target")
+        f"rank {get_rank()}: predictions and targets of a batch of {rows} have {' and '.join(map(str, sizes or ['no']))} rows, so the "
+        "global batch cannot be put together for the loss function. Give each sample one row, in which its views are a dimension, "
+        "[batch, views, ...], and one target")
     def own(o):
         o = o.view_as(o) if counts else o[:0]
         if o.requires_grad: o.register_hook(lambda g: g/share if share else g) # `TrainingStep` weighs a share, and this is all

@@ -140,7 +140,7 @@ class Microbatches(QuickCallback):
         "Let the forward of `model` go in parts, until the function that is returned is called"
         return Forward(model, partial(self._forward, model, recomputed(model, False))).undo
 
-    def _forward(self, model, again, forward, *args, **kwargs):
+    def _forward(self, model, recompute, forward, *args, **kwargs):
         flat,spec = tree_flatten((args,kwargs))
         rows,preds = find_bs(flat) if model.training and torch.is_grad_enabled() else 0,[]
         # in a training batch of all workers all have as many parts, none of them empty
@@ -150,7 +150,7 @@ class Microbatches(QuickCallback):
         for i in range(parts):
             some = slice(i*rows//parts, (i+1)*rows//parts)
             args,kwargs = tree_unflatten([o[some] if has_rows(o, rows) else o for o in flat], spec)
-            pred,pred_spec = tree_flatten(forward(*args, **kwargs) if i==parts-1 else again(forward, *args, **kwargs))
+            pred,pred_spec = tree_flatten(forward(*args, **kwargs) if i==parts-1 else recompute(forward, *args, **kwargs))
             preds.append(pred)
             if not all(has_rows(o, some.stop-some.start) for o in pred if isinstance(o, Tensor)): raise ValueError(
                 f"rank {get_rank()}: with microbatch= the model has to return tensors with a row for each sample, and returns some of "

@@ -102,10 +102,10 @@ def _end_ddp(self:Replica):
     if missed: # a function of the user's may have given none to what the pass has reached
         reached = {id(o.variable) for o in graph_nodes(self.backwards.loss) if hasattr(o, 'variable')}
         missed = [p for p in missed if id(p) not in reached]
-    none,here,used.grad = [i for i,p in enumerate(ps) if p.grad is None],torch.ones_like(used),None
-    here[none] = 0
-    torch.autograd.backward([used, *missed], [here, *map(torch.zeros_like, missed)])
-    self.note_unused(self.model, drop_unused(ps, none, used.grad))
+    without,had_grad,used.grad = [i for i,p in enumerate(ps) if p.grad is None],torch.ones_like(used),None
+    had_grad[without] = 0
+    torch.autograd.backward([used, *missed], [had_grad, *map(torch.zeros_like, missed)])
+    self.note_unused(self.model, drop_unused(ps, without, used.grad))
 
 @patch
 def _average_all(self:Replica):

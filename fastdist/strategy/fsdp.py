@@ -247,7 +247,7 @@ class FullyShard(Strategy):
     `'zero2'`: parameters stay gathered from the forward on until the backward has ended"""
     shards_state = shards_params = True
     replicated,params,handles,penalties = (),(),(),()
-    unused,ungraded = None,() # parameters that no worker's loss depends on, in the last batch in which there were any; those without a gradient
+    unused,without_grad = None,() # parameters that no worker's loss depends on, in the last batch in which there were any; those without a gradient
     def __init__(self, name='fsdp',
                  shard=None, # Workers that share one model; all, if `None`
                  modules=None, # The parts that are gathered as one, as for `units`; chosen by size, if `None`
@@ -442,13 +442,13 @@ def _find_unused(self:FullyShard):
     used = all_min(*(-(id(self.gathered[n]) in nodes) for n in names))
     own = dict(self.user_model.named_parameters(remove_duplicate=False))
     self.unused = [self.new_params[own[n]] for n,o in zip(names, used) if not o]
-    self.ungraded = [p for p in self.unused if p.grad is None]
+    self.without_grad = [p for p in self.unused if p.grad is None]
 
 @patch
 def _drop_unused(self:FullyShard):
     "What the graph does not show may have a gradient all the same, by a backward pass in the backward (reentrant checkpoints)"
-    found = all_min(*(-int(p.grad is not None and bool(local(p.grad).any())) for p in self.ungraded))
-    none = [p for p,o in zip(self.ungraded, found) if not o]
+    found = all_min(*(-int(p.grad is not None and bool(local(p.grad).any())) for p in self.without_grad))
+    none = [p for p,o in zip(self.without_grad, found) if not o]
     for p in none: p.grad = None
     self.note_unused(self.model, none)
 
@@ -456,7 +456,7 @@ def _drop_unused(self:FullyShard):
 def end_backward(self:FullyShard, own):
     "torch has reduced what it shards"
     self.ran = True
-    if own and self.ungraded: self._drop_unused()
+    if own and self.without_grad: self._drop_unused()
     average_grads([*[p for p in self.replicated if p.requires_grad], *self.extra_params])
 
 @patch

@@ -60,9 +60,9 @@ class Fingerprint:
         if not n*ww-w*w > (w*self.rounding)**2+1e-12: return # nor where it is nan, as in one process
         found = {n:f'{checksum(p.detach()):08x}' for n,p in learn.model.named_parameters()}
         name,who = first_other(all_gather_list(found)) or ('now the same', 'all have them')
-        raise RuntimeError(at+f"the workers no longer have the same weights: {name}: {who} (checksums). A callback or an optimizer draws from a generator of its own, such as "
-            "np.random.default_rng(), that has another seed in each, or changes weights or gradients in some alone, or a layer sets its "
-            "weights by the first batch, of which each has a share (ActNorm: run a batch through it before the context)")
+        raise RuntimeError(at+f"the workers no longer have the same weights: {name}: {who} (checksums). A callback or an optimizer draws "
+            "from a generator of its own, such as np.random.default_rng(), that has another seed in each, or changes weights or gradients in "
+            "some alone, or a layer sets its weights by the first batch, of which each has a share (ActNorm: run a batch through it before the context)")
 
 # %% ../../nbs/trainer/02_step.ipynb #9000bf8e
 class Share:
@@ -302,8 +302,8 @@ def ends_step(self:TrainingStep):
     share,accs = self.share,callbacks_of(self.learn, GradientAccumulation)
     for cb in callbacks_of(self.learn, AccumulateSteps): return cb.is_last()
     if accs and share.counts and share.rows!=share.samples: raise ValueError(
-        f"rank {get_rank()}: this batch has {share.rows} rows of {share.samples:.0f} samples, and GradientAccumulation counts rows, which other "
-        "workers have other numbers of: give distrib_ctx(gradient_accumulation_steps=...), which counts batches, in its place")
+        f"rank {get_rank()}: this batch has {share.rows} rows of {share.samples:.0f} samples, and GradientAccumulation counts rows, which "
+        "other workers have other numbers of: give distrib_ctx(gradient_accumulation_steps=...), which counts batches, in its place")
     return share.total is None or all(cb.count+share.total >= cb.n_acc for cb in accs)
 
 @patch

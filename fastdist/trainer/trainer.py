@@ -42,7 +42,7 @@ class DistributedTrainer(LearnerSetup):
     in_fit = in_training = False # is this in a fit, and has that begun to train?
     said_batch = False # has rank 0 said what a step is made of?
     in_evaluation = False # is this in an evaluation that a callback makes in a fit?
-    evaluation = train_dl = versions = kept_numbers = _accelerator = None
+    evaluation = train_dl = versions = numbers_before = _accelerator = None
     @takes_arguments
     def __init__(self, sync_bn=True, **kwargs):
         super().__init__()
@@ -225,7 +225,7 @@ def after_fit(self:DistributedTrainer):
     self.versions = _versions(self.learn, self.strategy)
 
 @patch
-def _numbers(self:DistributedTrainer):
+def _local_numbers(self:DistributedTrainer):
     "What the loss function, and callbacks of the user's that see batches, keep in plain attributes: texts by name, for each of them"
     learn,read = self.learn,{m.attr for m in self.learn.metrics if isinstance(m, LossMetric)} # what those read is put together
     objs = {f'the callback {type(o).__name__}':o for o in learn.cbs
@@ -234,18 +234,19 @@ def _numbers(self:DistributedTrainer):
             for nm,o in {**objs, 'the loss function':getattr(learn.loss_func, 'loss_func', learn.loss_func)}.items()}
 
 @patch
-def _check_numbers(self:DistributedTrainer):
+def _check_local_numbers(self:DistributedTrainer):
     "After an epoch: rank 0 names, once, which of them have come to other numbers in each worker"
-    changed = {nm:{k:v for k,v in now.items() if self.kept_numbers.get(nm, {}).get(k)!=v} for nm,now in self._numbers().items()}
+    changed = {nm:{k:v for k,v in now.items() if self.numbers_before.get(nm, {}).get(k)!=v} for nm,now in self._local_numbers().items()}
     differ = differing({nm:seed_of(repr(o)) for nm,o in changed.items()})
     if differ and get_rank()==0: current_world().cached('numbers', lambda: warnings.warn(
-        f"{' and '.join(differ)} ({', '.join(k for nm in differ for k in changed[nm])}) has other numbers in each worker after an epoch, as each "
-        "has seen its own batches: in a validation whole ones, in training its share of each. A clock may, and a last value; what a callback "
-        "sums up it adds up, as in after_validate: vars(self).update(all_reduce_dict(dict(n=self.n))), of fastdist.world", stacklevel=2))
+        f"{' and '.join(differ)} ({', '.join(k for nm in differ for k in changed[nm])}) has other numbers in each worker after an epoch, "
+        "as each has seen its own batches: in a validation whole ones, in training its share of each. A clock may, and a last value; what "
+        "a callback sums up it adds up, as in after_validate: vars(self).update(all_reduce_dict(dict(n=self.n))), of fastdist.world",
+        stacklevel=2))
 
 @patch
 def before_epoch(self:DistributedTrainer):
-    if not self.nested: self.train_dl = self.kept_numbers = None
+    if not self.nested: self.train_dl = self.numbers_before = None
 
 @patch
 def after_epoch(self:DistributedTrainer):
@@ -253,7 +254,7 @@ def after_epoch(self:DistributedTrainer):
     rec = getattr(self.learn, 'recorder', None)
     if not self.in_fit or self.nested: return
     if rec is not None: rec.log = L(broadcast_object(list(rec.log)))
-    if self.kept_numbers is not None: self._check_numbers()
+    if self.numbers_before is not None: self._check_local_numbers()
 
 @patch
 def before_train(self:DistributedTrainer):
@@ -267,7 +268,7 @@ def before_train(self:DistributedTrainer):
     self.learn.dl = self.train_dl = self.loaders.train(self.learn.dl)
     self.hooks.begin_epoch()
     self.totals.reset()
-    if not self.learn.epoch: self.kept_numbers = self._numbers()
+    if not self.learn.epoch: self.numbers_before = self._local_numbers()
 
 @patch
 def follow_loader(self:DistributedTrainer):

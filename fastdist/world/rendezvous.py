@@ -68,7 +68,7 @@ def _of_slurm(e, port):
     return Start(url, e.rank*n, e.world_size*n, None, n, e.rank, 'slurm', n,
                  f"{why}; it has {n} GPUs: many nodes with many devices, on each of which call_main starts a worker")
 
-def _starter():
+def _parent_of_tasks():
     "The number of the process that has started all tasks: the nearest above this one that is none of them, as a shell may be"
     p = psutil.Process().parent()
     while any(rank in p.environ() for _,(rank,*_) in task_variables): p = p.parent()
@@ -77,7 +77,7 @@ def _starter():
 def _of_tasks(e):
     "`Start` of a process of MPI's or of submitit's, which say nothing of a rendezvous: on one machine its port follows from who started all"
     if 'MASTER_ADDR' in os.environ: url = _url(os.environ['MASTER_ADDR'], env_int('MASTER_PORT', 1, 65535) or 29500)
-    elif e.local_world_size==e.world_size: url = _url('127.0.0.1', 10000+_starter()%20000)
+    elif e.local_world_size==e.world_size: url = _url('127.0.0.1', 10000+_parent_of_tasks()%20000)
     else: raise ValueError(
         f"rank {e.rank}: {e.launcher} has started {e.world_size} processes on several machines, and nobody has told them where to meet: "
         "set MASTER_ADDR, to a name of rank 0's machine, and MASTER_PORT, as with `mpirun -x`")
