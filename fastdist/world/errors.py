@@ -10,6 +10,7 @@ __all__ = ['Failure', 'Stopped', 'RemoteError', 'shorten', 'write_record', 'writ
 import json,os,re,sys,time,traceback
 from dataclasses import asdict,dataclass,field,replace
 from functools import lru_cache,reduce
+from itertools import takewhile
 
 import torch.distributed as dist
 from ..env import process_ended
@@ -99,11 +100,16 @@ def shorten(text, # Of an error
     return ''.join(map(cut, every))
 
 def _shown(e):
-    "`e` as Python shows it, without the frames of fastdist that its traceback begins with"
-    def is_ours(frame): return frame.f_globals.get('__name__', '').split('.')[0] in ('fastdist','contextlib')
+    "`e` as Python will show it where nobody catches it, from the user's code on: also who has called what catches it for now"
+    def module(frame): return frame.f_globals.get('__name__', '')
+    def is_ours(frame): return module(frame).split('.')[0] in ('fastdist','contextlib')
     tb = e.__traceback__
+    frames = takewhile(lambda o: not module(o[0]).startswith('fastdist.launch'), traceback.walk_stack(tb.tb_frame)) if tb else ()
+    callers = [o for o in [*frames][1:] if not is_ours(o[0])]
     while tb is not None and tb.tb_next is not None and is_ours(tb.tb_frame): tb = tb.tb_next
-    return traceback.TracebackException(type(e), e, tb)
+    res = traceback.TracebackException(type(e), e, tb)
+    res.stack[:0] = traceback.StackSummary.extract(reversed(callers))
+    return res
 
 def _args(e):
     "The arguments from which an exception like `e` can be made, where they are few numbers and strings; or else `None`"
