@@ -33,7 +33,19 @@ def _peak_memory(device):
     return torch.cuda.max_memory_allocated(device) if device.type=='cuda' else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss*1024
 
 class DistMonitor(Callback):
-    "Measures each epoch of a fit, in all workers: `records` has what was found, `advice` what limits the fit, or `None`"
+    """Measures each epoch of a fit, in all workers: `records` has what was found, `advice` what limits the fit, or `None`
+
+    A record of an epoch is a `dict`, the same in all workers, and a line of the log. It has `schema` (1), `run` (when the fit began),
+    `strategy`, `num_workers` (of the training loader), `epoch`, `samples_per_second` (of all workers), `slowest` (`rank`, `host`,
+    `times_median`), and `workers`, a `dict` for each rank:
+
+    - `rank`, `host`, `samples` that it has trained on, `train` and `validate` in seconds
+    - `steps` that were timed, which are all but the first of the fit, `median_step` and `longest_step` in seconds
+    - `seconds` of these steps, by phase
+    - `peak_memory` in bytes: on the GPU, or of the process on the CPU, from its beginning on
+    - `flops` of a step (three times those of the first forward of the fit, 0 for a compiled model), `flops_per_second`, and `mfu`, their
+      share of the GPU's peak in half precision (`None` where that is not known)
+    """
     order,remove_on_fetch = 55,True # after `Recorder`, whose log it adds to, and before what shows that
     columns = 'samples/s','slowest'
     def __init__(self,

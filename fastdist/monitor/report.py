@@ -68,7 +68,7 @@ def plot_scaling(fits, ax):
     ax.set(xlabel='workers', ylabel='samples/s', xlim=0, ylim=0, xticks=d.workers.unique())
 
 # %% ../../nbs/monitor/03_report.ipynb #873296a1
-schema = 1 # of a record, as docs/monitor.md describes it
+schema = 1 # of a record, as `DistMonitor` describes it
 
 def read_logs(*paths # Files of `DistMonitor(log=...)`, or folders: all `*.jsonl` in them
              )->dict:

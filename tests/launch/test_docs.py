@@ -1,5 +1,5 @@
-"""The Python of the pages in docs/ that show no command runs as it stands there, on two workers; docs/launch.md and docs/resume.md have
-what `python tools/screens.py` runs"""
+"""The Python of the pages in docs/ runs as it stands there, on two workers, but for files (`<!-- file: NAME -->`), which
+`python tools/screens.py` runs with the commands of the pages"""
 import sys
 
 from harness import ROOT, launched, warnings_in
@@ -17,7 +17,7 @@ given = dict(globals(), download=lambda url: url, url='here', batches=[(x[:8], 3
              model=learn.model, loss_func=learn.loss_func, opt=torch.optim.SGD(learn.model.parameters(), lr=.1))
 for page in sys.argv[1:]:
     names = dict(given)
-    for code in re.findall('(?s)```python\\n(.*?)```', Path(page).read_text()):
+    for code in re.findall('(?s)(?<!-->\\n)```python\\n(.*?)```', Path(page).read_text()):
         with learn.no_bar(), learn.no_logging(): exec(code, names)
         print('ran', Path(page).stem, get_world_size(), flush=True)
 '''
@@ -25,7 +25,7 @@ for page in sys.argv[1:]:
 
 def test_pages_run(tmp_path):
     (tmp_path/'s.py').write_text(SCRIPT)
-    pages = dict(strategies=4, metrics=2, world=1)
+    pages = {'strategies': 4, 'metrics': 2, 'world': 1, 'checkpoints': 1, 'monitor': 2, 'troubleshooting': 1, 'coming-from': 1}
     r = launched([sys.executable, '-m', 'fastdist', 'launch', '-n', '2', 's.py', *(ROOT/'docs'/f'{o}.md' for o in pages)], 200,
                  cwd=tmp_path)
     assert r.returncode == 0 and not warnings_in(r.stderr), r.stderr

@@ -83,7 +83,7 @@ def test_a_worker_fails(slurm, tmp_path):
     assert 'ValueError: no such thing' in job.log and "if get_rank() == 2: raise ValueError('no such thing')" in job.log
 
 
-# as in docs/resume.md; the first run pauses, so that its time ends before it does
+# as in docs/checkpoints.md; the first run pauses, so that its time ends before it does
 SAVES = '''
     import time
     from fastai.basics import *
