@@ -172,7 +172,7 @@ def halves(ctx, mode, case):
     for c in (None, ctx):
         learn = quiet(learner(n=48, bs=6, n_val=7, bn=case == 'bn', opt=SGD if case == 'bn' else Adam, dtype=torch.float32, shuffle=False, lr=0.02,
                               cbs=[Scales(), *dict(clip=[GradientClip(0.5)], accumulate=[GradientAccumulation(11)]).get(case, [])]))
-        learn.to_fp16(init_scale=1024.) if mode == 'fp16' else learn.to_bf16()  # that of one process: see docs/strategies.md
+        learn.to_fp16(init_scale=1024.) if mode == 'fp16' else learn.to_bf16()  # that of one process: see docs/limits.md
         if mode == 'fp16' and case != 'bn': learn.dls.train_ds.x[31] = 3e4
         learn.dls.to(torch.device('cuda', torch.cuda.current_device()))
         seen, types = [], set()
@@ -529,7 +529,7 @@ def test_shards_that_stand_twice(gpu_worlds):
 
 @pytest.mark.parametrize('n,strategy,formula', [(2, 'ddp', lambda n, m: 1+2+2), (3, 'zero1', lambda n, m: 1+2+2/n+m*(1+1/n)), (2, 'zero2', lambda n, m: 1+(1+1+2)/n+2/12)])
 def test_the_most_that_a_step_takes(gpu_worlds, n, strategy, formula):
-    """As docs/strategies.md has it, with `m` of the model in a message: all where that is less than 25 MB, else a layer. The message of zero1, of parameters, has
+    """As docs/large-models.md has it, with `m` of the model in a message: all where that is less than 25 MB, else a layer. The message of zero1, of parameters, has
     them and this worker's rows; zero2 has a layer's gradient, and what that is sent from"""
     for first, _ in gpu_worlds(n)(peaks, ctx_of(strategy), 'cpu'): assert abs(first['step']/formula(n, 1/12 if real_gpus.hide() else 1)-1) < .05 + BESIDE, first
 
