@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import warm
-from harness import SUPPORT, Launched, _env, _kill_all, _tail, launched
+from harness import ROOT, SUPPORT, Launched, _env, _kill_all, _tail, launched
 
 NAMES, ADDRESSES = ('n1', 'n2'), ('10.77.0.1', '10.77.0.2')
 _UNSHARE = ['unshare', '--net', '--uts', '--mount', '--pid', '--fork', '--mount-proc']
@@ -109,6 +109,65 @@ class Hosts:
             h.wait()
             if h.stdout: h.stdout.close()
         shutil.rmtree(self.dir, ignore_errors=True)
+
+
+# The root of a pod: the folders of this machine that Python and fastdist need, and an empty one for each volume
+_POD = """
+set -e
+root=$1 hosts=$2 data=$3; shift 3
+mount -t tmpfs image "$root"
+mkdir "$root/tmp" "$root/data"
+mount -t tmpfs -o mode=1777 tmp "$root/tmp"
+for o in "$@"; do
+    mkdir -p "$root$(dirname "$o")"
+    if [ -L "$o" ]; then cp -P "$o" "$root$o"; continue; fi
+    if [ -d "$o" ]; then mkdir -p "$root$o"; else touch "$root$o"; fi
+    mount --rbind "$o" "$root$o"
+    mount -o remount,bind,ro "$root$o"
+done
+mount --bind "$hosts" "$root/etc/hosts"
+mount --bind "$data" "$root/data"
+mount -t tmpfs -o size=64m,mode=1777 shm "$root/dev/shm"
+mount -o remount,bind,ro "$root"
+"""
+
+
+class Pods(Hosts):
+    """Two hosts on which a command finds what a container of Kubernetes' has: a root file system that is read-only, a user without a name
+    and a home, an empty /tmp, 64 MB of /dev/shm, and as /data the folder `data`, which both share"""
+    def __init__(self, data): self.data = data
+
+    def start(self):
+        super().start()
+        door, image = str(self.dir/'door'), ['/usr', '/bin', '/sbin', '/lib', '/lib64', '/etc', '/proc', '/sys', '/dev']
+        for o in map(str, (sys.base_prefix, sys.prefix, ROOT, *sys.path, door)):
+            if os.path.exists(o) and not any(f'{o}/'.startswith(f'{i}/') for i in image): image.append(o)
+        for path in (self.data, door): os.chmod(path, 0o777)
+        (self.dir/'root').mkdir()
+        for i in range(2):
+            (self.dir/f'hosts{i}').touch()
+            setup = ['sh', '-c', _POD, 'sh', self.dir/'root', self.dir/f'hosts{i}', self.data, *filter(os.path.exists, image)]
+            subprocess.run(self.inside(i, setup), check=True)
+
+    def name(self, names, service, addresses=ADDRESSES):
+        "Give the pods their names, which the other finds by the headless `service`, and addresses"
+        domain, loop = f'{service}.default.svc.cluster.local', '127.0.0.1 localhost'
+        dns = [f'{a} {n}.{domain} {n}.{service}' for a, n in zip(addresses, names)]
+        for i in range(2):
+            (self.dir/f'hosts{i}').write_text('\n'.join([loop, f'{addresses[i]} {names[i]}.{domain} {names[i]}', *dns, '']))
+            change = 'hostname "$1" && ip addr flush dev eth0 scope global && ip addr add "$2/24" dev eth0'
+            subprocess.run(self.inside(i, ['sh', '-c', change, 'sh', names[i], addresses[i]]), check=True)
+
+    def in_container(self, cmd): return ['chroot', '--userspec=12345:0', '--groups=', self.dir/'root', *cmd]
+
+    def run(self, host, cmd, env=None, timeout=60, cwd='/data'):
+        "Run the command of a container; it is `env` that goes to the folder, for `chroot` leads to the root"
+        env = {'HOME': None, 'USER': None, 'LOGNAME': None, 'TMPDIR': None, **(env or {})}
+        return super().run(host, self.in_container(['env', '-C', cwd or '/data', *cmd]), env, timeout, '/')
+
+    def delete(self, host):
+        "Kill all that runs in the pod, but for what is root's"
+        subprocess.run(self.inside(host, self.in_container(['kill', '-KILL', '-1'])))
 
 
 # A job that was put back into the queue waits as long as the old one's credential holds (cred_expire), and then for the next look of the
