@@ -134,11 +134,12 @@ def _batch_file(a):
     "The text of the job's file"
     before = [f'{{ {o}; }} || {{ echo "fastdist: the command before the training has failed: "{shlex.quote(o)} >&2; exit 1; }}'
               for o in a.env_setup]
-    if a.requeue: before.append('export FASTDIST_RESUME="${FASTDIST_RESUME:-$logs-checkpoints}"  # where fits in distrib_ctx save, and go on from')
+    if a.requeue: before.append(
+        'export FASTDIST_RESUME="${FASTDIST_RESUME:-$logs-checkpoints}"  # where fits in distrib_ctx save, and go on from')
     launch = ['python' if a.env_setup else sys.executable, '-m', 'fastdist', 'launch', '--nproc-per-node', str(a.workers)]
     # logs in a folder that all nodes see: the launcher's own choice is one of its node. What was given comes last, and counts
-    words = dict(typed=a.typed.replace('\n', '\n# '), header=_header(a), logs=shlex.quote(f'{a.logs}/{a.name}'), before=''.join(f'{o}\n' for o in before),
-                 threads=max(1, a.cpus_per_task//a.workers), seconds=a.warn, times=a.requeue,
+    words = dict(typed=a.typed.replace('\n', '\n# '), header=_header(a), logs=shlex.quote(f'{a.logs}/{a.name}'),
+                 before=''.join(f'{o}\n' for o in before), threads=max(1, a.cpus_per_task//a.workers), seconds=a.warn, times=a.requeue,
                  launch=f'{shlex.join(launch)} --log-dir "$logs" {shlex.join(shlex.split(a.launch))}'.rstrip(),
                  script=shlex.join([*(['-m'] if a.module else []), a.script, *a.args]))
     return re.sub(r'@(\w+)@', lambda m: str(words[m[1]]), _file)
@@ -165,7 +166,8 @@ def main(args # Arguments after `fastdist slurm`
         text = _batch_file(a)
         if file!='-':
             if os.path.exists(file) and Path(file).read_text()!=text: raise ValueError(
-                f"{file} is there already, and is left as it is: remove it, or give another name with -o (-o - shows the file on the screen)")
+                f"{file} is there already, and is left as it is: remove it, or give another name with -o "
+                "(-o - shows the file on the screen)")
             Path(file).touch(0o600)
             Path(file).write_text(text)
         if file!='-' or a.submit: log_folder(a.logs, f'--logs {a.logs}')

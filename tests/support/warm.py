@@ -382,8 +382,8 @@ def _undisturbed():
 
 
 def start(args, env, cwd, targets, fds, session=False, group=-1, umask=-1, within=None):
-    """Start Python with `args` (a list), `fds` being its file descriptors `targets`, `within` where another process is: its pid, user and group: its pid;
-    `None` where this is not to be, or can't be, warm"""
+    """Start Python with `args` (a list), `fds` being its file descriptors `targets`: its pid; `None` where this is not to be, or can't be,
+    warm. `within` is the (pid, user, group) of another process: it starts in the namespaces and root of that one, and as its user"""
     # the seed serves none that was forked from this process
     if COLD in env or os.getpid() != _owner or not (parsed := _parse(args)): return
     if umask < 0:
