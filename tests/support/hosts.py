@@ -1,7 +1,8 @@
 """Two hosts for tests, on this machine (Linux, as root).
 
 `Hosts()` has two hosts, n1 and n2: `run(0, cmd)` runs a command on the first as `harness.launched` does, `run_all` one on each at once.
-`Slurm()` has Slurm's daemons on them: `run(['srun', ...])`, `batch(script, *options)`. Both are context managers, and leave nothing behind.
+`Slurm()` has Slurm's daemons on them: `run(['srun', ...])`, `batch(script, *options)`. `Pods(data)` runs commands as in containers of
+Kubernetes'. All are context managers, and leave nothing behind.
 
 A host is a set of namespaces: its own name, network, /etc/hosts and processes. So a worker of n2 that looks for the store on 127.0.0.1, or
 on n2, finds nothing, as it would on a real cluster. A host lives as long as its first process, which reads from us: it ends even if we are
@@ -23,7 +24,7 @@ _SETUP = ('mount --bind "$1" /etc/hosts && hostname "$2" && ip link set lo up &&
 def why_no_hosts():
     "Why `Hosts` cannot run here; `None` where it can"
     if os.geteuid(): return 'two hosts on one machine need root'
-    if missing := [o for o in ('unshare', 'nsenter', 'ip', 'mount', 'hostname') if not shutil.which(o)]:
+    if missing := [o for o in ('unshare', 'nsenter', 'ip', 'mount', 'hostname', 'chroot') if not shutil.which(o)]:
         return f"not installed: {', '.join(missing)}"
     cmd = [*_UNSHARE, 'ip', 'link', 'add', 'eth0', 'type', 'veth', 'peer', 'name', 'eth1']
     if (r := subprocess.run(cmd, capture_output=True, text=True)).returncode: return f'namespaces are forbidden here: {r.stderr.strip()}'
@@ -142,7 +143,7 @@ class Pods(Hosts):
         door, image = str(self.dir/'door'), ['/usr', '/bin', '/sbin', '/lib', '/lib64', '/etc', '/proc', '/sys', '/dev']
         for o in map(str, (sys.base_prefix, sys.prefix, ROOT, *sys.path, door)):
             if os.path.exists(o) and not any(f'{o}/'.startswith(f'{i}/') for i in image): image.append(o)
-        for path in (self.data, door): os.chmod(path, 0o777)
+        for path in filter(os.path.exists, (self.data, door)): os.chmod(path, 0o777)
         (self.dir/'root').mkdir()
         for i in range(2):
             (self.dir/f'hosts{i}').touch()
