@@ -19,7 +19,6 @@ TRAIN = '''
     import torch
     from fastai.basics import *
     from fastdist.all import *
-    torch.set_default_dtype(torch.float64)
 
     class First(Callback):
         def after_batch(self):
@@ -27,6 +26,7 @@ TRAIN = '''
             if 'FAIL' in os.environ and get_rank() == 1 and self.iter == 3: raise ValueError('no such image')
 
     def train(config=None):
+        torch.set_default_dtype(torch.float64)
         set_seed(0)
         x = torch.linspace(-1, 1, 50)[:,None]
         ds, first = list(zip(x, 3*x+1)), First()
