@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['notices_variable', 'job_variable', 'cpu_switch', 'is_host', 'check_gpus', 'is_caught', 'handled_in_c',
-           'signals_to_handle', 'hash_env', 'imports_script', 'process_ended', 'notice', 'new_folder', 'mark_sockets',
-           'keep', 'clear_folders', 'clear_at_end']
+           'signals_to_handle', 'hash_env', 'imports_script', 'process_ended', 'small_shm', 'notice', 'new_folder',
+           'mark_sockets', 'keep', 'clear_folders', 'clear_at_end']
 
 # %% ../nbs/01_env.ipynb #76cea9d4
 import ipaddress,json,os,re,shutil,signal,sys,tempfile
@@ -77,6 +77,12 @@ def process_ended(pid # Of any process of this machine
     "Has it ended, whether or not its parent has taken notice?"
     try: return psutil.Process(pid).status()==psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess: return True
+
+def small_shm():
+    "Has `/dev/shm`, by which loaders' processes send batches, less than a GiB? (what is wrong, what to do), or else `None`"
+    if os.path.isdir('/dev/shm') and (size := shutil.disk_usage('/dev/shm').total) < 2**30: return (
+        f"/dev/shm has {size/2**20:.0f} MiB", "loaders with num_workers send their batches by it, and fail where it is full; mount an "
+        "emptyDir of `medium: Memory` there in Kubernetes, start the container with --shm-size=8g in Docker, or use num_workers=0")
 
 # %% ../nbs/01_env.ipynb #60f63ddb
 notices_variable = 'FASTDIST_NOTICES' # the path of the launcher's pipe

@@ -116,7 +116,7 @@ def pytest_xdist_auto_num_workers(config):
     return min(len(os.sched_getaffinity(0)) + 2, 6)
 
 
-TOGETHER = 'test_slurm.py', 'test_hosts.py', 'test_gpus.py', 'test_units.py', 'test_strategy_words.py'
+TOGETHER = 'test_slurm.py', 'test_kubernetes.py', 'test_hosts.py', 'test_gpus.py', 'test_units.py', 'test_strategy_words.py'
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -164,8 +164,8 @@ def in_turn(items):
 
 
 # what takes half a minute and more, or waits for most of its time: one that began as the last would keep a core idle
-LONG = ('test_as_they_stand', 'test_killed_at_random_moments', 'test_tutorials.py', 'test_two_hosts.py', 'test_elastic.py',
-        'test_exact_or_an_error', 'test_either_order')
+LONG = ('test_as_they_stand', 'test_killed_at_random_moments', 'test_tutorials.py', 'test_two_hosts.py', 'test_kubernetes.py',
+        'test_elastic.py', 'test_exact_or_an_error', 'test_either_order')
 
 
 def pytest_collection_modifyitems(config, items):

@@ -13,6 +13,7 @@ from types import MethodType
 
 from fastai.basics import *
 from fastai.data.load import DataLoader as FastaiDataLoader
+from ..env import notice, small_shm
 from ..comm.collectives import all_gather_list, same_text
 from ..comm.gather import interleave
 from .fastai_dl import FastaiShard, reads_rows
@@ -174,8 +175,6 @@ def close(self:DistributedDL):
     if isinstance(self, TorchDataLoader): self.part.reader = None
 
 # %% ../../nbs/data/05_dl.ipynb #6480306b
-def _digest(order): return len(order),seed_of(repr(order[::max(1, len(order)//1000)])) # of a thousand of the samples
-
 def _check_same(mine, nm, what, way_out):
     "`mine` is a number of samples and a digest: a `RuntimeError` names the first worker that has others than rank 0"
     if same_text(f'{mine}'): return
@@ -196,7 +195,7 @@ def _draw(self:DistributedDL, new=True):
         p.drawing = True
         try: order = self._order(new)
         finally: p.drawing = False
-        digest = _digest(order)
+        digest = len(order),seed_of(repr(order[::max(1, len(order)//1000)])) # of a thousand of the samples
         if synced and not self.is_known: _check_same(digest, self.name, 'drawn another order',
             "Draw it from the global generators of random, numpy or torch, or keep the generator as an attribute of the loader or the sampler: "
             "those are agreed on")
@@ -236,6 +235,9 @@ def __iter__(self:DistributedDL):
                 if it is None: it,p.live = self._draw(),True
                 try: b,counts = next(it)
                 except StopIteration: break
+                except RuntimeError:
+                    if self.dl.num_workers and (found := small_shm()): notice(f"rank {get_rank()}: {': '.join(found)}")
+                    raise
                 b,p.counts = self._finish(b),Counts(*counts)
                 if self.is_stream and not p.steps and self.world_size > 1 and p.grouped: _check_same(
                     (self.expected_n,p.counts.first), self.name, 'another first sample of this iterable data set',

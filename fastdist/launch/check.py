@@ -13,6 +13,7 @@ from importlib.metadata import version
 import fastdist,psutil,torch,torch.distributed as dist
 import fastdist.trainer.learner
 from fastai.basics import *
+from ..env import small_shm
 from ..comm.collectives import all_gather_list, broadcast_object
 from ..fault.supervisor import fail_together
 from . import cli
@@ -45,9 +46,7 @@ def _problems(drivers, local_size):
     if threads*local_size > max(cores, local_size): yield (
         'NOTE', f"{plural(local_size, 'worker')} with {threads} threads each, and {plural(cores, 'core')}",
         "threads wait for each other; unset OMP_NUM_THREADS, then `fastdist launch` divides the cores among the workers")
-    if os.path.isdir('/dev/shm') and (shm := shutil.disk_usage('/dev/shm').total) < 2**30: yield (
-        'NOTE', f"/dev/shm has {shm/2**20:.0f} MiB",
-        "loaders with num_workers may end with a bus error; start the container with --shm-size=8g, or use num_workers=0")
+    if found := small_shm(): yield 'NOTE',*found
 
 def look():
     "What this worker has and sees, as plain data"

@@ -246,8 +246,8 @@ def main(args # Arguments after `fastdist launch`
     if hasattr(sys.stdout, 'reconfigure'): sys.stdout.reconfigure(line_buffering=True)
     # the launchers of several nodes know nothing of each other, and leave it to their workers to agree on a secret
     if plan.most==1: env.update(secret_env())
-    # without it torch 2.15 gives nodes different stores when their number has changed
-    if plan.least!=plan.most: env['TORCH_DISABLE_SHARE_RDZV_TCP_STORE'] = '1'
+    # without it torch 2.15 gives nodes different stores when one has come or has come back
+    if a.rdzv_backend!='static': env['TORCH_DISABLE_SHARE_RDZV_TCP_STORE'] = '1'
     status = 1
     try:
         with guarded(), patch_environment(**env): status = _run(a, plan, command, folder)

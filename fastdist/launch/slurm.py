@@ -130,37 +130,25 @@ fi
 exit "$status"
 """
 
-def _setup_line(command): # it ends the job if the command fails
-    return f'{{ {command}; }} || {{ echo "fastdist: the command before the training has failed: "{shlex.quote(command)} >&2; exit 1; }}'
-
-def _before(a):
-    "What runs before the training, on the first node"
-    resume = 'export FASTDIST_RESUME="${FASTDIST_RESUME:-$logs-checkpoints}"  # where fits in distrib_ctx save, and go on from'
-    return ''.join(f'{o}\n' for o in [*map(_setup_line, a.env_setup), *([resume] if a.requeue else [])])
-
 def _batch_file(a):
     "The text of the job's file"
+    before = [f'{{ {o}; }} || {{ echo "fastdist: the command before the training has failed: "{shlex.quote(o)} >&2; exit 1; }}'
+              for o in a.env_setup]
+    if a.requeue: before.append(
+        'export FASTDIST_RESUME="${FASTDIST_RESUME:-$logs-checkpoints}"  # where fits in distrib_ctx save, and go on from')
     launch = ['python' if a.env_setup else sys.executable, '-m', 'fastdist', 'launch', '--nproc-per-node', str(a.workers)]
     # logs in a folder that all nodes see: the launcher's own choice is one of its node. What was given comes last, and counts
-    words = dict(typed=a.typed.replace('\n', '\n# '), header=_header(a), logs=shlex.quote(f'{a.logs}/{a.name}'), before=_before(a),
-                 threads=max(1, a.cpus_per_task//a.workers), seconds=a.warn, times=a.requeue,
+    words = dict(typed=a.typed.replace('\n', '\n# '), header=_header(a), logs=shlex.quote(f'{a.logs}/{a.name}'),
+                 before=''.join(f'{o}\n' for o in before), threads=max(1, a.cpus_per_task//a.workers), seconds=a.warn, times=a.requeue,
                  launch=f'{shlex.join(launch)} --log-dir "$logs" {shlex.join(shlex.split(a.launch))}'.rstrip(),
                  script=shlex.join([*(['-m'] if a.module else []), a.script, *a.args]))
     return re.sub(r'@(\w+)@', lambda m: str(words[m[1]]), _file)
 
 # %% ../../nbs/launch/06_slurm.ipynb #0b72cbcd
-def _write(text, file):
-    "Write a job's file, unless there is another one"
-    if os.path.exists(file) and Path(file).read_text()!=text: raise ValueError(
-        f"{file} is there already, and is left as it is: remove it, or give another name with -o (-o - shows the file on the screen)")
-    Path(file).touch(0o600)
-    Path(file).write_text(text)
-
 def _submit(text, a):
     "Submit the job; the exit status"
-    # without the variables of a job in which this command is typed
-    env = {k:v for k,v in os.environ.items() if not re.match('SLURM_(?!CONF$|CLUSTERS$)', k)}
-    res = subprocess.run(['sbatch','--parsable'], input=text, stdout=subprocess.PIPE, text=True, env=env)
+    res = subprocess.run(['sbatch','--parsable'], input=text, stdout=subprocess.PIPE, text=True, # without the job in which this is typed
+                         env={k:v for k,v in os.environ.items() if not re.match('SLURM_(?!CONF$|CLUSTERS$)', k)})
     if res.returncode: sys.exit("fastdist slurm: Slurm has not accepted the job, for the reason above")
     job = res.stdout.strip().split(';')[0]
     print(f"fastdist: submitted job {job}: {a.nodes*a.workers} workers on {plural(a.nodes, 'node')}; `squeue -j {job}` says what it waits "
@@ -176,7 +164,12 @@ def main(args # Arguments after `fastdist slurm`
         if a.submit and not shutil.which('sbatch'): raise ValueError(
             "--submit: there is no `sbatch` on this machine. Type this on a login node of the cluster, or leave --submit out to write the file")
         text = _batch_file(a)
-        if file!='-': _write(text, file)
+        if file!='-':
+            if os.path.exists(file) and Path(file).read_text()!=text: raise ValueError(
+                f"{file} is there already, and is left as it is: remove it, or give another name with -o "
+                "(-o - shows the file on the screen)")
+            Path(file).touch(0o600)
+            Path(file).write_text(text)
         if file!='-' or a.submit: log_folder(a.logs, f'--logs {a.logs}')
     except (OSError,ValueError) as e: sys.exit(f"fastdist slurm: {e}")
     if a.submit: return _submit(text, a)

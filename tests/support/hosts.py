@@ -1,7 +1,8 @@
 """Two hosts for tests, on this machine (Linux, as root).
 
 `Hosts()` has two hosts, n1 and n2: `run(0, cmd)` runs a command on the first as `harness.launched` does, `run_all` one on each at once.
-`Slurm()` has Slurm's daemons on them: `run(['srun', ...])`, `batch(script, *options)`. Both are context managers, and leave nothing behind.
+`Slurm()` has Slurm's daemons on them: `run(['srun', ...])`, `batch(script, *options)`. `Pods(data)` runs commands as in containers of
+Kubernetes'. All are context managers, and leave nothing behind.
 
 A host is a set of namespaces: its own name, network, /etc/hosts and processes. So a worker of n2 that looks for the store on 127.0.0.1, or
 on n2, finds nothing, as it would on a real cluster. A host lives as long as its first process, which reads from us: it ends even if we are
@@ -12,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import warm
-from harness import SUPPORT, Launched, _env, _kill_all, _tail, launched
+from harness import ROOT, SUPPORT, Launched, _env, _kill_all, _tail, launched
 
 NAMES, ADDRESSES = ('n1', 'n2'), ('10.77.0.1', '10.77.0.2')
 _UNSHARE = ['unshare', '--net', '--uts', '--mount', '--pid', '--fork', '--mount-proc']
@@ -23,7 +24,7 @@ _SETUP = ('mount --bind "$1" /etc/hosts && hostname "$2" && ip link set lo up &&
 def why_no_hosts():
     "Why `Hosts` cannot run here; `None` where it can"
     if os.geteuid(): return 'two hosts on one machine need root'
-    if missing := [o for o in ('unshare', 'nsenter', 'ip', 'mount', 'hostname') if not shutil.which(o)]:
+    if missing := [o for o in ('unshare', 'nsenter', 'ip', 'mount', 'hostname', 'chroot') if not shutil.which(o)]:
         return f"not installed: {', '.join(missing)}"
     cmd = [*_UNSHARE, 'ip', 'link', 'add', 'eth0', 'type', 'veth', 'peer', 'name', 'eth1']
     if (r := subprocess.run(cmd, capture_output=True, text=True)).returncode: return f'namespaces are forbidden here: {r.stderr.strip()}'
@@ -109,6 +110,65 @@ class Hosts:
             h.wait()
             if h.stdout: h.stdout.close()
         shutil.rmtree(self.dir, ignore_errors=True)
+
+
+# The root of a pod: the folders of this machine that Python and fastdist need, and an empty one for each volume
+_POD = """
+set -e
+root=$1 hosts=$2 data=$3; shift 3
+mount -t tmpfs image "$root"
+mkdir "$root/tmp" "$root/data"
+mount -t tmpfs -o mode=1777 tmp "$root/tmp"
+for o in "$@"; do
+    mkdir -p "$root$(dirname "$o")"
+    if [ -L "$o" ]; then cp -P "$o" "$root$o"; continue; fi
+    if [ -d "$o" ]; then mkdir -p "$root$o"; else touch "$root$o"; fi
+    mount --rbind "$o" "$root$o"
+    mount -o remount,bind,ro "$root$o"
+done
+mount --bind "$hosts" "$root/etc/hosts"
+mount --bind "$data" "$root/data"
+mount -t tmpfs -o size=64m,mode=1777 shm "$root/dev/shm"
+mount -o remount,bind,ro "$root"
+"""
+
+
+class Pods(Hosts):
+    """Two hosts on which a command finds what a container of Kubernetes' has: a root file system that is read-only, a user without a name
+    and a home, an empty /tmp, 64 MB of /dev/shm, and as /data the folder `data`, which both share"""
+    def __init__(self, data): self.data = data
+
+    def start(self):
+        super().start()
+        door, image = str(self.dir/'door'), ['/usr', '/bin', '/sbin', '/lib', '/lib64', '/etc', '/proc', '/sys', '/dev']
+        for o in map(str, (sys.base_prefix, sys.prefix, ROOT, *sys.path, door)):
+            if os.path.exists(o) and not any(f'{o}/'.startswith(f'{i}/') for i in image): image.append(o)
+        for path in filter(os.path.exists, (self.data, door)): os.chmod(path, 0o777)
+        (self.dir/'root').mkdir()
+        for i in range(2):
+            (self.dir/f'hosts{i}').touch()
+            setup = ['sh', '-c', _POD, 'sh', self.dir/'root', self.dir/f'hosts{i}', self.data, *filter(os.path.exists, image)]
+            subprocess.run(self.inside(i, setup), check=True)
+
+    def name(self, names, service, addresses=ADDRESSES):
+        "Give the pods their names, which the other finds by the headless `service`, and addresses"
+        domain, loop = f'{service}.default.svc.cluster.local', '127.0.0.1 localhost'
+        dns = [f'{a} {n}.{domain} {n}.{service}' for a, n in zip(addresses, names)]
+        for i in range(2):
+            (self.dir/f'hosts{i}').write_text('\n'.join([loop, f'{addresses[i]} {names[i]}.{domain} {names[i]}', *dns, '']))
+            change = 'hostname "$1" && ip addr flush dev eth0 scope global && ip addr add "$2/24" dev eth0'
+            subprocess.run(self.inside(i, ['sh', '-c', change, 'sh', names[i], addresses[i]]), check=True)
+
+    def in_container(self, cmd): return ['chroot', '--userspec=12345:0', '--groups=', self.dir/'root', *cmd]
+
+    def run(self, host, cmd, env=None, timeout=60, cwd='/data'):
+        "Run the command of a container; it is `env` that goes to the folder, for `chroot` leads to the root"
+        env = {'HOME': None, 'USER': None, 'LOGNAME': None, 'TMPDIR': None, **(env or {})}
+        return super().run(host, self.in_container(['env', '-C', cwd or '/data', *cmd]), env, timeout, '/')
+
+    def delete(self, host):
+        "Kill all that runs in the pod, but for what is root's"
+        subprocess.run(self.inside(host, self.in_container(['kill', '-KILL', '-1'])))
 
 
 # A job that was put back into the queue waits as long as the old one's credential holds (cred_expire), and then for the next look of the

@@ -23,7 +23,7 @@ FULL = ('torch', 'torch.distributed.elastic.multiprocessing', 'torch._dynamo', '
 IN_NOTEBOOK = ('ipykernel', 'notebook.worker', 'nbclient', 'notebook.py')
 NAME = 'warm-seed'  # of seeds, in /proc
 PAD = 'FASTDIST_TEST_PAD'  # room for the environment and the command line of a warm process, where /proc shows them
-_PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 4, 15, 36
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 _libc, _lock, _seeds, _first = ctypes.CDLL(None, use_errno=True), threading.Lock(), {}, []  # `_seeds`: kind -> the line to it
 _SIGNALS = [getattr(signal, f'SIG{o}') for o in 'INT TERM HUP QUIT ABRT ALRM USR1 USR2 URG WINCH TSTP TTIN TTOU CONT'.split()]
@@ -60,7 +60,7 @@ def _serve(sock):
         read, write = os.pipe()
         between = os.fork()
         if between == 0:
-            if req['within']: _join(req['within'])
+            if req['within']: _join(*req['within'])
             between = os.getpid()
             is_set, set_ = os.pipe()
             if pid := os.fork():
@@ -81,12 +81,20 @@ def _serve(sock):
         for fd in fds: os.close(fd)
 
 
-def _join(pid):
-    "Go into the namespaces of a process: the next fork has that one's processes as well"
-    fds = [os.open(f'/proc/{pid}/ns/{o}', os.O_RDONLY) for o in ('pid', 'net', 'uts', 'mnt')]
+def _join(pid, user, group):
+    "Go where a process of this user is, into its namespaces and its root: the next fork has that one's processes as well"
+    root, *fds = [os.open(f'/proc/{pid}/{o}', os.O_RDONLY) for o in ('root', 'ns/pid', 'ns/net', 'ns/uts', 'ns/mnt')]
     for fd in fds:
         if _libc.setns(fd, 0): raise OSError(ctypes.get_errno(), f'setns into a namespace of process {pid}')
         os.close(fd)
+    os.fchdir(root)
+    os.chroot('.')
+    os.close(root)
+    if user:
+        os.setgroups([])
+        os.setgid(group)
+        os.setuid(user)
+        _prctl(_PR_SET_DUMPABLE, 1)  # or else /proc is not this user's to read
 
 
 def _settle(with_thread=True):
@@ -374,8 +382,8 @@ def _undisturbed():
 
 
 def start(args, env, cwd, targets, fds, session=False, group=-1, umask=-1, within=None):
-    """Start Python with `args` (a list), `fds` being its file descriptors `targets`, `within` the namespaces of another process: its pid;
-    `None` where this is not to be, or can't be, warm"""
+    """Start Python with `args` (a list), `fds` being its file descriptors `targets`: its pid; `None` where this is not to be, or can't be,
+    warm. `within` is the (pid, user, group) of another process: it starts in the namespaces and root of that one, and as its user"""
     # the seed serves none that was forked from this process
     if COLD in env or os.getpid() != _owner or not (parsed := _parse(args)): return
     if umask < 0:
@@ -413,7 +421,7 @@ def door(path):
 
 def _attend(conn):
     req, fds = _receive(conn)
-    peer = struct.unpack('3i', conn.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
+    peer = struct.unpack('3i', conn.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     pid = start(req['args'], req['env'], req['cwd'], [0, 1, 2], fds, session=True, umask=req['umask'], within=peer)
     for fd in fds: os.close(fd)
     if pid is None: return conn.sendall(struct.pack('>i', COLD_STATUS))
