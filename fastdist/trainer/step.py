@@ -377,6 +377,7 @@ class StepHooks(QuickCallback):
     def after_pred(self):
         "Let a loss that needs it see the global batch"
         if self.training: self.trainer.step.gather_batch()
+        else: self.trainer.evaluation.begin_loss()
 
     def after_loss(self):
         "Send the loss"

@@ -297,6 +297,7 @@ def after_pred(self:DistributedTrainer):
 def after_loss(self:DistributedTrainer):
     "Note that this batch has got as far as a loss"
     if self.training: self.step.note_loss()
+    else: self.evaluation.end_loss()
 
 @patch
 def after_backward(self:DistributedTrainer):
