@@ -174,8 +174,6 @@ def close(self:DistributedDL):
     if isinstance(self, TorchDataLoader): self.part.reader = None
 
 # %% ../../nbs/data/05_dl.ipynb #6480306b
-def _digest(order): return len(order),seed_of(repr(order[::max(1, len(order)//1000)])) # of a thousand of the samples
-
 def _check_same(mine, nm, what, way_out):
     "`mine` is a number of samples and a digest: a `RuntimeError` names the first worker that has others than rank 0"
     if same_text(f'{mine}'): return
@@ -196,7 +194,7 @@ def _draw(self:DistributedDL, new=True):
         p.drawing = True
         try: order = self._order(new)
         finally: p.drawing = False
-        digest = _digest(order)
+        digest = len(order),seed_of(repr(order[::max(1, len(order)//1000)])) # of a thousand of the samples
         if synced and not self.is_known: _check_same(digest, self.name, 'drawn another order',
             "Draw it from the global generators of random, numpy or torch, or keep the generator as an attribute of the loader or the sampler: "
             "those are agreed on")

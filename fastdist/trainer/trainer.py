@@ -223,8 +223,8 @@ def _check_local_numbers(self:DistributedTrainer):
     differ = differing({nm:seed_of(repr(o)) for nm,o in changed.items()})
     if differ and get_rank()==0: current_world().cached('numbers', lambda: warnings.warn(
         f"{' and '.join(differ)} ({', '.join(k for nm in differ for k in changed[nm])}) has other numbers in each worker after an epoch, "
-        "as each has seen its own batches: in a validation whole ones, in training its share of each. A clock may, and a last value; what "
-        "a callback sums up it adds up, as in after_validate: vars(self).update(all_reduce_dict(dict(n=self.n))), of fastdist.world",
+        "as each has seen its own batches. Where they are sums, add them up, as in after_validate: "
+        "vars(self).update(fastdist.world.all_reduce_dict(dict(n=self.n)))",
         stacklevel=2))
 
 @patch
