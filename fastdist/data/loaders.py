@@ -43,7 +43,7 @@ def _held(o, depth=4):
     "What tells the samples of data set `o` from those of another one: indices, rows, lists of items or of names"
     if isinstance(o, _arrays) or _is_table(o): return [o]
     wraps = lambda v: hasattr(v, '__getitem__') and hasattr(v, '__dict__') and not isinstance(v, (type,nn.Module,*_arrays))
-    if isinstance(o, (list,L)) and not wraps(first(o)): return [o] if len(o) else []
+    if isinstance(o, (list,L,range)) and not wraps(first(o)): return [o] if len(o) else []
     within = o if isinstance(o, (list,L,tuple)) else vars(o).values() if wraps(o) else ()
     return [r for v in within for r in _held(v, depth-1)] if depth else []
 
@@ -88,5 +88,5 @@ def same_data(dls # `DataLoaders` of this worker
     raise ValueError(
         f"rank {get_rank()}: loader {i} of rank {r} has other data than that of rank 0, or batches it otherwise: "
         f"{_brief(b)}, and {_brief(a)}. "
-        "All workers need the same: give the split a seed (RandomSplitter(seed=42), from_df(..., seed=42)), "
-        "or call set_seed(42) before it, sort what is listed of a set, and leave out a split by rank: workers get their shares by themselves")
+        "All workers need the same: give the split a seed (RandomSplitter(seed=42), or set_seed(42) before it), sort what is listed of a set, "
+        "and leave out a split by rank")

@@ -15,7 +15,7 @@ from copy import deepcopy
 import numpy as np
 import torch, torch.distributed as dist
 from fastcore.all import ReindexCollection
-from ..comm.collectives import broadcast_object, same_text
+from ..comm.collectives import broadcast_object, same_and_most
 from ..world.ranks import current_world, get_rank, get_world_size
 
 # %% ../../nbs/data/00_rng.ipynb #7154465a
@@ -233,12 +233,16 @@ def rank0_stream():
     finally:
         if _text(first)!=_text(mine): set_rng_state(mine)
 
-def resync_streams():
-    "Take rank 0's shared stream again, and warn, where callbacks have drawn other numbers of random numbers than in rank 0"
+def resync_streams(*ns # Integers of this worker
+                  ):
+    """Take rank 0's shared stream again, and warn, where callbacks have drawn other numbers of random numbers than in rank 0. Returns of each
+    of `ns` the greatest of all workers, which the same message has"""
     mine = rng_state()
-    if same_text(_text(mine)): return
+    same,most = same_and_most(_text(mine), *ns)
+    if same: return most
     set_rng_state(broadcast_object(mine))
     if get_rank()==0: current_world().cached('parted', lambda: warnings.warn(
-        "not all workers have drawn as many random numbers outside of loader, forward and backward (a callback that draws for each sample "
-        "of a batch, or in some ranks only), so what was drawn after that was not the same in all. From this epoch on it is again: draw in "
-        "transforms or the model, or from a generator of your own"))
+        "not all workers have drawn as many random numbers outside of loader, forward and backward, as where a callback draws for each sample "
+        "or in some ranks only: what followed was not the same in all, and is again from this epoch on. Draw in transforms or the model, or "
+        "from a generator of your own"))
+    return most

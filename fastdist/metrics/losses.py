@@ -134,16 +134,12 @@ def _name_of(f): return getattr(f, '__name__', type(f).__name__)
 
 def _say_how(f):
     nm = _name_of(f)
-    return (f"If it is a mean over samples: {nm}.loss_divisor = None; if its mean divides by something else: {nm}.loss_divisor = "
-            f"a function of the targets, such as lambda y: (y!=-100).sum(); if it adds up: {nm}.reduction = 'sum'")
+    return (f"If it is a mean over samples: {nm}.loss_divisor = None; if it divides by something else: {nm}.loss_divisor = "
+            f"a function of the targets (lambda y: (y!=-100).sum()); if it adds up: {nm}.reduction = 'sum'")
 
 def _untold(f, why): return ValueError(
-    f"rank {get_rank()}: {why}, so what the loss of a global batch is does not follow from those of its shares. "
-    f"{_say_how(f)}; else let it see the global batch, at the price of gathering it in each step: learn.loss_func = GlobalBatchLoss(...)")
-
-def _gathers(f, nbytes): return (
-    f"the loss function {_name_of(f)} may be no mean over samples, so each worker computes it for the global batch, whose predictions and "
-    f"targets ({nbytes/2**20:.2g} MB) it gathers in each step. {_say_how(f)}")
+    f"rank {get_rank()}: {why}, so the loss of a global batch does not follow from those of its shares. "
+    f"{_say_how(f)}; else gather the batch in each step: learn.loss_func = GlobalBatchLoss(...)")
 
 # %% ../../nbs/metrics/01_losses.ipynb #d3b4f9ab
 _gathered_at_most = 8*2**20 # bytes of predictions and targets in a step: the gradients of a model of two million parameters
@@ -181,7 +177,9 @@ class LossRoute:
         if not self.is_global: raise _untold(
             self.func, f"nobody knows the loss function {_name_of(self.func)}, and predictions and targets ({nbytes/2**20:.2g} MB in a step) "
             "are large, or have no row for each sample")
-        if get_rank()==0: warnings.warn(_gathers(self.func, nbytes), stacklevel=2)
+        if get_rank()==0: warnings.warn(
+            f"the loss function {_name_of(self.func)} may be no mean over samples, so each worker computes it for the global batch, which it "
+            f"gathers in each step ({nbytes/2**20:.2g} MB). {_say_how(self.func)}", stacklevel=2)
 
     def set_by_labels(self, why):
         "The loss is another than the loss function's: a `ValueError` if a label of a sample does not count, which is no mean over samples"

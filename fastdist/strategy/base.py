@@ -158,9 +158,9 @@ def sync_buffers(model):
         b.copy_(mean/get_world_size())
     _broadcast([named[n] for n in differ])
     if others and get_rank()==0: current_world().cached('buffers', lambda: warnings.warn(
-        f"the buffers {', '.join(others[:5])} of the model differ between workers, as each has had its own share of the batches. After "
-        "each pass over the data all get their mean (of whole numbers, rank 0's): that is not what one process has. "
-        "Take them from the global batch in forward, by an all_reduce in training, if it matters", stacklevel=2))
+        f"the buffers {', '.join(others[:5])} of the model differ between workers, as each has had its own share of the batches: after "
+        "each pass over the data all get their mean (of whole numbers, rank 0's), which is not what one process has. "
+        "Where it matters, let forward take them from the global batch, by an all_reduce in training", stacklevel=2))
 
 # %% ../../nbs/strategy/00_base.ipynb #16a6bd5d
 def modules_of(*objects # Any, as callbacks
@@ -237,7 +237,7 @@ def check_shares(model # A model each of whose batches workers are to share
         if not isinstance(m, (nn.Embedding,nn.EmbeddingBag)): continue
         if m.max_norm is not None: raise ValueError(
             f"rank {get_rank()}: {n or type(m).__name__} has max_norm={m.max_norm}, by which each forward changes the rows that it looks "
-            "up: the workers, which look up others, would train different models. Leave it out, and let a callback do it for all rows: "
+            "up, and each worker looks up others. Leave it out, and let a callback do it for all rows: "
             "def after_step(self): w.data.copy_(torch.renorm(w.data, 2, 0, max_norm))")
         if m.scale_grad_by_freq: raise ValueError(
             f"rank {get_rank()}: {n or type(m).__name__} has scale_grad_by_freq=True, which divides gradients by how often a row is looked "

@@ -17,6 +17,7 @@ from ..data.dl import DistributedDL
 from ..data.loaders import n_batches
 from ..fault.cancel import cancels
 from ..fault.same_call import gone_on
+from ..fault.watchdog import collectives_begun
 from ..metrics.losses import RowLosses
 from ..metrics.metrics import EpochTotals, GatheredPreds
 from ..world.ranks import get_rank
@@ -29,7 +30,7 @@ class Evaluation:
                  dst=None, # The rank that gets predictions; by default all do
                 ):
         self.learn,self.decisions,self.dst = learn,decisions,dst
-        self.totals,self.losses,self.preds,self.forwards = EpochTotals(learn),RowLosses(),[],0
+        self.totals,self.losses,self.preds,self.forwards,self.begun = EpochTotals(learn),RowLosses(),[],0,0
         self.dl = vars(learn).get('dl')
 
     @property
@@ -61,6 +62,18 @@ class Evaluation:
         learn.iter,learn.n_iter = learn.iter*dl.world_size+dl.rank,n
         pbar = getattr(getattr(learn, 'progress', None), 'pbar', None)
         if first and pbar is not None: pbar.total = n
+
+    def begin_loss(self):
+        "After all callbacks' `after_pred`: the loss function is next"
+        if self.forwards==1: self.begun = collectives_begun()
+
+    def end_loss(self):
+        "A `RuntimeError` where the loss function of the first batch has put together what workers have of different batches"
+        if self.forwards!=1 or collectives_begun()==self.begun or self.shared and self.by_rows: return
+        raise RuntimeError(
+            f"rank {get_rank()}: the loss function makes a collective of its own, such as an all_gather, in an evaluation, where workers have "
+            "different batches. Make it in training alone (if torch.is_grad_enabled()), or leave it out and set learn.loss_func = "
+            "GlobalBatchLoss(...)")
 
     def add_batch(self):
         "Keep the batch for the metrics that need it again, and its loss where others have rows of it"

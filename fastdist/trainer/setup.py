@@ -14,6 +14,7 @@ from ..callbacks.accumulation import AccumulateSteps
 from ..callbacks.loggers import console_bars, is_logger, loggers_hidden
 from ..callbacks.precision import LaunchedPrecision
 from ..checkpoint.weights import is_sharded
+from ..comm.collectives import checksums, same_text
 from ..data.loaders import same_data
 from ..data.rng import WorkerRandom
 from ..fault.cancel import CancelSync
@@ -21,12 +22,12 @@ from ..metrics.metrics import EpochTotals
 from ..model.units import checkpoint_activations, compile_model, select
 from ..model.batchnorm import global_batch_norm
 from ..monitor.sizes import Microbatches
-from ..strategy.base import callbacks_of, check_values, same_everywhere, sync_buffers, full_model
+from ..strategy.base import callbacks_of, check_values, same_everywhere, state_tensors, sync_buffers, full_model
 from ..strategy.select import close_strategy, make_strategy
 from .args import check_args_consistent
 from .loaders import SharedLoaders, back_on_device, move_learner
 from .step import StepHooks
-from ..world.ranks import get_rank
+from ..world.ranks import current_world, get_rank
 
 # %% ../../nbs/trainer/04_setup.ipynb #147692f2
 class LearnerSetup(QuickCallback):
@@ -128,6 +129,7 @@ def _shape(self:LearnerSetup):
     strategy.set_opt(learn.opt)
     self.prepare(undo)
     self._note_model()
+    self.versions = self.versions_now()
 
 @patch
 def prepare(self:LearnerSetup, undo):
@@ -155,6 +157,34 @@ def _close_strategy(self:LearnerSetup):
 def _unshape(self:LearnerSetup):
     shaped,self.shaped = self.shaped,None
     if shaped is not None: shaped.close()
+
+# %% ../../nbs/trainer/04_setup.ipynb #a7c1e5d2
+@patch
+def _values(self:LearnerSetup):
+    "What is the same in all workers when a fit begins to train: parameters, buffers and, where it is not shared out, optimizer state"
+    learn,opt = self.learn,None if self.strategy.shards_state else self.learn.opt
+    return [*learn.model.parameters(), *full_model(learn).buffers(), *(state_tensors(opt) if opt else ())]
+
+@patch
+def versions_now(self:LearnerSetup):
+    "Others than at the last look, where one of these has been changed in place since, or is another tensor"
+    return [(id(t), None if t.is_inference() else t._version) for t in self._values()]
+
+@patch
+def agree_values(self:LearnerSetup, some_kept # Have some workers not changed them?
+                ):
+    "Before a fit trains, where workers have changed them: all take rank 0's, and rank 0 says so once, if they are not the same in all"
+    strategy,learn = self.strategy,self.learn
+    if not strategy.shards_params and same_text(repr(checksums(self._values()))): return
+    if strategy.shards_state and some_kept: raise RuntimeError(
+        f"rank {get_rank()}: only some workers have changed the weights or the optimizer's state since the last fit, as learn.load does, "
+        f"which strategy={strategy.name!r} shares out: do it in all workers, whatever their rank")
+    if strategy.shards_params: return # nobody can tell: each has other shards
+    same_everywhere(full_model(learn), None if strategy.shards_state else learn.opt)
+    if get_rank()==0: current_world().cached('values', lambda: warnings.warn(
+        "weights, buffers or optimizer state were set since the context began, or the last fit, and not to the same in all workers: all go on "
+        "with rank 0's. What goes by the data, such as LSUV, has seen one worker's share of them: do it before the context, where a loader has "
+        "all samples", stacklevel=2))
 
 # %% ../../nbs/trainer/04_setup.ipynb #6c299e31
 @patch

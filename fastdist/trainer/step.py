@@ -61,8 +61,8 @@ class Fingerprint:
         found = {n:f'{checksum(p.detach()):08x}' for n,p in learn.model.named_parameters()}
         name,who = first_other(all_gather_list(found)) or ('now the same', 'all have them')
         raise RuntimeError(at+f"the workers no longer have the same weights: {name}: {who} (checksums). A callback or an optimizer draws "
-            "from a generator of its own, such as np.random.default_rng(), that has another seed in each, or changes weights or gradients in "
-            "some alone, or a layer sets its weights by the first batch, of which each has a share (ActNorm: run a batch through it before the context)")
+            "from a generator that each has seeded otherwise (np.random.default_rng()), or changes weights or gradients in some alone; or a layer "
+            "sets its weights by its share of the first batch (ActNorm: run a batch through it before the context)")
 
 # %% ../../nbs/trainer/02_step.ipynb #9000bf8e
 class Share:
@@ -377,6 +377,7 @@ class StepHooks(QuickCallback):
     def after_pred(self):
         "Let a loss that needs it see the global batch"
         if self.training: self.trainer.step.gather_batch()
+        else: self.trainer.evaluation.begin_loss()
 
     def after_loss(self):
         "Send the loss"
@@ -403,9 +404,9 @@ class StepHooks(QuickCallback):
         "Raise an error where gradients were made without a backward pass, and each worker has others: nothing has averaged those"
         grads = [p.grad for p in self.strategy.all_params() if p.grad is not None]
         if not same_text(repr([checksum(g) for g in grads if not is_dtensor(g) and g.layout==torch.strided])): raise RuntimeError(
-            f"rank {get_rank()}: the gradients of this step come from no backward pass (but from torch.autograd.grad, torch.func, or by "
-            "hand), and are not the same in all workers: call backward(), or add them up (fastdist.world.all_reduce(p.grad)), each of a "
-            "loss times counts.mine/counts.total, with counts = learn.dl.counts")
+            f"rank {get_rank()}: the gradients of this step come from no backward pass (but from torch.autograd.grad, say), and are not "
+            "the same in all workers. Call backward(); or multiply the loss by counts.mine/counts.total of learn.dl.counts, and add them up: "
+            "fastdist.world.all_reduce(p.grad)")
 
     def after_batch(self):
         "Give the model back, where the forward was cancelled, and the metrics their state, where this batch does not count"

@@ -16,7 +16,7 @@ from ..callbacks.fastai_patches import device_losses
 from ..callbacks.data_parallel import ParallelTrainer
 from ..callbacks.loggers import loggers_hidden
 from ..callbacks.precision import autocast_kept
-from ..comm.collectives import all_gather_list, broadcast_object, differing, same_call
+from ..comm.collectives import broadcast_object, differing, same_call
 from ..comm.rank0 import check_outside
 from ..data.loaders import data_of, same_data
 from ..data.partition import plain_item
@@ -24,7 +24,6 @@ from ..data.rng import rank0_stream, resync_streams, seed_of
 from ..fault.cancel import batch_events
 from ..fault.supervisor import catchable, handler_kept, interrupt_deferred, raise_root_cause, resync, scope
 from ..model.batchnorm import norm_scope_of, set_norm_scope
-from ..strategy.base import same_everywhere, state_tensors, full_model
 from .args import check_args, check_precision, launched_precision, takes_arguments, worker_device
 from .evaluation import Evaluation
 from .loaders import plain_dls
@@ -42,7 +41,7 @@ class DistributedTrainer(LearnerSetup):
     in_fit = in_training = False # is this in a fit, and has that begun to train?
     said_batch = False # has rank 0 said what a step is made of?
     in_evaluation = False # is this in an evaluation that a callback makes in a fit?
-    evaluation = train_dl = versions = numbers_before = _accelerator = None
+    evaluation = train_dl = numbers_before = _accelerator = None
     @takes_arguments
     def __init__(self, sync_bn=True, **kwargs):
         super().__init__()
@@ -104,7 +103,6 @@ def attach(self:DistributedTrainer):
     if get_world_size() > 1: self.device = worker_device(self.settings)
     with nullcontext() if self.in_context else self._fail_together():
         with interrupt_deferred(): self.set_up()
-        if self.device is not None: self.versions = _versions(self.learn, self.strategy)
         if not self.in_context: same_call('the set-up of DistributedTrainer') # who has done it waits here for those that fail
 
 # %% ../../nbs/trainer/05_trainer.ipynb #6281de03
@@ -127,34 +125,19 @@ def fit_together(self:DistributedTrainer):
 
 @patch
 def _begin_fit(self:DistributedTrainer, undo):
-    "All workers are at this fit, with the same callbacks, layers, data and weights; `undo` is left at its end"
-    learn,strategy = self.learn,self.strategy
+    "All workers are at this fit, with the same callbacks, layers and data; `undo` is left at its end"
+    learn = self.learn
     undo.enter_context(self._fail_together())
     if get_rank() > 0: undo.enter_context(loggers_hidden(learn)) # those given to `fit`
     undo.callback(self.decisions.end)
     n,dls = getattr(learn, 'n_epoch', 'some'),plain_dls(learn.dls)
     trained = [n for n,p in learn.model.named_parameters() if p.requires_grad]
-    changed = self.versions not in (None,_versions(learn, strategy))
-    if not self.decisions.begin(f"a fit of {n} epoch{'' if n==1 else 's'}", trained, repr((data_of(dls), changed))):
-        same_data(dls)
-        if strategy is not None and len({*all_gather_list(changed)}) > 1: _take_rank0s(learn, strategy)
+    if not self.decisions.begin(f"a fit of {n} epoch{'' if n==1 else 's'}", trained, repr(data_of(dls))): same_data(dls)
     undo.push(self._fit_failed)
     if self.device.type!='cpu': undo.enter_context(device_losses(learn))
     undo.enter_context(self.decisions.interruptible())
     undo.enter_context(rank0_stream())
     undo.callback(self.random.exit)
-
-def _versions(learn, strategy):
-    "Of parameters, and of an optimizer's state that is not shared out: another value when one is changed in place, or another tensor"
-    ts = *learn.model.parameters(),*(() if learn.opt is None or getattr(strategy, 'shards_state', False) else state_tensors(learn.opt))
-    return [(id(t), None if t.is_inference() else t._version) for t in ts]
-
-def _take_rank0s(learn, strategy):
-    "Only some workers have changed weights or optimizer state between two fits: all take rank 0's"
-    if strategy.shards_state: raise RuntimeError(
-        f"rank {get_rank()}: only some workers have changed the weights or the optimizer's state since the last fit, as learn.load does, "
-        f"which strategy={strategy.name!r} shares out: do it in all workers, whatever their rank")
-    same_everywhere(full_model(learn), learn.opt)
 
 @patch
 def _fit_failed(self:DistributedTrainer, cls, error, *_):
@@ -222,7 +205,7 @@ def after_fit(self:DistributedTrainer):
     self.agree_buffers()
     if self.in_fit: self.strategy.average()
     self.random.exit()
-    self.versions = _versions(self.learn, self.strategy)
+    self.versions = self.versions_now()
 
 @patch
 def _local_numbers(self:DistributedTrainer):
@@ -240,8 +223,8 @@ def _check_local_numbers(self:DistributedTrainer):
     differ = differing({nm:seed_of(repr(o)) for nm,o in changed.items()})
     if differ and get_rank()==0: current_world().cached('numbers', lambda: warnings.warn(
         f"{' and '.join(differ)} ({', '.join(k for nm in differ for k in changed[nm])}) has other numbers in each worker after an epoch, "
-        "as each has seen its own batches: in a validation whole ones, in training its share of each. A clock may, and a last value; what "
-        "a callback sums up it adds up, as in after_validate: vars(self).update(all_reduce_dict(dict(n=self.n))), of fastdist.world",
+        "as each has seen its own batches. Where they are sums, add them up, as in after_validate: "
+        "vars(self).update(fastdist.world.all_reduce_dict(dict(n=self.n)))",
         stacklevel=2))
 
 @patch
@@ -259,12 +242,16 @@ def after_epoch(self:DistributedTrainer):
 @patch
 def before_train(self:DistributedTrainer):
     "Take this worker's part of the training loader"
+    changed = False
     if self.in_training: self.check_unchanged('at the beginning')
     else:
         self.rewrap_if_changed() # other callbacks may have changed it before the fit
         if self.step is not None: self.step.message = self.step.before = None # what was pressed in an earlier fit is no stop of this one
+        changed = self.versions!=self.versions_now()
     self.in_training = True
-    if not self.decisions.nested: resync_streams()
+    if not self.decisions.nested:
+        some_changed,some_kept = resync_streams(changed, not changed)
+        if some_changed: self.agree_values(some_kept)
     self.learn.dl = self.train_dl = self.loaders.train(self.learn.dl)
     self.hooks.begin_epoch()
     self.totals.reset()
@@ -310,6 +297,7 @@ def after_pred(self:DistributedTrainer):
 def after_loss(self:DistributedTrainer):
     "Note that this batch has got as far as a loss"
     if self.training: self.step.note_loss()
+    else: self.evaluation.end_loss()
 
 @patch
 def after_backward(self:DistributedTrainer):

@@ -47,6 +47,12 @@ def wrapped():
     return learner(DataLoaders.from_dsets(*map(Wraps, random_split(TensorDataset(*torchs()), [32, 8])), bs=8))
 
 
+def ranged():
+    from torch.utils.data import Subset, TensorDataset
+    first, ds = np.random.randint(1000), TensorDataset(*torchs(1040))
+    return learner(DataLoaders.from_dsets(Subset(ds, range(first, first+32)), Subset(ds, range(8)), bs=8))
+
+
 class Table:
     "As a `Dataset` of Hugging Face: rows are dicts, and a transform may draw random numbers whenever one is read"
     def __init__(self, rows, plain=False): self._rows, self._plain = rows, plain
@@ -63,7 +69,7 @@ def table():
     return learner(DataLoaders.from_dsets(Table(rows), Table(rows[:8]), bs=8))
 
 
-KINDS = dict(tabular=tabular, block=block, wrapped=wrapped, permuted=permuted, table=table)
+KINDS = dict(tabular=tabular, block=block, wrapped=wrapped, ranged=ranged, permuted=permuted, table=table)
 
 
 def seen(kind, seed):

@@ -134,3 +134,29 @@ def test_what_was_on_is_undone(world3):
     first, *others = world3(ended_wait)
     assert first == ('ValueError', None, 0, True)
     assert others == [('RemoteError', 0, 0, True), ('RemoteError', 0, 1, True)]
+
+
+def group_of_script(ranks):
+    "What the script's own group does for it after a fit that has failed in `ranks`, in the context that has begun next"
+    import fastdist.all, torch.distributed as dist
+    from fastdist.world import all_reduce, setup_distrib
+    setup_distrib()
+    group, learn = dist.new_group(), quiet(learner(n=23))
+    for cbs in [Fails(ranks)], []:
+        try:
+            with learn.distrib_ctx():
+                found = caught_of(lambda: all_reduce(1, group=group))
+                learn.fit(1, cbs=cbs)
+        except Exception: pass
+    return found
+
+
+def caught_of(f):
+    try: return f()
+    except Exception as e: return str(e)
+
+
+def test_a_group_of_the_script(world2):
+    "Ends with the process group in which a fit has failed in one worker alone: the error says so. Where it has failed in all it stays"
+    for o in world2(group_of_script, [1]): assert 'this group has ended with the process group' in o and 'new_group) when' in o, o
+    assert world2(group_of_script, [0, 1]) == [2, 2]

@@ -152,6 +152,36 @@ def test_what_cannot_be_shared_between_fits(world, what, strategy, kind, says):
     for error, _ in world(between_fits, what, strategy): assert error[0] == kind and says in error[1] and error[2] < 30, error
 
 
+class ByFirstBatch(Callback):
+    "Sets what a model begins with by the first batch, as LSUV does, or by every so many-th sample of it"
+    def __init__(self, every=1): self.every = every
+    def before_fit(self):
+        x = self.dls.train.one_batch()[0][::self.every]
+        self.model.train()
+        with torch.no_grad():
+            self.model[0].weight.div_(self.model[0](x).std())
+            self.model(x) # which changes running statistics
+
+
+def by_first_batch(every=1, strategy=None, distrib=True):
+    import fastdist.all
+    learn = quiet(learner(n=24, bs=6, bn=True, shuffle=False))
+    with warnings.catch_warnings(record=True) as seen, (
+            learn.distrib_ctx(split_batches=True, strategy=strategy) if distrib else contextlib.nullcontext()):
+        warnings.simplefilter('always')
+        learn.fit(2, cbs=ByFirstBatch(every))
+    return weights(learn), [str(o.message) for o in seen]
+
+
+@pytest.mark.parametrize('size,strategy', [(2, None), (3, 'zero1')])
+def test_sets_weights_by_its_first_batch(worlds, size, strategy):
+    "Each worker by its share: all train with what rank 0 has set, and rank 0 says so"
+    want, _ = by_first_batch(size, distrib=False)
+    for rank, (found, said) in enumerate(worlds(size)(by_first_batch, strategy=strategy)):
+        assert diff(want, found) < 2e-7
+        assert sum("all go on with rank 0's" in o for o in said) == len(said) == (rank == 0), said
+
+
 def logged(tmp):
     "The weights of a fit in which rank 0 alone has callbacks that log and save"
     import fastdist.all

@@ -1,4 +1,5 @@
 "What is said of a loss that is no mean over samples, and what it costs. (contract/test_training.py has the numbers.)"
+import pytest
 from learners import *
 import torch.nn.functional as F
 
@@ -97,3 +98,32 @@ def losses_of_samples(f, distrib):
 def test_the_loss_of_each_sample(world2):
     one = losses_of_samples(CrossEntropyLossFlat(), False)
     for losses in world2(losses_of_samples, CrossEntropyLossFlat(), True): assert diff(one, losses) < 1e-6
+
+
+def gathering(p, y, always=True):
+    "A mean over the samples that it gathers from all workers by itself: in training alone, or in an evaluation too"
+    import torch.distributed as dist
+    loss = F.cross_entropy(p, y)
+    if not dist.is_initialized() or not (always or torch.is_grad_enabled()): return loss.float()
+    sums = torch.stack([loss.detach()*len(y), torch.tensor(float(len(y)), dtype=torch.float64)])
+    dist.all_reduce(sums)
+    return (loss-loss.detach()+sums[0]/sums[1]).float()
+
+
+def gathers(always, distrib=True):
+    import fastdist.all
+    loss = partial(gathering, always=always)
+    loss.loss_divisor = None
+    learn = quiet(learner(n=24, bs=6, loss=loss))
+    try:
+        with learn.distrib_ctx(split_batches=True) if distrib else contextlib.nullcontext(): learn.fit(2)
+    except RuntimeError as e: return str(e)
+    return list(learn.recorder.values[-1])
+
+
+@pytest.mark.parametrize('size', [2, 3])
+def test_a_loss_that_gathers_by_itself(worlds, size):
+    "In an evaluation workers have different batches, which it would mix: an error, unless it does so in training alone"
+    for o in worlds(size)(gathers, True): assert 'the loss function makes a collective of its own' in o and 'torch.is_grad_enabled()' in o, o
+    want = gathers(False, distrib=False)
+    for o in worlds(size)(gathers, False): assert diff(want, o) < 1e-6
