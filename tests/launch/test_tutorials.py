@@ -10,7 +10,8 @@ EXECUTE = [sys.executable, '-c', 'import sys, tutorials; tutorials.execute(sys.a
 SHOWN = {  # in the cell that begins so, each of these is in one output
     'notebook': {'learn = launch_in_notebook': ('valid_loss', 'image/png'), 'def fails': ('this is rank 1',),
                  'def train_and_save': ('valid_loss',)},
-    'vision': {'learn = launch_in_notebook': ('valid_loss', 'image/png'), 'with learn.no_bar(): interp': ('image/png',), 'def losses': ('two workers',)},
+    'vision': {'learn = launch_in_notebook': ('valid_loss', 'image/png'), 'with learn.no_bar(): interp': ('image/png',),
+               'def losses': ('two workers',)},
     'sharded': {'torch.set_num_threads': ('zero2',), 'ddp,ddp_memory': ('valid_loss',), 'fsdp,fsdp_memory': ('valid_loss',),
                 'held': ('image/png',)},
     'resume': {'whole': ('valid_loss',), 'try: launch_in_notebook': ('rank 1 of 2 was killed by signal 9',),
@@ -28,7 +29,8 @@ def pictures(cell): return [o.data['image/png'] for o in cell.outputs if 'image/
 def test_runs(tutorial, tmp_path, default_port):
     file = shutil.copy(tutorial, tmp_path)
     # without the OMP_NUM_THREADS that the harness sets: a user's kernel has none, and forked workers depend on it
-    r = launched([*EXECUTE, file], 540, env={'CUDA_VISIBLE_DEVICES': '', 'OMP_NUM_THREADS': None, 'PYTHONPATH': f'{ROOT}:{ROOT/"tools"}'}, cwd=tmp_path)
+    env = {'CUDA_VISIBLE_DEVICES': '', 'OMP_NUM_THREADS': None, 'PYTHONPATH': f'{ROOT}:{ROOT/"tools"}'}
+    r = launched([*EXECUTE, file], 540, env=env, cwd=tmp_path)
     assert r.returncode == 0, f'{r.stdout}\n{r.stderr}'
     assert not r.left
     cells = code_cells(file)
@@ -44,7 +46,7 @@ def test_runs(tutorial, tmp_path, default_port):
 
 
 def test_kept(tutorial):
-    "Its outputs are in the file, with no path or name of the machine that made them, and the picture at its top is the last one that it draws"
+    "Its outputs are in the file, with no path or name of a machine, and the picture at its top is the last one that it draws"
     cells = code_cells(tutorial)
     text = ''.join(str(o.get('text', o.get('data', {}).get('text/plain', ''))) for c in cells for o in c.outputs)
     assert 'epoch' in text and not [w for w in warnings_in(text)]
