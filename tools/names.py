@@ -30,7 +30,8 @@ WORDS = '''OSS ShardedDataParallel ShardedGradScaler checkpoint_wrapper auto_wra
 
 def py_files():
     "The package, and what CONTRIBUTING.md names of tools and tests"
-    return [f for o in ('fastdist', 'tools', 'tests') for f in sorted((ROOT/o).rglob('*.py')) if f.name != '_modidx.py']
+    files = [f for o in ('fastdist', 'tools', 'tests/support') for f in sorted((ROOT/o).rglob('*.py')) if f.name != '_modidx.py']
+    return [*files, ROOT/'tests/conftest.py']
 
 
 def names_in(text):
@@ -53,13 +54,13 @@ def known():
     for f in py_files():
         text = f.read_text(encoding='utf-8')
         res.update(f.relative_to(ROOT).with_suffix('').parts, (o for o in names_in(text) if o[0] != '_'), re.findall(r'\b[A-Z][A-Z\d]+_[A-Z\d_]+\b', text))
-    for o in LIBRARIES:
-        m = import_module(o)
+    for m in map(import_module, LIBRARIES):
         res.update(dir(m))
         for c in vars(m).values():
+            if not isinstance(c, (type, FunctionType)): continue
             if isinstance(c, type): res.update(dir(c))
             if isinstance(c, type) and issubclass(c, Callback): res.add(camel2snake(c.__name__)) # as fastai calls it on a learner
-            code = getattr(c.__init__ if isinstance(c, type) else c, '__code__', None) if isinstance(c, (type, FunctionType)) else None
+            code = getattr(c.__init__ if isinstance(c, type) else c, '__code__', None)
             if code: res.update(code.co_varnames[:code.co_argcount+code.co_kwonlyargcount])
     return res.union(*(o.split('.') for o in sys.modules))
 
@@ -89,7 +90,7 @@ def wrong(span):
     # an option; a path or a file; what a program prints
     if words[0][0] == '-' or re.search(r'/|\\|<|[\w*]\.(py|pyi|md|ipynb|toml|ini|jsonl?|sh|ya?ml|png|log|txt|pth|gz|html|cfg|pt)\b|[a-z]+ [a-z]+ [a-z]+', span): return bad
     code = re.sub(r"""(["']).*?\1|[\w-]+\.\.\.\w*""", '', span)
-    return [o for o in re.findall(r'(?<!\w)[A-Za-z]\w+', code) if o not in known() and not re.search(rf'\b{o}\b\s*=(?!=)', code.split('(')[0])]
+    return [o for o in re.findall(r'(?<!\w)[A-Za-z]\w+', code) if o not in known() and not re.search(rf'\b{o} = ', code)]
 
 
 def spans(text):

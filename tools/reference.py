@@ -1,6 +1,6 @@
 """The pages of the reference, in Markdown: each public name with its signature, its parameters, its docstring, and an example from the notebook that
 defines it. What is missing is a fault."""
-import inspect, io, json, os, re, textwrap, warnings
+import ast, inspect, io, json, os, re, textwrap, warnings
 from contextlib import redirect_stdout, suppress
 from functools import cache
 from importlib import import_module
@@ -71,14 +71,14 @@ def signature(name, obj):
     pars = [p.replace(annotation=p.empty, default=p.default if p.default is p.empty else Shown(p.default))
             for p in inspect.signature(obj).parameters.values() if p.name != 'self']
     text = str(inspect.Signature(pars))
-    if len(name+text) <= 90: return name+text
-    return f'{name}(\n' + textwrap.fill(text[1:-1], 90, initial_indent='    ', subsequent_indent='    ', break_long_words=False, break_on_hyphens=False) + ')'
+    if len(name+text) <= 76: return name+text
+    return f'{name}(\n' + textwrap.fill(text[1:-1], 76, initial_indent='    ', subsequent_indent='    ', break_long_words=False, break_on_hyphens=False) + ')'
 
 
 def type_name(t):
     "A type in words, none where it is only that of the default `None`"
     if t in (type(None), inspect.Parameter.empty): return inspect.Parameter.empty
-    if get_origin(t) is Literal: return ' or '.join(map(repr, get_args(t)))
+    if get_origin(t) is Literal: return 'str' # the comment names the words
     if get_origin(t) in (Union, UnionType): return ' or '.join(str(type_name(o)) for o in get_args(t) if o is not type(None))
     return getattr(t, '__name__', t)
 
@@ -95,7 +95,13 @@ def example(name, obj):
     short, cells = name.rpartition('.')[2], json.loads((ROOT/notebook(obj)).read_text(encoding='utf-8'))['cells']
     code = [''.join(c['source']) for c in cells if c['cell_type'] == 'code']
     defined = next(i for i, o in enumerate(code) if re.search(rf'\b(def|class) {short}\b', o))
-    return next((o for o in code[defined+1:] if not o.startswith('#|') and re.search(rf'\b{short}\b', o)), '')
+    found = next((o for o in code[defined+1:] if not o.startswith('#|') and re.search(rf'\b{short}\b', o)), '')
+    # what is an error is in the docstring: an example shows what works
+    parts = [ast.get_source_segment(found, o) for o in ast.parse(found).body]
+    failing = [o for o in parts if re.search('test_fail|ExceptionExpected', o)]
+    if all(not re.search(rf'\b{short}\b', o) for o in parts if o not in failing): return found
+    for o in failing: found = found.replace(o, '')
+    return re.sub(r'\n\s*\n+', '\n', found).strip()
 
 
 def sentence(text): return text if text[-1:] in '.!?' else f'{text}.'
