@@ -68,6 +68,7 @@ class Shown:
 
 def signature(name, obj):
     "A call of it, with the defaults; in lines of their own where it is long"
+    if isinstance(obj, type) and '__init__' in vars(obj): obj = obj.__init__ # a `__new__` may take anything
     pars = [p.replace(annotation=p.empty, default=p.default if p.default is p.empty else Shown(p.default))
             for p in inspect.signature(obj).parameters.values() if p.name != 'self']
     text = str(inspect.Signature(pars))

@@ -13,7 +13,7 @@ from fastcore.nbio import join_out, read_nb
 from mkdocs.commands.build import build as mkdocs_build
 from mkdocs.config import load_config
 from mkdocs.exceptions import Abort
-import diagrams, names, readme, reference
+import check, diagrams, names, readme, reference
 
 ROOT = Path(__file__).resolve().parent.parent
 CODE = re.compile(r'(?ms)(^ *```.*?^ *```|<!--.*?-->)')
@@ -85,8 +85,7 @@ def rewrite(file, text, faults, found):
         else: found.append(o)
         return m[1]+posixpath.relpath(place(o), here or '.')+('#'+anchor if anchor else '')+m[3]
     to = posixpath.relpath('reference', here or '.')
-    parts = [o if i%2 else link_names(re.sub(r'(\]\(|src=")([^)"\s]+)([)"])', link, o), to) for i, o in enumerate(CODE.split(text))]
-    return ''.join(parts)
+    return ''.join(o if i%2 else link_names(re.sub(r'(\]\(|src=")([^)"\s]+)([)"])', link, o), to) for i, o in enumerate(CODE.split(text)))
 
 
 def words(text):
@@ -115,15 +114,12 @@ def collect(faults):
         files[place(file)] = rewrite(file, text, faults, found)
         todo += [o for o in found if o not in todo]
     faults += [f'{k}: {n} words of prose, {WORDS[k]} at most' for k, n in counts.items() if n > WORDS[k]]
-    faults += [f'docs/{nm}: is not what `python tools/diagrams.py` draws: run it' for nm, svg in diagrams.draw().items() if readme_text(nm) != svg]
+    faults += [f'docs/{nm}: is not what `python tools/diagrams.py` draws: run it' for nm, svg in diagrams.draw().items() if check.read(ROOT, f'docs/{nm}') != svg]
     pages, lacking = reference.pages()
     for name, text in pages.items(): files[f'reference/{name}'] = ''.join(
         o if i%2 else link_names(o, '.') for i, o in enumerate(CODE.split(text))).replace('(./', '(')
     faults += lacking
     return files, counts
-
-
-def readme_text(name): return (ROOT/'docs'/name).read_text(encoding='utf-8') if (ROOT/'docs'/name).exists() else ''
 
 
 def build(files, out, **config):
