@@ -16,6 +16,8 @@ LIBRARIES = '''torch torch.nn torch.nn.functional torch.optim torch.optim.swa_ut
     torch.amp torch.func torch.multiprocessing fastai.vision.all fastai.vision.gan fastai.text.all fastai.tabular.all fastai.collab fastai.distributed
     fastai.callback.all fastai.callback.wandb fastai.callback.tensorboard fastcore.all accelerate accelerate.utils os sys time signal pathlib datetime random
     numpy numpy.random pandas subprocess multiprocessing contextlib nbdev'''.split()
+PRINTED = re.compile(r'''/|\\|<|[\w*]\.(py|pyi|md|ipynb|toml|ini|jsonl?|sh|ya?ml|png|log|txt|pth|gz|html|cfg|pt)\b'''
+                     r'|[a-z]+ [a-z]+ [a-z]+')
 # Programs: what stands after them in backquotes is theirs
 PROGRAMS = '''accelerate apt-get bash cat cd curl docker export flock git grep helm hostname ip jsrun jupyter kill kubectl ls mkdir mkdocs mpiexec mpirun nvidia-smi pip
     pytest python python3 ray rm sacct salloc sbatch scancel scontrol scp sinfo squeue srun ssh sudo tail torchrun ulimit unset
@@ -44,7 +46,8 @@ def names_in(text):
         elif isinstance(n, ast.Constant) and isinstance(n.value, str) and n.value.isidentifier(): yield n.value
         if isinstance(n, (ast.ClassDef, ast.Module)):
             for o in n.body:
-                if isinstance(o, (ast.Assign, ast.AnnAssign)): yield from (t.id for t in ast.walk(o) if isinstance(t, ast.Name) and isinstance(t.ctx, ast.Store))
+                names = [t for t in ast.walk(o) if isinstance(t, ast.Name)] if isinstance(o, (ast.Assign, ast.AnnAssign)) else []
+                yield from (t.id for t in names if isinstance(t.ctx, ast.Store))
 
 
 @cache
@@ -83,12 +86,13 @@ def wrong(span):
     words = span.split()
     while words and re.fullmatch(r'\$|[A-Z_]+=\S*', words[0]): words = words[1:]
     if not words or words[0] in PROGRAMS or words[0][0] == '#': return []
-    bad = [o for o in OPTION.findall(' '.join(words)) if o[-1] != '_' and o.replace('_', '-') not in options()] if words[0] == 'fastdist' or words[0][0] == '-' else []
+    found = OPTION.findall(' '.join(words)) if words[0] == 'fastdist' or words[0][0] == '-' else []
+    bad = [o for o in found if o[-1] != '_' and o.replace('_', '-') not in options()]
     if words[0] == 'fastdist' and len(words) > 1:
         from fastdist.__main__ import commands
         return bad + [o for o in words[1:2] if o.isalpha() and o.islower() and o not in commands]
     # an option; a path or a file; what a program prints
-    if words[0][0] == '-' or re.search(r'/|\\|<|[\w*]\.(py|pyi|md|ipynb|toml|ini|jsonl?|sh|ya?ml|png|log|txt|pth|gz|html|cfg|pt)\b|[a-z]+ [a-z]+ [a-z]+', span): return bad
+    if words[0][0] == '-' or PRINTED.search(span): return bad
     code = re.sub(r"""(["']).*?\1|[\w-]+\.\.\.\w*""", '', span)
     return [o for o in re.findall(r'(?<!\w)[A-Za-z]\w+', code) if o not in known() and not re.search(rf'\b{o} = ', code)]
 

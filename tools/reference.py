@@ -132,7 +132,8 @@ def entry(name, faults):
     res = [f'## `{name}` {{ #{name} }}', f'```python\n{shown}\n```', text]
     if params: res.append(table(params))
     rows = [documented(o, faults) for o in listed() if o.startswith(f'{name}.') and o in methods()]
-    lines = [f"| `{call}` | {' '.join([text.replace(chr(10), ' '), *(sentence(f'*{k}*: {p.docment}') for k, p in params.items())])} |" for _, call, text, params in rows]
+    lines = [f'| `{call}` | ' + ' '.join([' '.join(text.split()), *(sentence(f'*{k}*: {p.docment}') for k, p in pars.items())]) + ' |'
+             for _, call, text, pars in rows]
     if rows: res.append('\n'.join(['| **Methods** | |', '| --- | --- |', *lines]))
     if code := example(name, obj): res.append(f'Example, from `{notebook(obj)}`:\n\n```python\n{code}\n```')
     else: faults.append(f'{notebook(obj)}: {name} has no example: a cell after the one that defines it, without a directive, that uses it')

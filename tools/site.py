@@ -55,7 +55,9 @@ def notebook(file, files):
 def page(file, files):
     "A file of the tree as Markdown"
     path = ROOT/file
-    if path.is_dir(): return f'# {file}\n\n' + '\n'.join(f'- [{o.name}]({path.name}/{o.name})' for o in sorted(path.iterdir()) if o.suffix in ('.py', '.toml', '.md'))
+    if path.is_dir():
+        inside = [o.name for o in sorted(path.iterdir()) if o.suffix in ('.py', '.toml', '.md')]
+        return f'# {file}\n\n' + '\n'.join(f'- [{o}]({path.name}/{o})' for o in inside)
     if file.endswith('.ipynb'): return notebook(file, files)
     text = path.read_text(encoding='utf-8')
     if file.endswith('.md'): return text
@@ -96,8 +98,8 @@ def words(text):
 
 def sources():
     "The files of the tree that are pages"
-    found = [ROOT/'README.md', *sorted((ROOT/'docs').glob('*.md')), *sorted((ROOT/'nbs/tutorials').glob('*.ipynb')), ROOT/'CONTRIBUTING.md', ROOT/'CHANGELOG.md']
-    return [o.relative_to(ROOT).as_posix() for o in found]
+    found = [o.relative_to(ROOT).as_posix() for pattern in ('docs/*.md', 'nbs/tutorials/*.ipynb') for o in sorted(ROOT.glob(pattern))]
+    return ['README.md', *found, 'CONTRIBUTING.md', 'CHANGELOG.md']
 
 
 def collect(faults):
@@ -114,7 +116,8 @@ def collect(faults):
         files[place(file)] = rewrite(file, text, faults, found)
         todo += [o for o in found if o not in todo]
     faults += [f'{k}: {n} words of prose, {WORDS[k]} at most' for k, n in counts.items() if n > WORDS[k]]
-    faults += [f'docs/{nm}: is not what `python tools/diagrams.py` draws: run it' for nm, svg in diagrams.draw().items() if check.read(ROOT, f'docs/{nm}') != svg]
+    faults += [f'docs/{nm}: is not what `python tools/diagrams.py` draws: run it' for nm, svg in diagrams.draw().items()
+               if check.read(ROOT, f'docs/{nm}') != svg]
     pages, lacking = reference.pages()
     for name, text in pages.items(): files[f'reference/{name}'] = ''.join(
         o if i%2 else link_names(o, '.') for i, o in enumerate(CODE.split(text))).replace('(./', '(')
