@@ -39,7 +39,8 @@ class Strategy:
              ):
         "When a context begins: shape `learn.model`"
         self.learn,self.model,self.device = learn,learn.model,device
-    def set_opt(self, opt):
+    def set_opt(self, opt # fastai's, or `None`
+               ):
         "When the learner has an optimizer, another one, or none any more (`None`): shape it"
         self._find_extra_params(opt)
         if self.sharded is not None and self.sharded.opt is opt and self.sharded.params=={*params_of(opt)}: return
@@ -58,7 +59,8 @@ class Strategy:
     def forward(self, sync # Are the gradients to be averaged in this batch's backward pass?
                ): "Before the forward"
     def before_backward(self): "When the loss has been computed: `learn.loss_grad`"
-    def begin_backward(self, loss): "When the backward pass of the batch's own loss begins: returns the loss to propagate"; return loss
+    def begin_backward(self, loss # Of this worker's share
+                      ): "When the backward pass of the batch's own loss begins: returns the loss to propagate"; return loss
     def end_backward(self, own # That of the batch's own loss?
                     ): "When any backward pass has ended, where `Backwards` is used"
     def check_used(self): "Before the optimizer steps: raise a `RuntimeError` if gradients are not those of a backward pass"

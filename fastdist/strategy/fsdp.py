@@ -248,7 +248,7 @@ class FullyShard(Strategy):
     shards_state = shards_params = True
     replicated,params,handles,penalties = (),(),(),()
     unused,without_grad = None,() # parameters that no worker's loss depends on, in the last batch in which there were any; those without a gradient
-    def __init__(self, name='fsdp',
+    def __init__(self, name='fsdp', # Or 'hsdp', 'zero2'
                  shard=None, # Workers that share one model; all, if `None`
                  modules=None, # The parts that are gathered as one, as for `units`; chosen by size, if `None`
                  min_numel=None, # Parameters of the smallest part; as `units` chooses, if `None`

@@ -131,7 +131,8 @@ def takes_arguments(f):
             for k,o in ARGUMENTS.items() if k not in own]
     known = {k:o.meaning for k,o in ARGUMENTS.items()} | {k:v for k,v in docments(f).items() if v}
     f.__signature__ = sig.replace(parameters=[*own.values(), *more])
-    f.__doc__ = '\n'.join([f.__doc__ or '', '', 'Parameters:', *(f'{k}: {known[k]}' for k in f.__signature__.parameters if k in known)])
+    f.__doc__ = '\n'.join([f.__doc__ or '', '', 'Parameters', '----------', # NumPy's form, which `docments` and editors read
+                           *(f'{k}\n    {known[k]}' for k in f.__signature__.parameters if k in known)])
     return f
 
 # %% ../../nbs/trainer/00_args.ipynb #c67dfcf7

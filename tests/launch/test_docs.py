@@ -27,7 +27,7 @@ for page in sys.argv[1:]:
 
 def test_pages_run(tmp_path):
     (tmp_path/'s.py').write_text(SCRIPT)
-    pages = {'many-workers': 3, 'large-models': 5, 'limits': 1, 'checkpoints': 1, 'monitor': 2, 'troubleshooting': 1, 'coming-from': 1}
+    pages = {'many-workers': 3, 'large-models': 5, 'limits': 1, 'checkpoints': 1, 'monitor': 2, 'troubleshooting': 1, 'coming-from': 1, 'extend': 3}
     r = launched([sys.executable, '-m', 'fastdist', 'launch', '-n', '2', 's.py', *(ROOT/'docs'/f'{o}.md' for o in pages)], 200,
                  cwd=tmp_path)
     assert r.returncode == 0 and not warnings_in(r.stderr), r.stderr
