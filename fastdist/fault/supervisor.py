@@ -27,6 +27,7 @@ from ..world.store import base_store, read_all, seconds, wait_until
 class Monitor:
     "Lets the other ranks know how this one is, and raises here what has ended another; it lives as long as the process group"
     grace,patience = 0.5,5. # seconds: for a rank to fail by itself; for it to react
+    kept = None # that of a group which was broken off: its hook stays until there is another group, whose own takes the place
     def __init__(self):
         self.pid,self.main,self.rank,self.size = os.getpid(),threading.get_ident(),get_rank(),get_world_size()
         self.in_main = threading.current_thread() is threading.main_thread() # a thread of its own can be watched, and not be interrupted
@@ -224,8 +225,8 @@ def _end_process(self:Monitor, f):
     stack = ''.join(f'  {frame_text(o)}\n' for o in reversed(stack_of(self.main)))
     e = f.as_error()
     write_record(e, f)
-    print(f"fastdist: rank {self.rank} is at\n{stack}fastdist: {e}", file=sys.stderr)
-    print(f"fastdist: rank {self.rank} does not react to that, and is ended", file=sys.stderr, flush=True)
+    print(f"fastdist: rank {self.rank} is at\n{stack}fastdist: {e}\n"
+          f"fastdist: rank {self.rank} does not react to that, and is ended", file=sys.stderr, flush=True)
     end_with_children()
 
 # %% ../../nbs/fault/04_supervisor.ipynb #80057c3f
@@ -316,8 +317,9 @@ def _uncaught(self:Monitor, typ, e, tb):
 def start(self:Monitor):
     "Watch from now on, until the process group goes"
     if self.in_main:
-        self.old_handler,self.old_hook = signal.signal(signal.SIGURG, self._on_signal),sys.excepthook
-        sys.excepthook = self._uncaught
+        before,Monitor.kept = Monitor.kept,None
+        self.old_handler = signal.signal(signal.SIGURG, self._on_signal)
+        self.old_hook,sys.excepthook = before.old_hook if before else sys.excepthook,self._uncaught
         self.interrupts.take()
     answer_stacks()
     self.thread = threading.Thread(target=self._run, daemon=True, name='fastdist monitor')
@@ -334,7 +336,9 @@ def stop(self:Monitor):
     if not self.in_main: return
     may = threading.current_thread() is threading.main_thread() # else the handlers stay, for which nothing is left to do
     if may and signal.getsignal(signal.SIGURG)==self._on_signal: signal.signal(signal.SIGURG, self.old_handler)
-    if self.broken: return # an error is being raised, which is printed in short
+    if self.broken: # an error is being raised, which is printed in short
+        Monitor.kept = self
+        return
     if may and is_default(signal.getsignal(signal.SIGINT)): signal.signal(signal.SIGINT, signal.default_int_handler)
     if sys.excepthook==self._uncaught: sys.excepthook = self.old_hook
 

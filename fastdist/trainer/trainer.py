@@ -14,13 +14,14 @@ from fastai.metrics import LossMetric
 from ..callbacks.accumulation import is_users
 from ..callbacks.fastai_patches import device_losses
 from ..callbacks.data_parallel import ParallelTrainer
-from ..callbacks.loggers import loggers_hidden
+from ..callbacks.loggers import loggers_hidden, open_runs
 from ..callbacks.precision import autocast_kept
 from ..comm.collectives import broadcast_object, differing, same_call
 from ..comm.rank0 import check_outside
 from ..data.loaders import data_of, same_data
 from ..data.partition import plain_item
 from ..data.rng import rank0_stream, resync_streams, seed_of
+from ..env import notice
 from ..fault.cancel import batch_events
 from ..fault.supervisor import catchable, handler_kept, interrupt_deferred, raise_root_cause, resync, scope
 from ..model.batchnorm import norm_scope_of, set_norm_scope
@@ -145,8 +146,8 @@ def _fit_failed(self:DistributedTrainer, cls, error, *_):
     if error is None: return
     for cb in self.learn.cbs: getattr(type(cb), 'fit_failed', noop)(cb, error)
     if self.strategy is None: return # the model has changed, and could not be shaped anew
-    same = isinstance(error, Exception) and getattr(error, 'agreed', False) # a Cancel exception of all ranks, at the same place
-    if same: self.strategy.average() # what waits for a step stays, as in one process
+    # after a Cancel exception of all ranks, at the same place, what waits for a step stays, as in one process
+    if isinstance(error, Exception) and getattr(error, 'agreed', False): self.strategy.average()
     else: self.strategy.drop_grads()
     self.strategy.explain(error)
 
@@ -190,8 +191,8 @@ def before_fit(self:DistributedTrainer):
     resync()
     self.in_training = False
     self.rewrap_if_changed()
-    logs = self.learn.logger is not noop # rank 0, unless its user wants it quiet
-    if logs and self.in_fit and not (self.said_batch or hasattr(self.learn, 'lr_finder')):
+    # rank 0 says it, unless its user wants it quiet
+    if self.in_fit and self.learn.logger is not noop and not (self.said_batch or hasattr(self.learn, 'lr_finder')):
         self.said_batch = True
         print(self.loaders.step_in_words(self.settings.accumulation_steps, self.strategy.name), flush=True)
     self.random.reset()
@@ -238,6 +239,9 @@ def after_epoch(self:DistributedTrainer):
     if not self.in_fit or self.nested: return
     if rec is not None: rec.log = L(broadcast_object(list(rec.log)))
     if self.numbers_before is not None: self._check_local_numbers()
+    if get_rank()==1 and (names := open_runs()): current_world().cached('runs', lambda: notice(
+        f"rank 1 has a run of {' and '.join(names)} open: each worker logs by itself, to runs of their own, or to one database. For one run "
+        "open it, and log, in rank 0 alone: `if is_master():`, or functions with @rank0_only"))
 
 @patch
 def before_train(self:DistributedTrainer):

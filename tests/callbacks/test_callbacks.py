@@ -86,6 +86,25 @@ def test_loggers(request, gpus, tmp_path):
     for o in (one, many): assert len(list((o/'tb').glob('events*'))) == 1 and len(list((o/'wandb').glob('offline-run*'))) == 1
 
 
+def with_runs(ranks, folder, **run):
+    "A fit in which these ranks have a run of W&B's open"
+    import os, fastdist.all, wandb
+    from fastdist.world import get_rank
+    os.environ.update(WANDB_MODE='offline', WANDB_SILENT='true')
+    if get_rank() in ranks: wandb.init(project='test', dir=str(folder), **run)
+    try:
+        learn = quiet(learner())
+        with learn.distrib_ctx(): learn.fit(2)
+    finally: wandb.finish()
+
+
+@pytest.mark.parametrize('ranks,run,said', [([0, 1], {}, 1), ([0, 1], dict(group='workers'), 0), ([0], {}, 0)], ids=['all', 'a group', 'rank 0'])
+def test_a_run_in_each_worker(world2, tmp_path, ranks, run, said):
+    "Is told, once, unless they are a group of W&B's, which are one run a worker"
+    world2(with_runs, ranks, tmp_path, **run)
+    assert [o.count('rank 1 has a run of wandb open') for o in world2.output] == [0, said], world2.output
+
+
 def looked_at(distrib, **ctx):
     from fastai.callback.data import CollectDataCallback
     from fastai.callback.hook import hook_outputs

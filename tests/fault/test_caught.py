@@ -160,3 +160,56 @@ def test_a_group_of_the_script(world2):
     "Ends with the process group in which a fit has failed in one worker alone: the error says so. Where it has failed in all it stays"
     for o in world2(group_of_script, [1]): assert 'this group has ended with the process group' in o and 'new_group) when' in o, o
     assert world2(group_of_script, [0, 1]) == [2, 2]
+class Pruned(Exception): "As Optuna's: it ends a trial, and the next one begins"
+
+
+class Prunes(Callback):
+    "After the first epoch, in these ranks"
+    def __init__(self, ranks): self.ranks = ranks
+    def after_epoch(self):
+        from fastdist.world import get_rank
+        if get_rank() in self.ranks: raise Pruned('worse than the median')
+
+
+def held():
+    "What this process holds: tensors, threads, and files with sockets"
+    import gc, os, threading
+    gc.collect()
+    return sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects()), threading.active_count(), len(os.listdir('/proc/self/fd'))
+
+
+def swept(trials, distrib=True, counts=()):
+    "What each trial of a sweep has raised, and its weights; and what the process holds after some of them"
+    import fastdist.all
+    found, seen = [], []
+    for i, (lr, cb) in enumerate(trials):
+        learn, raised = quiet(learner(n=23, n_val=13, bs=5, bn=True, lr=lr)), None
+        try:
+            with learn.distrib_ctx(split_batches=True) if distrib else contextlib.nullcontext(): learn.fit(2, cbs=cb)
+        except Exception as e: raised = type(e).__name__, getattr(e, 'rank', None), getattr(e, 'type', None)
+        found.append((raised, weights(learn)))
+        del learn, cb
+        if i in counts:
+            found = []
+            seen.append(held())
+    return found, seen
+
+
+@pytest.mark.parametrize('n', [2, 3])
+def test_a_sweep(worlds, n):
+    """Of learners: pruned in all workers, or in rank 0 alone, which knows the study; one that fails in a worker. Each is caught, and the next
+    one trains as in one process"""
+    trials = [(.1, None), (.2, Prunes(range(n))), (.3, None), (.1, Prunes([0])), (.2, None), (.3, Fails([1])), (.1, None)]
+    want = swept([(lr, cb and (Prunes([0]) if i == 1 else None)) for i, (lr, cb) in enumerate(trials)], distrib=False)[0]
+    for rank, (found, _) in enumerate(worlds(n)(swept, trials)):
+        raised = [o and o[:2] for o, _ in found]
+        one = lambda name, by: (name, None) if rank == by else ('RemoteError', by)
+        assert raised == [None, ('Pruned', None), None, one('Pruned', 0), None, one('ValueError', 1), None], raised
+        assert rank == 0 or found[3][0][2] == 'Pruned' # by which a script knows it
+        for i in 0, 1, 2, 4, 6: assert diff(found[i][1], want[i][1]) < 2e-7
+
+
+def test_a_long_sweep(world2):
+    "Holds no more after 30 learners than after six: tensors, threads, files, sockets. Every third one is pruned, by all or by one"
+    for _, (early, late) in world2(swept, [(.1, [None, None, Prunes(o)][i%3]) for i, o in enumerate([[0, 1], [0]]*15)], counts=(5, 29)):
+        assert early == late
