@@ -136,19 +136,16 @@ _part = 2**24 # bytes of a worker that one message holds
 def gather_bytes(mine:Tensor, # Bytes of this worker, where the backend of `group` takes tensors from
                  sizes:list, # How many each worker has
                  group=None, # A process group; by default that of all workers
-                 dst:int=None, # Global rank of the worker that receives them; by default all do
                 ):
-    "The bytes of each worker, in memory of their own; `None` in workers that do not receive them"
+    "The bytes of each worker, in memory of their own"
     if len(sizes)==1: return [mine.clone()]
-    bufs = [mine.new_empty(s) for s in sizes] if dst in (None,get_rank()) else None
+    bufs = [mine.new_empty(s) for s in sizes]
     for start in range(0, max(sizes), _part):
         n = min(_part, max(sizes)-start)
         part = mine[start:start+n]
-        part = F.pad(part, (0,n-len(part)))
-        rows = mine.new_empty((len(sizes) if bufs else 0, n))
-        if dst is None: gather_single(rows.view(-1), part, group=group)
-        else: dist.gather(part, list(rows) if bufs else None, dst, group=group)
-        for b,row in zip(bufs or (), rows): b[start:start+n] = row[:max(0, len(b)-start)]
+        rows = mine.new_empty((len(sizes), n))
+        gather_single(rows.view(-1), F.pad(part, (0,n-len(part))), group=group)
+        for b,row in zip(bufs, rows): b[start:start+n] = row[:max(0, len(b)-start)]
     return bufs
 
 # %% ../../nbs/comm/00_collectives.ipynb #86708f8b
@@ -335,12 +332,11 @@ class Call:
         if error: raise error
         check_calls(self.ranks, names, callers, errors)
 
-    def parts(self, dst:int=None, # Global rank of the worker that receives them; by default all do
-             ):
-        "Each worker's payload, as a flat `uint8` tensor; `None` in a worker that does not receive them"
+    def parts(self):
+        "Each worker's payload, as a flat `uint8` tensor"
         if None not in self.small: return list(map(_flat, self.small))
         mine = self.payload.to(comm_device(torch.device('cpu'), self.group)) if dist.is_initialized() else self.payload
-        return gather_bytes(mine, self.sizes, self.group, dst)
+        return gather_bytes(mine, self.sizes, self.group)
 
     def load(self, part:Tensor, # Its payload, which `pack` has made
              i:int, # Number of the worker in the group
@@ -378,14 +374,11 @@ def all_gather_list(data, # Anything that can be pickled; tensors in it arrive o
     return c.objects()
 
 def gather_tensors(o, # Anything that can be pickled, with tensors in it; of `None` nothing is sent
-                   dst:int=None, # Rank of the worker that receives all; by default each of them does
                    group=None, # A process group; by default that of all workers
                   ):
-    "List of each worker's `o`, by rank, on the CPU, and of this worker's own as it is; `None` in workers that receive nothing"
-    c = Call(f'gather_tensors({dst=})', group, lambda: None if o is None else pack(o))
-    parts = c.parts(dst)
-    if parts is None or dst not in (None,get_rank()): return
-    return [o if i==c.me else c.load(p, i) if len(p) else None for i,p in enumerate(parts)]
+    "List of each worker's `o`, by rank, on the CPU, and of this worker's own as it is"
+    c = Call('gather_tensors', group, lambda: None if o is None else pack(o))
+    return [o if i==c.me else c.load(p, i) if len(p) else None for i,p in enumerate(c.parts())]
 
 # %% ../../nbs/comm/00_collectives.ipynb #1c6518cb
 def broadcast_object(o=None, # What rank `src` sends; in other workers it does not matter

@@ -11,7 +11,7 @@ from fastai.basics import *
 from fastai.learner import AvgMetric, AvgLoss, Metric
 from fastai.metrics import (AccumMetric, CorpusBLEUMetric, Dice, DiceMulti, LossMetric, accuracy, accuracy_multi,
                             error_rate, mae, mse, msle, top_k_accuracy)
-from ..comm.collectives import all_gather_list, gather_tensors, comm_device, same_call
+from ..comm.collectives import all_gather_list, comm_device, same_call
 from ..comm.gather import gather_chunks, in_turn, interleave
 from ..strategy.base import modules_of
 from ..world.ranks import get_rank
@@ -172,11 +172,8 @@ class GatheredPreds:
     "The batches that a `GatherPredsCallback` has collected, of all workers and in order"
     def __init__(self, cb, # The `GatherPredsCallback`
                  rows=False, # Was each batch split between all workers, rather than whole batches given to each in turn?
-                 dst=None, # The rank that gets all; by default each of them does
-                 keep=16, # Batches that a worker collects before it sends them to `dst`
                 ):
-        self.cb,self.rows,self.dst,self.keep,self.next = cb,rows,dst,keep,keep
-        self.sent,self.got = collections.Counter(),collections.defaultdict(list)
+        self.cb,self.rows = cb,rows
 
     def lists(self):
         "What the callback collects, by name"
@@ -187,26 +184,11 @@ class GatheredPreds:
         "The batches of the data set"
         return list(map(interleave, zip(*parts))) if self.rows else in_turn(parts)
 
-    def send(self, i # Number of this worker's batches so far
-            ):
-        "Send to `dst` what there is, if it is time: all workers do so after the same number of batches of their own"
-        while self.dst is not None and i >= self.next:
-            self._send()
-            self.next += self.keep
-
-    def _send(self):
-        for nm,o in self.lists().items():
-            parts = gather_tensors(o, self.dst)
-            if parts is not None: self.got[nm] += self.in_order(parts)
-            self.sent[nm] += len(o)
-            o.clear()
-
     def finish(self,
                early_stop=None # Where a callback has ended it: (rank, batches that it had finished, batches before those in the data set)
               ):
         "Give the callback the batches of all workers, before it concatenates them"
-        ends = early_stop and all_gather_list({nm:self.sent[nm]+len(o) for nm,o in self.lists().items()})[early_stop[0]]
-        if self.dst is not None: self._send()
+        ends = early_stop and all_gather_list({nm:len(o) for nm,o in self.lists().items()})[early_stop[0]]
         for nm,o in self.lists().items():
-            every = self.got[nm] if self.dst is not None else [b for parts in gather_chunks(o) for b in self.in_order(parts)]
+            every = [b for parts in gather_chunks(o) for b in self.in_order(parts)]
             setattr(self.cb, nm, every[:early_stop[2]+ends[nm]-early_stop[1]] if early_stop else every)

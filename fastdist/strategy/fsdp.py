@@ -38,7 +38,7 @@ def mesh_of(device, # Device type
     world,n = current_world(),dist.get_world_size()
     def refuse_pickle(*_): raise RuntimeError(
         f"rank {get_rank()}: this tensor is in shards, of which each worker has its own, so a file of it would have a part only: "
-        "call learn.save, learn.export or learn.save_encoder in all workers, or save after the context")
+        "call learn.save or learn.export in all workers, or save after the context")
     def make():
         with world.reach():
             if shard in (None,n): mesh = DeviceMesh.from_group(dist.group.WORLD, device, mesh_dim_names=('shard',))
@@ -271,7 +271,6 @@ class FullyShard(Strategy):
         for p in own.parameters(): p.grad = None
         for p in self.params: p.data = p.data.new_empty(0)
         self.user_model,self.model,learn.model = own,copy,copy
-        self._exchange_noted(own, copy)
         self.layers = _layers(copy)
         self._add_hooks()
 
@@ -343,15 +342,6 @@ def _check_held(self:FullyShard):
         if isinstance(m, nn.Module) and any(id(p) in ids for p in m.parameters()): raise ValueError(
             f"rank {get_rank()}: {type(loss).__name__} has a part of the model (a {type(m).__name__}), and strategy={self.name!r} trains "
             "a sharded copy of the model: use strategy='zero1' or 'ddp'")
-
-@patch
-def _exchange_noted(self:FullyShard, old, new):
-    "Callbacks that have noted modules of one model, as fastai's `ActivationStats`, get those of the other"
-    other = dict(zip(old.modules(), new.modules()))
-    for d in map(vars, self.learn.cbs):
-        for k,v in d.items():
-            if isinstance(v, nn.Module): d[k] = other.get(v, v)
-            elif isinstance(v, (list,L)) and len(v) and isinstance(v[0], nn.Module): d[k] = type(v)(other.get(m, m) for m in v)
 
 @patch
 def _check_hooks(self:FullyShard):
@@ -541,7 +531,6 @@ def close(self:FullyShard, group=None):
             if p.shape!=like.shape: p.data = torch.full_like(like, math.nan if p.is_floating_point() else 0, device=self.user_device)
         self.model = own
         if self.learn.model is copy: self.learn.model = own
-        self._exchange_noted(copy, own)
         self.parts,self.new_params = [],{}
 
 @patch

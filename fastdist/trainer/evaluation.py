@@ -27,9 +27,8 @@ class Evaluation:
     "One pass over a loader that all workers share, for validation or prediction"
     def __init__(self, learn, # `Learner` that evaluates; its `dl` is this worker's part
                  decisions, # `CancelSync` of its callbacks
-                 dst=None, # The rank that gets predictions; by default all do
                 ):
-        self.learn,self.decisions,self.dst = learn,decisions,dst
+        self.learn,self.decisions = learn,decisions
         self.totals,self.losses,self.preds,self.forwards,self.begun = EpochTotals(learn),RowLosses(),[],0,0
         self.dl = vars(learn).get('dl')
 
@@ -53,10 +52,9 @@ class Evaluation:
             "share the loader before: put it into learn.dls.loaders[1] in before_epoch, or give it to learn.validate(dl=...)")
 
     def number_batch(self):
-        "Let callbacks see the number of the batch, and of batches, in the data set, as in one process; send predictions, if it is time"
+        "Let callbacks see the number of the batch, and of batches, in the data set, as in one process"
         if not self.shared: return
         learn,dl = self.learn,self.learn.dl
-        for o in self.preds: o.send(learn.iter)
         if self.by_rows: return
         first,n = learn.iter==0,n_batches(dl.dl)
         learn.iter,learn.n_iter = learn.iter*dl.world_size+dl.rank,n
@@ -106,13 +104,11 @@ def _stand_in(self:Evaluation):
 
 @patch
 def _catch_up(self:Evaluation):
-    "Do what others do in batches for which this worker has none: send predictions and, where parameters are sharded, make the forward"
-    learn,gathers,most = self.learn,is_sharded(self.learn.model),self.learn.dl.rounds
-    if gathers and not self.forwards: self._stand_in()
-    for i in range(self.forwards, most):
-        for o in self.preds: o.send(i)
-        if gathers: learn.model(*learn.xb)
-    for o in self.preds: o.send(most)
+    "Where parameters are sharded, make the forward that others make of batches for which this worker has none"
+    learn = self.learn
+    if not is_sharded(learn.model): return
+    if not self.forwards: self._stand_in()
+    for _ in range(self.forwards, learn.dl.rounds): learn.model(*learn.xb)
 
 # %% ../../nbs/trainer/03_evaluation.ipynb #fa3b22e6
 @contextmanager
@@ -139,7 +135,7 @@ def _what(self:Evaluation):
 def together(self:Evaluation):
     "Around the evaluation: the workers agree on what callbacks decide, and are ready to gather predictions"
     cbs = self.learn._grab_cbs(GatherPredsCallback) if self.shared else []
-    self.preds = [GatheredPreds(cb, self.by_rows, self.dst) for cb in cbs]
+    self.preds = [GatheredPreds(cb, self.by_rows) for cb in cbs]
     begins = self.shared and not self.decisions.active
     if begins: self.decisions.begin(self._what())
     elif self.shared and self.decisions.nested: self._all_evaluate()

@@ -6,9 +6,7 @@
 __all__ = ['DistributedTrainer']
 
 # %% ../../nbs/trainer/06_learner.ipynb #375dd9e8
-import inspect
 from contextlib import contextmanager, nullcontext
-from functools import wraps
 
 import torch.distributed as dist
 from fastai.basics import *
@@ -53,17 +51,6 @@ def _unsharded(learn, what):
         if strategy.shards_params: trainer.prepare(trainer.shaped) # it is another copy
         trainer._note_model()
 
-# %% ../../nbs/trainer/06_learner.ipynb #e392019b
-def _gather_encoder(learn):
-    """Let `save_encoder` of a text learner, whose module is not imported before there is one, find whole weights: all workers have to call
-    it in a context that shards"""
-    cls = next((c for c in type(learn).__mro__ if 'save_encoder' in vars(c)), None)
-    if cls is None or hasattr(cls.save_encoder, '__wrapped__'): return
-    @wraps(f := cls.save_encoder)
-    def save_encoder(self, *args, **kwargs):
-        with _unsharded(self, 'learn.save_encoder'): return f(self, *args, **kwargs)
-    cls.save_encoder = save_encoder
-
 # %% ../../nbs/trainer/06_learner.ipynb #c2c4606f
 def _joins(learn, cb):
     "Is the learner distributed already, with the arguments of `cb`? With others it is a `ValueError`"
@@ -86,7 +73,6 @@ def to_distributed(self:Learner,
     "Train and evaluate on all workers, until `detach_distributed`"
     cb = DistributedTrainer(sync_bn, **kwargs)
     if _joins(self, cb): return self
-    _gather_encoder(self)
     self.add_cb(cb)
     try: cb.attach()
     except BaseException:
@@ -149,7 +135,6 @@ def distrib_ctx(self:Learner,
             cb.join_group()
             with scope(cb.settings.watchdog) as together:
                 cb.in_context = True
-                _gather_encoder(self)
                 self.add_cb(cb)
                 cb.attach()
                 if resumes is not None: cb.add(resumes, cb.undo)
@@ -321,28 +306,6 @@ _to_detach = Learner.to_detach
 def to_detach(self:Learner, b, cpu=True, gather=True):
     "fastai's `to_detach`, of this worker's share: metrics and predictions are put together once an epoch; `learn.dl.to_detach` gathers"
     return to_detach(b, cpu, gather) if isinstance(getattr(self, 'dl', None), DistributedDL) else _to_detach(self, b, cpu, gather)
-
-# %% ../../nbs/trainer/06_learner.ipynb #51db83ff
-_get_preds = Learner.get_preds
-
-@patch
-@delegates(_get_preds)
-def get_preds(self:Learner, *args,
-    rank0_only:bool=False, # Give predictions to rank 0 alone? The others get `None` for each, and keep those of a few batches only
-    **kwargs
-):
-    "fastai's `get_preds`: predictions and targets of a loader, in the order of the data set"
-    if not isinstance(rank0_only, bool): refuse('rank0_only', rank0_only, "it is True or False")
-    if device_of(self) is None: return _get_preds(self, *args, **kwargs)
-    trainer,call = trainer_of(self),inspect.signature(_get_preds).bind(self, *args, **kwargs)
-    given,helps = call.arguments,rank0_only and get_rank() > 0
-    if helps: # it gets nothing, and decodes nothing
-        n = 2 + sum(bool(given.get(k)) for k in ('with_input','with_loss','with_decoded'))
-        given.update(with_decoded=False, act=noop)
-    trainer.evaluation_args = dict(dst=0 if rank0_only else None)
-    try: res = _get_preds(*call.args, **call.kwargs)
-    finally: trainer.evaluation_args = {}
-    return (None,)*n if helps else res
 
 # %% ../../nbs/trainer/06_learner.ipynb #d06c1b71
 def _users_state(trainer, state):

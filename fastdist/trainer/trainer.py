@@ -47,7 +47,6 @@ class DistributedTrainer(LearnerSetup):
     def __init__(self, sync_bn=True, **kwargs):
         super().__init__()
         self.settings = check_args(dict(sync_bn=sync_bn, **kwargs))
-        self.evaluation_args = {} # of the next evaluation, by `get_preds`: see `Evaluation`
 
     @property
     def accelerator(self):
@@ -159,8 +158,7 @@ def validate_together(self:DistributedTrainer):
     learn,random,outer = self.learn,self.random,self.evaluation
     if not (self.in_fit or self.nested): self.rewrap_if_changed()
     learn.dl = self.loaders.evaluate(learn.dl, self.decisions.alone)
-    args,self.evaluation_args = self.evaluation_args,{}
-    evaluation = self.evaluation = Evaluation(learn, self.decisions, **args)
+    evaluation = self.evaluation = Evaluation(learn, self.decisions)
     try:
         alone = self.in_fit or self.nested or not evaluation.shared
         with nullcontext() if alone else self._fail_together(), evaluation.together():

@@ -81,31 +81,24 @@ def test_rank0_alone_has_a_part(worlds, world, strategy, tmp_path):
             assert 'Call it in all workers' in res[nm] and 'test_saved_by_rank0.py' in res[nm]
 
 
-def encoder(ctx, path):
-    "A text learner that saves its encoder in the middle of a fit, goes on, and loads; what is in the files"
+def encoder(path):
+    "What a text learner says whose encoder is saved while its parameters are in shards, and after the context"
     import fastdist.all
     from fastai.text.learner import TextLearner
     base = learner(n=20, bs=5, model=lambda: Scaled(False).double().body[:2])
     model = nn.Sequential(base.model, nn.Linear(7, 3).double())
-    learn = quiet(TextLearner(base.dls, model, loss_func=base.loss_func, opt_func=Adam, lr=0.01, path=path, splitter=lambda m: [list(o.parameters()) for o in m]))
+    learn, said = quiet(TextLearner(base.dls, model, loss_func=base.loss_func, path=path)), None
     learn.remove_cbs([o for o in learn.cbs if type(o).__module__ == 'fastai.callback.rnn'])
-    class Saves(Callback):
-        def after_epoch(self): self.learn.save_encoder(f'e{self.epoch}')
-    res = {}
-    with contextlib.nullcontext() if ctx is None else learn.distrib_ctx(**ctx):
-        learn.fit(2, cbs=Saves())
-        learn.save('m')
-        learn.fit(1)
-        learn.load_encoder('e0').unfreeze()
-        learn.load('m')
-        learn.fit(1)
-    files = [torch.load(learn.path/learn.model_dir/f'e{i}.pth') for i in range(2)]
-    assert all(type(v) is torch.Tensor for f in files for v in f.values())
-    return dict(weights=weights(learn), **{f'file {i}': f for i, f in enumerate(files)})
+    try:
+        with learn.distrib_ctx(**ctx_of('fsdp')):
+            learn.fit(1)
+            learn.save_encoder('e')
+            learn.validate()
+    except RuntimeError as e: said = str(e)
+    learn.save_encoder('e')
+    return said
 
 
-def test_encoder(world3, tmp_path):
-    "Files of whole weights"
-    one = encoder(None, tmp_path/'one')
-    for found in world3(encoder, ctx_of('fsdp'), tmp_path/'many'):
-        for k in one: assert diff(one[k], found[k]) < 1e-7, (k, diff(one[k], found[k]))
+def test_encoder(world2, tmp_path):
+    "fastai's `save_encoder` knows no shards: an error says what to do instead"
+    for o in world2(encoder, tmp_path): assert 'save after the context' in o, o

@@ -1,22 +1,6 @@
-"Predictions that are written to files, or that rank 0 alone has. (contract/test_numbers.py has them beside one process, by each option.)"
+"Predictions that are written to files, or that rank 0 makes alone. (contract/test_numbers.py has them beside one process, by each option.)"
 import pytest
 from learners import *
-
-
-def only_rank0(n):
-    "Predictions of all, and in rank 0 alone, to which they are sent while the evaluation goes on"
-    import fastdist.all
-    learn = quiet(learner(n=11, n_val=n, bs=4))
-    with learn.distrib_ctx():
-        all_ = learn.get_preds(with_input=True, with_decoded=True, with_loss=True)
-        mine = learn.get_preds(with_input=True, with_decoded=True, with_loss=True, rank0_only=True)
-        return all_, mine, len(learn.get_preds()[0])
-
-
-@pytest.mark.parametrize('n', [1, 201])
-def test_in_rank_0_alone(world3, n):
-    for r, (all_, mine, again) in enumerate(world3(only_rank0, n)):
-        assert again == n and (all(a.equal(b) for a, b in zip(all_, mine, strict=True)) if r == 0 else [*mine] == [None]*5)
 
 
 def alone_in_a_fit():
