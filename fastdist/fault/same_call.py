@@ -59,15 +59,16 @@ def gone_on(what # A call that all ranks have to make, in words
     current_world().cached('same_call', Counter)[what] -= 1
     return b
 
-def all_at(what # A call that all ranks have to make, in words
+def all_at(what, # A call that all ranks have to make, in words
+           why="each has a part of what is saved", # Why all have to
+           advice="Call it in all workers", # What to do where one does not
           ):
     "Wait until all ranks are at `what`. A `RuntimeError` says where a rank is that has gone on without it"
     b = gone_on(what)
     if b is None: return
     call,lines = b.call,[*user_frames(b.stack),*b.stack,['?',0,'?']]
     where = b.left or ('its process has ended' if has_ended(b) else f'it is at {call}, {frame_text(lines[0])}')
-    raise RuntimeError(f"rank {get_rank()}: {what} needs all workers, as each has a part of what is saved, and rank {b.rank} "
-                       f"does not make the call: {where}. Call it in all workers")
+    raise RuntimeError(f"rank {get_rank()}: {what} needs all workers, as {why}, and rank {b.rank} does not make the call: {where}. {advice}")
 
 # %% ../../nbs/fault/05_same_call.ipynb #8dcb5107
 def after_rank0():

@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 from fastai.basics import *
 from ..comm.collectives import AsyncReduce
+from ..fault.same_call import all_at
 from ..world.ranks import current_world, get_rank
 
 _torch_batch_norm = F.batch_norm # torch's own, whatever stands in its place meanwhile
@@ -93,14 +94,18 @@ class _KernelNorm(torch.autograd.Function):
         return gx,gw,gb,None,None
 
 # %% ../../nbs/model/00_batchnorm.ipynb #8b6178e3
-norm_scope = SimpleNamespace(source='local', counts=True, some_empty=False) # of the batch that goes forward in this process
+norm_scope = SimpleNamespace() # of the batch that goes forward in this process
 
-def set_norm_scope(source='local', # 'local': this worker's batch; 'global': that of all; 'evaluation': a whole one
+def set_norm_scope(source='local', # 'local': this worker's batch; 'global': that of all; 'evaluation': a whole one; 'none': each row stays as it is
                    counts=True, # Does this worker's local batch count? Else it is padding, which lets the forward run
                    some_empty=False, # Has some worker a local batch that does not count?
+                   rows=0, # Of this worker's local batch; 0 where a layer may have them in parts without a word
+                   same_size=True, # Have all workers as many?
                   ):
     "Say by which values batch norm normalizes what goes forward next; see `global_batch_norm`"
-    vars(norm_scope).update(source=source, counts=counts, some_empty=some_empty)
+    vars(norm_scope).update(source=source, counts=counts, some_empty=some_empty, rows=rows, same_size=same_size, seen=Counter())
+
+set_norm_scope()
 
 @contextmanager
 def norm_scope_of(*args, **kwargs):
@@ -122,6 +127,20 @@ def _update_running(x, running_mean, running_var, momentum, mean, var, n):
         running_mean.lerp_(mean.to(running_mean.dtype), momentum)
         running_var.lerp_((var*n/(n-1)).to(running_var.dtype), momentum)
 
+def _warn_parts(): warnings.warn(
+    "a batch norm layer has the rows of a batch in parts (ghost batch norm), each of which is put together with the same part of the other "
+    "workers. So the numbers are those of one process where each worker's parts have as many rows as there divided by the number of workers; "
+    "sync_bn=False lets each worker have its own", stacklevel=2)
+
+def _note_part(x, layer # A tensor of it
+              ):
+    "Where `layer` has the rows of a batch in parts, workers with more rows may have more of them: a `RuntimeError` before the others miss one"
+    norm_scope.seen[id(layer)] += len(x)
+    if layer is None or not len(x) < norm_scope.seen[id(layer)] <= norm_scope.rows: return
+    if get_rank()==0: current_world().cached('parts', _warn_parts)
+    if not norm_scope.same_size: all_at("batch norm of another part of the batch", "each adds its values",
+        "Give sync_bn=False, or cut each batch into the same number of parts, whatever its size")
+
 def _warn_norms(): warnings.warn(
     "a batch norm layer is in training mode in an evaluation: it normalizes each batch by its own statistics, as in one process, but its "
     "running statistics stay as they are. Put it in eval mode, m.eval(), if that is not what you want", stacklevel=2)
@@ -136,6 +155,7 @@ def _batch_norm(input, running_mean, running_var, weight=None, bias=None, traini
     if source=='evaluation' and get_rank()==0: current_world().cached('norms', _warn_norms)
     if source=='evaluation' or not compiling and current_world().alone:
         return _torch_batch_norm(input, None, None, weight, bias, True, momentum, eps)
+    if not compiling: _note_part(input, running_mean if weight is None else weight)
     update = partial(_update_running, input, running_mean, running_var, momentum)
     if compiling or norm_scope.some_empty or input.device.type=='cpu':
         return _formula(input, weight, bias, eps, norm_scope.counts, update)

@@ -81,6 +81,10 @@ class Share:
         "What a mean over this share is multiplied by, so that the mean over the workers is that of the global batch"
         return get_world_size()*self.samples/self.total if self.counts and self.total else 0.
 
+    def set_norm_scope(self):
+        "Batch norm normalizes by all shares of the batch"
+        set_norm_scope('global', self.counts, self.some_empty, self.rows, self.total is not None and self.total%get_world_size()==0)
+
 def _numbers(device, *os):
     "One tensor of numbers, some of which are on the device"
     if device.type=='cpu': return torch.tensor([float(o) for o in os], dtype=torch.float64, device='cpu')
@@ -210,7 +214,7 @@ class TrainingStep:
         "Give the learner the predictions and targets of its share; was the loss of the global batch?"
         if self.local is None: return False
         (self.learn.pred,self.learn.yb),self.local = self.local,None
-        set_norm_scope('global', self.share.counts, self.share.some_empty)
+        self.share.set_norm_scope()
         return True
 
 # %% ../../nbs/trainer/02_step.ipynb #803bdfce

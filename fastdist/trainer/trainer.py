@@ -23,7 +23,7 @@ from ..data.partition import plain_item
 from ..data.rng import rank0_stream, resync_streams, seed_of
 from ..fault.cancel import batch_events
 from ..fault.supervisor import catchable, handler_kept, interrupt_deferred, raise_root_cause, resync, scope
-from ..model.batchnorm import norm_scope_of, set_norm_scope
+from ..model.batchnorm import norm_scope_of
 from ..strategy.base import same_everywhere, state_tensors, full_model
 from .args import check_args, check_precision, launched_precision, takes_arguments, worker_device
 from .evaluation import Evaluation
@@ -297,7 +297,7 @@ def before_batch(self:DistributedTrainer):
     "Work out what this worker's share of the batch weighs, or the number of the batch in the data set"
     if not self.training: return self.evaluation.number_batch()
     s = self.step = TrainingStep(self.learn, self.learn.dl.counts, self.device, self.step)
-    set_norm_scope('global', s.share.counts, s.share.some_empty)
+    s.share.set_norm_scope()
     self.buffers_stale = True
     self.hooks.begin_batch()
 
