@@ -103,7 +103,7 @@ def set_norm_scope(source='local', # 'local': this worker's batch; 'global': tha
                    same_size=True, # Have all workers as many?
                   ):
     "Say by which values batch norm normalizes what goes forward next; see `global_batch_norm`"
-    vars(norm_scope).update(source=source, counts=counts, some_empty=some_empty, rows=rows, same_size=same_size, seen=Counter())
+    vars(norm_scope).update(source=source, counts=counts, some_empty=some_empty, rows=rows, same_size=same_size, seen=Counter(), calls=0)
 
 set_norm_scope()
 
@@ -135,6 +135,7 @@ def _warn_parts(): warnings.warn(
 def _note_part(x, layer # A tensor of it
               ):
     "Where `layer` has the rows of a batch in parts, workers with more rows may have more of them: a `RuntimeError` before the others miss one"
+    norm_scope.calls += 1
     norm_scope.seen[id(layer)] += len(x)
     if layer is None or not len(x) < norm_scope.seen[id(layer)] <= norm_scope.rows: return
     if get_rank()==0: current_world().cached('parts', _warn_parts)
@@ -148,6 +149,7 @@ def _warn_norms(): warnings.warn(
 def _batch_norm(input, running_mean, running_var, weight=None, bias=None, training=False, momentum=.1, eps=1e-5):
     "torch's `batch_norm`; in training by the values that `norm_scope` says"
     source,compiling = norm_scope.source,torch.compiler.is_compiling()
+    if training and source=='none': running_mean,running_var,training = input.new_zeros(input.shape[1]),input.new_ones(input.shape[1]),False
     if not training or source=='local' or source=='evaluation' and running_mean is None:
         return _torch_batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
     # what one worker does alone, and a whole batch of an evaluation, goes by its own statistics, and leaves the running ones, which are the

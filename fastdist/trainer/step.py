@@ -11,14 +11,17 @@ from numbers import Real
 from fastai.basics import *
 from fastai.callback.rnn import RNNRegularizer
 from fastai.callback.training import GradientAccumulation
-from ..callbacks.fastai_patches import QuickCallback, send_to_host
+from ..callbacks.fastai_patches import QuickCallback, keeps_state, send_to_host
 from ..callbacks.accumulation import AccumulateSteps, grads_of, scale_all, user_reads_grads
 from ..checkpoint.resume import resume_of
+from ..checkpoint.weights import is_sharded
 from ..comm.collectives import AsyncReduce, all_gather_list, checksum, first_other, is_dtensor, same_text, tensors_in
 from ..fault.cancel import ending
+from ..fault.watchdog import collectives_begun
 from ..metrics.losses import LossRoute, gather_batch, is_summed, kept_labels, labels_divisor, loss_divisor, loss_parts
 from ..metrics.metrics import metric_kind
-from ..model.batchnorm import set_norm_scope
+from ..model.batchnorm import norm_scope, set_norm_scope
+from ..model.rows import mixed_rows
 from ..strategy.backward import is_made_of
 from ..strategy.base import callbacks_of
 from ..world.ranks import get_rank, get_world_size
@@ -361,7 +364,7 @@ class StepHooks(QuickCallback):
         super().__init__()
         self.trainer,self.strategy = trainer,strategy
         self.user_reads_grads = self.fingerprint = None
-        self.sync = True
+        self.sync,self.tried_rows,self.mixed = True,False,None
 
     def begin_epoch(self):
         "The learner may have other callbacks now"
@@ -376,11 +379,32 @@ class StepHooks(QuickCallback):
 
     def before_batch(self):
         "Let the forward of this batch be the strategy's"
-        if self.training: self.strategy.forward(self.sync)
+        if not self.training: return
+        self.strategy.forward(self.sync)
+        if not self.tried_rows: self._try_rows()
+
+    def _try_rows(self):
+        "Before the first step: does the forward mix the rows of a batch?"
+        total,model = self.trainer.step.share.total,self.learn.model
+        if not total or total < 2*get_world_size(): return # all workers try alike: a forward may have messages of its own
+        self.tried_rows = True
+        if self.strategy.shards_params or is_sharded(model) or keeps_state(self.learn): return
+        off = mixed_rows(model, self.learn.xb)
+        if off is not None and get_rank()==0: self.mixed = off,collectives_begun()
+
+    def _warn_mixed(self, off, begun):
+        "After the first forward: rank 0 warns, unless it has added up over the workers"
+        self.mixed = None
+        if collectives_begun()==begun+norm_scope.calls: warnings.warn(
+            f"the model mixes the rows of a batch: half of a batch has other outputs alone, by {off:.2g} of the largest, than beside the other "
+            "half. Each worker mixes the rows of its share only, so the numbers are not those of one process: in training, let forward add up "
+            "over the workers what it takes over rows (torch.distributed.nn.functional.all_reduce has a gradient)", stacklevel=2)
 
     def after_pred(self):
         "Let a loss that needs it see the global batch"
-        if self.training: self.trainer.step.gather_batch()
+        if not self.training: return
+        if self.mixed is not None: self._warn_mixed(*self.mixed)
+        self.trainer.step.gather_batch()
 
     def after_loss(self):
         "Send the loss"
