@@ -48,18 +48,19 @@ def _difference(some, others):
 def mixed_rows(model, # Model whose parameters this worker has all of
                xb, # Its inputs: tensors with a row for each sample, in tuples, lists and dicts
               ):
-    """By how much its outputs for half of `xb` differ from that half of its outputs for `xb`, if by more than rounding. `None` too where
-    that cannot be seen: an error, messages to other workers, outputs that are not the same twice, or have no row for each sample"""
+    """By how much its outputs for half of the first rows differ from that half of its outputs for these, if by more than rounding. `None` too
+    where that cannot be seen: an error, messages to other workers, outputs that are not the same twice, or have no row for each sample"""
     if any(isinstance(m, torch.jit.ScriptModule) for m in model.modules()): return
     try:
         n,device,begun = find_bs(xb),find_device(xb),collectives_begun()
-        part = n-n//2
+        few = min(n, 16) # which take little memory and time
+        part = few-few//2
         with _evaluated(model, device):
             def outputs(rows): return tensors_in(model(*rows_of(xb, n, slice(rows))))
             half = outputs(part)
             if collectives_begun()!=begun: return # it adds up over the workers by itself
-            again,whole = outputs(part),outputs(n)
-        if any(len(b)!=n or a.shape!=(part,*b.shape[1:]) for a,b in zip(half, whole, strict=True)): return
+            again,whole = outputs(part),outputs(few)
+        if any(len(b)!=few or a.shape!=(part,*b.shape[1:]) for a,b in zip(half, whole, strict=True)): return
         dtypes = {o.dtype for o in (*model.parameters(), *whole) if o.is_floating_point()}
         rounding = max(2**-10 if device.type=='cuda' else 0, *(torch.finfo(o).eps for o in dtypes))**.5 # GPUs may multiply in TF32
         res = _difference(half, [o[:part] for o in whole])
