@@ -68,7 +68,8 @@ def all_at(what, # A call that all ranks have to make, in words
     if b is None: return
     call,lines = b.call,[*user_frames(b.stack),*b.stack,['?',0,'?']]
     where = b.left or ('its process has ended' if has_ended(b) else f'it is at {call}, {frame_text(lines[0])}')
-    raise RuntimeError(f"rank {get_rank()}: {what} needs all workers, as {why}, and rank {b.rank} does not make the call: {where}. {advice}")
+    raise RuntimeError(
+        f"rank {get_rank()}: {what} needs all workers, as {why}, and rank {b.rank} does not make the call: {where}. {advice}")
 
 # %% ../../nbs/fault/05_same_call.ipynb #8dcb5107
 def after_rank0():

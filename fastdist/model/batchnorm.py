@@ -96,7 +96,7 @@ class _KernelNorm(torch.autograd.Function):
 # %% ../../nbs/model/00_batchnorm.ipynb #8b6178e3
 norm_scope = SimpleNamespace() # of the batch that goes forward in this process
 
-def set_norm_scope(source='local', # 'local': this worker's batch; 'global': that of all; 'evaluation': a whole one; 'none': each row stays as it is
+def set_norm_scope(source='local', # 'local': this worker's batch; 'global': that of all; 'evaluation': a whole one; 'none': by none
                    counts=True, # Does this worker's local batch count? Else it is padding, which lets the forward run
                    some_empty=False, # Has some worker a local batch that does not count?
                    rows=0, # Of this worker's local batch; 0 where a layer may have them in parts without a word
@@ -134,7 +134,7 @@ def _warn_parts(): warnings.warn(
 
 def _note_part(x, layer # A tensor of it
               ):
-    "Where `layer` has the rows of a batch in parts, workers with more rows may have more of them: a `RuntimeError` before the others miss one"
+    "Where `layer` has a batch in parts, workers with more rows may have more of them: a `RuntimeError` before the others miss one"
     norm_scope.calls += 1
     norm_scope.seen[id(layer)] += len(x)
     if layer is None or not len(x) < norm_scope.seen[id(layer)] <= norm_scope.rows: return

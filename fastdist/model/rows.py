@@ -31,7 +31,7 @@ def attributes_kept(*objects # Such as the modules of a model
 
 @contextmanager
 def _evaluated(model, device):
-    "Within, `model` is in evaluation mode, in full precision and without gradients, and batch norm, which workers do together, mixes nothing"
+    "Within, `model` is in evaluation mode, in full precision and without gradients, and batch norm, which workers share, mixes nothing"
     eager = torch.compiler.set_stance('force_eager') if 'torch._dynamo' in sys.modules else nullcontext() # no code is compiled for this
     streams = rng_state()
     with attributes_kept(*model.modules()), torch.no_grad(), torch.autocast(device.type, enabled=False), norm_scope_of('none'), eager:
