@@ -48,8 +48,8 @@ def _difference(some, others):
 def mixed_rows(model, # Model whose parameters this worker has all of
                xb, # Its inputs: tensors with a row for each sample, in tuples, lists and dicts
               ):
-    """By how much its outputs for half of the first rows differ from that half of its outputs for these, if by more than rounding. `None` too
-    where that cannot be seen: an error, messages to other workers, outputs that are not the same twice, or have no row for each sample"""
+    """By how much its outputs for half of the first rows differ from that half of its outputs for these, if by more than rounding.
+    `None` too where that cannot be seen: an error, messages to other workers, outputs that are not the same twice, or have no row for each sample"""
     if any(isinstance(m, torch.jit.ScriptModule) for m in model.modules()): return
     try:
         n,device,begun = find_bs(xb),find_device(xb),collectives_begun()

@@ -396,9 +396,9 @@ class StepHooks(QuickCallback):
         "After the first forward: rank 0 warns, unless it has added up over the workers"
         self.mixed = None
         if collectives_begun()==begun+norm_scope.calls: warnings.warn(
-            f"the model mixes the rows of a batch: half of a batch has other outputs alone, by {off:.2g} of the largest, than beside the other "
-            "half. Each worker mixes the rows of its share only, so the numbers are not those of one process: in training, let forward add up "
-            "over the workers what it takes over rows (torch.distributed.nn.functional.all_reduce has a gradient)", stacklevel=2)
+            f"the model mixes the rows of a batch: half of a batch has other outputs alone, by {off:.2g} of the largest, than beside the "
+            "other half. Each worker mixes the rows of its share only, so the numbers are not those of one process: in training, let forward "
+            "add up over the workers what it takes over rows (torch.distributed.nn.functional.all_reduce has a gradient)", stacklevel=2)
 
     def after_pred(self):
         "Let a loss that needs it see the global batch"
