@@ -30,7 +30,7 @@ PAGES = {
         'fail_together RemoteError OutOfStep'),
     'communication': ('Ranks and communication', "Who this worker is, and what it can send to the others: for scripts and for loops of your own.",
         'get_rank get_world_size is_master get_local_rank get_local_world_size get_node_rank get_device get_backend get_launcher get_default_group '
-        'use_cpu check_rank rank0_first rank0_only rank0_read print_in_order all_reduce all_reduce_dict all_gather_list broadcast_object agree '
+        'use_cpu check_rank rank0_first rank0_only rank0_read print_in_order all_reduce all_reduce_dict all_gather_list broadcast_object '
         'world_store KeyValueStore KeyValueStore.set KeyValueStore.get KeyValueStore.add KeyValueStore.wait current_world World')}
 
 

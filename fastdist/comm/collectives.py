@@ -7,7 +7,7 @@ __all__ = ['bucket_bytes', 'tensors_in', 'bytes_in', 'buckets', 'as_bytes', 'byt
            'local', 'named', 'gather_single', 'group_ranks', 'comm_device', 'gather_bytes', 'AsyncReduce',
            'same_and_most', 'same_text', 'all_min', 'differing', 'who_has', 'first_other', 'pack', 'unpack',
            'OutOfStep', 'check_calls', 'Call', 'same_call', 'all_gather_list', 'gather_tensors', 'broadcast_object',
-           'agree', 'rank0_only', 'print_in_order', 'all_reduce', 'all_reduce_dict']
+           'rank0_only', 'print_in_order', 'all_reduce', 'all_reduce_dict']
 
 # %% ../../nbs/comm/00_collectives.ipynb #da82582f
 import hashlib,io,json,pickle,sys,traceback,zlib
@@ -399,20 +399,6 @@ def broadcast_object(o=None, # What rank `src` sends; in other workers it does n
         dist.broadcast(flat, src, group=group)
     else: flat = _flat(c.small[i])
     return o if i==c.me else c.load(flat, i)
-
-# %% ../../nbs/comm/00_collectives.ipynb #1855c9d9
-_decide = dict(any=any, all=all, rank0=lambda votes: votes[0])
-
-def agree(value, # This worker's, true or false
-          how:str='any', # `any`, `all`, or `rank0` (the group's first worker decides)
-          group=None, # A process group; by default that of all workers
-         ):
-    "One bool for all workers, out of each worker's `value`"
-    def prepare():
-        if how not in _decide: raise ValueError(f"rank {get_rank()}: {how=} is not known: take one of {', '.join(map(repr, _decide))}")
-        return pack(bool(value))
-    votes = Call(f'agree({how=})', group, prepare).objects()
-    return _decide[how](votes)
 
 # %% ../../nbs/comm/00_collectives.ipynb #92f75624
 def rank0_only(func, # Called in rank 0 alone

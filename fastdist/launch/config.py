@@ -32,7 +32,7 @@ keys = dict(
     fit=_Key('fit_one_cycle', (str,dict), "the method of Learner that trains, and so the schedule; or a table: it as method, and its "
              "arguments, such as pct_start"),
     context=_Key({}, dict, "more arguments of distrib_ctx, such as gradient_accumulation_steps and activation_checkpointing"),
-    callbacks=_Key({}, dict, 'callbacks of fastai or fastdist by name, others as "module:class", and a table of the arguments of each'),
+    callbacks=_Key({}, dict, 'callbacks as "module:class", such as "fastai.callback.all:GradientClip", and a table of the arguments of each'),
     epochs=_Key(1, int, "how many epochs to train", 1),
     learning_rate=_Key(None, float, "the (highest) learning rate; by default the method's own, or the Learner's"),
     resume=_Key(None, str, "folder of checkpoints: training saves there, and goes on from there when the same command is typed again; "
@@ -153,15 +153,9 @@ def _bind(c, key, # Of the arguments
 
 def _callbacks(c):
     "The callbacks that the config names"
-    from fastai.basics import Callback
-    found = {k:o for m in ('fastai.callback.all','fastdist.all') for k,o in vars(importlib.import_module(m)).items()}
-    known = {k:o for k,o in found.items() if isinstance(o, type) and issubclass(o, Callback)}
     def make(name, args):
-        key,cls = f'callbacks.{name}',known.get(name)
-        if cls is None and ':' not in name:
-            c.fail(key, f"""there is no such callback: {nearest(name, list(known), 'any other is named as "module:class"')}""")
-        if not isinstance(args, dict): c.fail(key, "a table of its arguments is needed, such as {}")
-        with c.checked(key): return _bind(c, key, cls or _named(c, key, name), **args)()
+        key = f'callbacks.{name}'
+        with c.checked(key): return _bind(c, key, _named(c, key, name), **args)()
     return [make(*o) for o in c.callbacks.items()]
 
 # %% ../../nbs/launch/08_config.ipynb #b0ce6371

@@ -93,14 +93,17 @@ class _KernelNorm(torch.autograd.Function):
         return gx,gw,gb,None,None
 
 # %% ../../nbs/model/00_batchnorm.ipynb #8b6178e3
-norm_scope = SimpleNamespace(source='local', counts=True, some_empty=False) # of the batch that goes forward in this process
+norm_scope = SimpleNamespace() # of the batch that goes forward in this process
 
-def set_norm_scope(source='local', # 'local': this worker's batch; 'global': that of all; 'evaluation': a whole one
+def set_norm_scope(source='local', # 'local': this worker's batch; 'global': that of all; 'evaluation': a whole one; 'none': by none
                    counts=True, # Does this worker's local batch count? Else it is padding, which lets the forward run
                    some_empty=False, # Has some worker a local batch that does not count?
+                   rows=0, # Of this worker's local batch, which a layer has to have at once; 0 where it may have parts
                   ):
     "Say by which values batch norm normalizes what goes forward next; see `global_batch_norm`"
-    vars(norm_scope).update(source=source, counts=counts, some_empty=some_empty)
+    vars(norm_scope).update(source=source, counts=counts, some_empty=some_empty, rows=rows, seen=Counter())
+
+set_norm_scope()
 
 @contextmanager
 def norm_scope_of(*args, **kwargs):
@@ -122,6 +125,14 @@ def _update_running(x, running_mean, running_var, momentum, mean, var, n):
         running_mean.lerp_(mean.to(running_mean.dtype), momentum)
         running_var.lerp_((var*n/(n-1)).to(running_var.dtype), momentum)
 
+def _check_whole(x, layer # A tensor of it
+                ):
+    "A `RuntimeError` where `layer` has the rows of a batch in parts, of which other workers may have other numbers, and so send others"
+    norm_scope.seen[id(layer)] += len(x)
+    if layer is not None and len(x) < norm_scope.seen[id(layer)] <= norm_scope.rows: raise RuntimeError(
+        f"rank {get_rank()}: a batch norm layer has the rows of a batch in parts (ghost batch norm), which cannot be put together with "
+        "those of other workers: give sync_bn=False, by which each worker normalizes its own")
+
 def _warn_norms(): warnings.warn(
     "a batch norm layer is in training mode in an evaluation: it normalizes each batch by its own statistics, as in one process, but its "
     "running statistics stay as they are. Put it in eval mode, m.eval(), if that is not what you want", stacklevel=2)
@@ -129,6 +140,7 @@ def _warn_norms(): warnings.warn(
 def _batch_norm(input, running_mean, running_var, weight=None, bias=None, training=False, momentum=.1, eps=1e-5):
     "torch's `batch_norm`; in training by the values that `norm_scope` says"
     source,compiling = norm_scope.source,torch.compiler.is_compiling()
+    if training and source=='none': running_mean,running_var,training = input.new_zeros(input.shape[1]),input.new_ones(input.shape[1]),False
     if not training or source=='local' or source=='evaluation' and running_mean is None:
         return _torch_batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
     # what one worker does alone, and a whole batch of an evaluation, goes by its own statistics, and leaves the running ones, which are the
@@ -136,6 +148,7 @@ def _batch_norm(input, running_mean, running_var, weight=None, bias=None, traini
     if source=='evaluation' and get_rank()==0: current_world().cached('norms', _warn_norms)
     if source=='evaluation' or not compiling and current_world().alone:
         return _torch_batch_norm(input, None, None, weight, bias, True, momentum, eps)
+    if not compiling: _check_whole(input, running_mean if weight is None else weight)
     update = partial(_update_running, input, running_mean, running_var, momentum)
     if compiling or norm_scope.some_empty or input.device.type=='cpu':
         return _formula(input, weight, bias, eps, norm_scope.counts, update)

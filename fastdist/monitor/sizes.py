@@ -17,6 +17,7 @@ from ..comm.collectives import all_min
 from ..data.partition import has_rows
 from ..data.rng import generator_states, generators_in, rng_state, set_generator_states, set_rng_state
 from ..model.batchnorm import norm_scope
+from ..model.rows import attributes_kept
 from ..model.units import Forward, recomputed
 from .timer import GPUClock, HostClock, device_in
 from ..strategy.base import full_model
@@ -37,24 +38,20 @@ def trial_learner(learn, # Any `Learner`; in a context that of this worker
     model,res,gens,streams = full_model(learn),object.__new__(type(learn)),generators_in(dl),rng_state()
     orders,tensors = generator_states(gens),[(t,t.data,t.grad,t.detach().to('cpu', copy=True))
                                              for t in (*model.parameters(),*model.buffers())]
-    # a module has its buffers and hooks in dictionaries of its own
-    attrs = [(d,dict(d)) for o in (dl,res,*model.modules()) for d in (vars(o), *vars(o).values()) if isinstance(d, dict)]
-    vars(res).update({k:v for k,v in vars(learn).items() if not isinstance(v, Callback)})
-    res.cbs,res.dl,res.epoch,res.n_iter,res.n_epoch = L(),dl,0,1,1
-    res.opt_func = SGD if isinstance(learn.opt_func, OptimWrapper) else learn.opt_func # that one is the learner's optimizer itself
-    res.add_cbs([Recorder(), *(copy(cb) for cb in learn.cbs if not (
-        is_logger(cb) or isinstance(cb, (Recorder,HookCallback,TrackerCallback)) or type(cb).__module__.startswith('fastdist.')))])
     try:
-        for t,*_ in tensors: t.grad = None
-        model.to(device)
-        res.create_opt()
-        res(['before_fit','before_epoch','before_train'])
-        yield res
+        with attributes_kept(dl, res, *model.modules()): # `res` lets go of its optimizer's state
+            vars(res).update({k:v for k,v in vars(learn).items() if not isinstance(v, Callback)})
+            res.cbs,res.dl,res.epoch,res.n_iter,res.n_epoch = L(),dl,0,1,1
+            res.opt_func = SGD if isinstance(learn.opt_func, OptimWrapper) else learn.opt_func # that one is the learner's optimizer itself
+            res.add_cbs([Recorder(), *(copy(cb) for cb in learn.cbs if not (
+                is_logger(cb) or isinstance(cb, (Recorder,HookCallback,TrackerCallback)) or type(cb).__module__.startswith('fastdist.')))])
+            for t,*_ in tensors: t.grad = None
+            model.to(device)
+            res.create_opt()
+            res(['before_fit','before_epoch','before_train'])
+            yield res
     finally:
         for t,data,grad,was in tensors: t.data,t.grad = data.copy_(was),grad
-        for d,was in attrs: # `res` lets go of its optimizer's state
-            d.clear()
-            d.update(was)
         set_generator_states(gens, orders)
         set_rng_state(streams)
 
@@ -147,6 +144,7 @@ class Microbatches(QuickCallback):
         total,n = (trainer_of(self.learn).step.share.total,get_world_size()) if norm_scope.source=='global' else (rows,1)
         parts = min(-(-total//(n*self.size)), total//n)
         if parts <= 1 or not rows: return forward(*args, **kwargs)
+        norm_scope.rows = 0 # all workers have asked for parts, and have as many
         for i in range(parts):
             some = slice(i*rows//parts, (i+1)*rows//parts)
             args,kwargs = tree_unflatten([o[some] if has_rows(o, rows) else o for o in flat], spec)

@@ -136,11 +136,6 @@ def takes_arguments(f):
     return f
 
 # %% ../../nbs/trainer/00_args.ipynb #c67dfcf7
-def _launched(cls):
-    "Accelerate's `cls` of the launcher's options"
-    try: return cls()
-    except Exception as e: raise ValueError(f"rank {get_rank()}: the launcher's settings for {cls.__name__} are not accepted: {e}") from e
-
 def _launched_fsdp():
     "The plugin of the launcher's options, or `None`"
     if not parse_flag_from_env('ACCELERATE_USE_FSDP'): return
@@ -151,7 +146,7 @@ def _launched_fsdp():
                      SYNC_MODULE_STATES='TRUE').items():
         v = os.environ.get(f'FSDP_{k}') or ok.split()[0]
         if v.upper() not in ok.split(): refuse(f'fsdp_{k.lower()}', v, "(of the launcher) it has no effect in version 2: leave it out")
-    return _launched(FullyShardedDataParallelPlugin)
+    return FullyShardedDataParallelPlugin()
 
 _taken = {'fsdp_version','reshard_after_forward','mixed_precision_policy','cpu_offload','activation_checkpointing',
           'activation_checkpointing_offload','auto_wrap_policy','transformer_cls_names_to_wrap','min_num_params','state_dict_type',
@@ -181,14 +176,6 @@ def _fsdp_settings(plugin # Accelerate's `FullyShardedDataParallelPlugin`, or `N
         activation_checkpointing=bool(plugin.activation_checkpointing), activation_offload=bool(plugin.activation_checkpointing_offload))
 
 # %% ../../nbs/trainer/00_args.ipynb #d8c36dd6
-def _launched_config():
-    "The `ParallelismConfig` of the launcher's options, or `None`"
-    if not parse_flag_from_env('ACCELERATE_USE_PARALLELISM_CONFIG'): return
-    for k in ('TP','CP','SP'): # for which Accelerate wants packages first
-        n = os.environ.get(f'PARALLELISM_CONFIG_{k}_SIZE', '1')
-        if n!='1': refuse(f'parallelism_config_{k.lower()}_size (of the launcher)', n, _other_axes)
-    return _launched(ParallelismConfig)
-
 _other_axes = ("tensor, context and sequence parallelism (tp, cp, sp) are not supported: give dp_replicate_size and dp_shard_size alone, "
                "or strategy='fsdp', which shards the parameters as well")
 
@@ -205,15 +192,13 @@ def _sharding(values):
     strategy,plugin,launched,mesh = values['strategy'],values['fsdp_plugin'],_launched_fsdp(),None
     means = [] if strategy is None else [('strategy', strategy, {strategy} if strategy in _words else {'a strategy of your own'})]
     means += [(by, o, {'fsdp','hsdp'}) for by,o in (('fsdp_plugin', plugin), ('use_fsdp (of the launcher)', launched and True)) if o]
-    configs = ('parallelism_config', values['parallelism_config']),('use_parallelism_config (of the launcher)', _launched_config())
-    for by,o in configs:
-        if o is None: continue
-        if any(getattr(o, f'{k}_size')!=1 or getattr(o, f'{k}_handler') is not None for k in ('tp','cp','sp')): refuse(by, o, _other_axes)
+    if (o := values['parallelism_config']) is not None:
+        others = any(getattr(o, f'{k}_size')!=1 or getattr(o, f'{k}_handler') is not None for k in ('tp','cp','sp'))
+        if others: refuse('parallelism_config', o, _other_axes)
         sizes = o.dp_replicate_size,o.dp_shard_size
-        if sizes==(1,1): continue
-        if mesh not in (None,sizes): refuse(by, sizes, f"parallelism_config means {mesh} (replicate, shard): leave out one of them")
-        mesh = sizes
-        means.append((by, o, {'ddp' if sizes[1]==1 else 'fsdp' if sizes[0]==1 else 'hsdp'}))
+        if sizes!=(1,1):
+            mesh = sizes
+            means.append(('parallelism_config', o, {'ddp' if sizes[1]==1 else 'fsdp' if sizes[0]==1 else 'hsdp'}))
     for i,(by,o,ok) in enumerate(means):
         for by0,o0,ok0 in means[:i]:
             if not ok & ok0: refuse(by0, o0, f"{by}={short_repr(o)} means {' or '.join(map(repr, sorted(ok)))}, and this "
@@ -256,9 +241,8 @@ def check_args(given # The arguments that were given, by their names
               ):
     "What the arguments and the launcher ask for; an error for one that is not accepted, or would have no effect"
     _check_names(given)
-    for k in ('deepspeed','megatron_lm'):
-        if parse_flag_from_env(f'ACCELERATE_USE_{k.upper()}'):
-            refuse(f'use_{k}', True, f"(of the launcher) {_way_out[f'{k}_plugin']}, and launch without it")
+    for k,way in dict(deepspeed=_zero, megatron_lm=_sharded, parallelism_config="give parallelism_config= to distrib_ctx").items():
+        if parse_flag_from_env(f'ACCELERATE_USE_{k.upper()}'): refuse(f'use_{k}', True, f"(of the launcher) {way}, and launch without it")
     values = {k:o.default for k,o in ARGUMENTS.items()}
     values.update({k:ARGUMENTS[k].check(k, v) for k,v in given.items() if v is not values[k]})
     steps = values['gradient_accumulation_steps']

@@ -9,16 +9,17 @@ __all__ = ['Fingerprint', 'Share', 'LossMean', 'LossMessage', 'TrainingStep', 'S
 from numbers import Real
 
 from fastai.basics import *
-from fastai.callback.rnn import RNNRegularizer
 from fastai.callback.training import GradientAccumulation
-from ..callbacks.fastai_patches import QuickCallback, send_to_host
+from ..callbacks.fastai_patches import QuickCallback, keeps_state, send_to_host
 from ..callbacks.accumulation import AccumulateSteps, grads_of, scale_all, user_reads_grads
 from ..checkpoint.resume import resume_of
+from ..checkpoint.weights import is_sharded
 from ..comm.collectives import AsyncReduce, all_gather_list, checksum, first_other, is_dtensor, same_text, tensors_in
 from ..fault.cancel import ending
 from ..metrics.losses import LossRoute, gather_batch, is_summed, kept_labels, labels_divisor, loss_divisor, loss_parts
 from ..metrics.metrics import metric_kind
 from ..model.batchnorm import set_norm_scope
+from ..model.rows import mixed_rows
 from ..strategy.backward import is_made_of
 from ..strategy.base import callbacks_of
 from ..world.ranks import get_rank, get_world_size
@@ -210,13 +211,13 @@ class TrainingStep:
         "Give the learner the predictions and targets of its share; was the loss of the global batch?"
         if self.local is None: return False
         (self.learn.pred,self.learn.yb),self.local = self.local,None
-        set_norm_scope('global', self.share.counts, self.share.some_empty)
+        set_norm_scope('global', self.share.counts, self.share.some_empty, self.share.rows)
         return True
 
 # %% ../../nbs/trainer/02_step.ipynb #803bdfce
 @patch
 def note_loss(self:TrainingStep):
-    "Right after the loss function: make its loss a mean over samples; add what fastai's `RNNRegularizer` leaves out of a batch of one row"
+    "Right after the loss function: make its loss a mean over samples"
     learn,is_global = self.learn,self.restore_batch()
     if len(learn.yb):
         self.mean,self.message = LossMean(self.share),None # of several passes over a batch the last counts
@@ -225,10 +226,6 @@ def note_loss(self:TrainingStep):
         self._set_loss()
         self.grads_were_pending = self.grads_pending
         self.grads_pending = True # until the optimizer has stepped, or a callback has cancelled that
-    for cb in callbacks_of(learn, RNNRegularizer): # a share may be of one row, and the batch not
-        h = cb.rnn.raw_out
-        if cb.beta and len(h)==1 and self.share.total!=1:
-            learn.loss_grad = learn.loss_grad + cb.beta*(h[:,1:]-h[:,:-1]).float().pow(2).mean()
 
 @patch
 def _choose_mean(self:TrainingStep):
@@ -357,7 +354,7 @@ class StepHooks(QuickCallback):
         super().__init__()
         self.trainer,self.strategy = trainer,strategy
         self.user_reads_grads = self.fingerprint = None
-        self.sync = True
+        self.sync,self.tried_rows = True,False
 
     def begin_epoch(self):
         "The learner may have other callbacks now"
@@ -372,7 +369,21 @@ class StepHooks(QuickCallback):
 
     def before_batch(self):
         "Let the forward of this batch be the strategy's"
-        if self.training: self.strategy.forward(self.sync)
+        if not self.training: return
+        self.strategy.forward(self.sync)
+        if not self.tried_rows: self._try_rows()
+
+    def _try_rows(self):
+        "Before the first step: does the forward mix the rows of a batch?"
+        total,model = self.trainer.step.share.total,self.learn.model
+        if not total or total < 2*get_world_size(): return # all workers try alike: a forward may have messages of its own
+        self.tried_rows = True
+        if is_sharded(model) or keeps_state(self.learn): return
+        off = mixed_rows(model, self.learn.xb)
+        if off is not None and get_rank()==0: warnings.warn(
+            f"the model mixes the rows of a batch: alone, half of a batch has other outputs (by {off:.2g} of the largest) than beside the other "
+            "half. Each worker mixes the rows of its share only, which gives other numbers than one process: let forward add up over the "
+            "workers what it takes over rows, by torch.distributed.nn.functional.all_reduce", stacklevel=2)
 
     def after_pred(self):
         "Let a loss that needs it see the global batch"

@@ -8,7 +8,6 @@ __all__ = ['DistributedTrainer']
 # %% ../../nbs/trainer/05_trainer.ipynb #92e6cd80
 from contextlib import ExitStack, contextmanager, nullcontext
 
-from accelerate import Accelerator
 from fastai.basics import *
 from fastai.metrics import LossMetric
 from ..callbacks.accumulation import is_users
@@ -31,7 +30,7 @@ from .loaders import plain_dls
 from .setup import LearnerSetup
 from .step import TrainingStep
 from ..world.group import init_group, teardown_distrib
-from ..world.ranks import current_world, get_device, get_rank, get_world_size, use_cpu
+from ..world.ranks import current_world, get_rank, get_world_size, use_cpu
 
 # %% ../../nbs/trainer/05_trainer.ipynb #e444810f
 class DistributedTrainer(LearnerSetup):
@@ -42,20 +41,11 @@ class DistributedTrainer(LearnerSetup):
     in_fit = in_training = False # is this in a fit, and has that begun to train?
     said_batch = False # has rank 0 said what a step is made of?
     in_evaluation = False # is this in an evaluation that a callback makes in a fit?
-    evaluation = train_dl = numbers_before = _accelerator = None
+    evaluation = train_dl = numbers_before = None
     @takes_arguments
     def __init__(self, sync_bn=True, **kwargs):
         super().__init__()
         self.settings = check_args(dict(sync_bn=sync_bn, **kwargs))
-
-    @property
-    def accelerator(self):
-        "Accelerate's view of this worker, which fastai's trainer has by this name. Made when a script asks for it: nothing here does"
-        if self._accelerator is None:
-            # what the launcher was told of these is the strategy's, and the precision's, to do
-            settings = 'USE_FSDP','USE_PARALLELISM_CONFIG','DYNAMO_BACKEND','MIXED_PRECISION'
-            with modified_env(*(f'ACCELERATE_{o}' for o in settings)): self._accelerator = Accelerator(cpu=get_device().type=='cpu')
-        return self._accelerator
 
     @property
     def nested(self):
@@ -286,7 +276,7 @@ def before_batch(self:DistributedTrainer):
     "Work out what this worker's share of the batch weighs, or the number of the batch in the data set"
     if not self.training: return self.evaluation.number_batch()
     s = self.step = TrainingStep(self.learn, self.learn.dl.counts, self.device, self.step)
-    set_norm_scope('global', s.share.counts, s.share.some_empty)
+    set_norm_scope('global', s.share.counts, s.share.some_empty, s.share.rows)
     self.buffers_stale = True
     self.hooks.begin_batch()
 

@@ -60,7 +60,7 @@ def numbers_of_collectives():
             before = counts.total()
             f()
             return counts.total()-before
-        return [number(f) for f in (lambda: talk.all_gather_list('x'), lambda: talk.agree(True), lambda: talk.broadcast_object(1),
+        return [number(f) for f in (lambda: talk.all_gather_list('x'), lambda: talk.broadcast_object(1),
                                     lambda: talk.all_reduce_dict(dict(loss=1., n=3)),
                                     lambda: talk.all_gather_list('x'*5000), lambda: talk.all_reduce(torch.ones(10000)),
                                     lambda: talk.all_reduce_dict({i: torch.ones(1000) for i in range(5)}))]
@@ -68,7 +68,7 @@ def numbers_of_collectives():
 
 def test_number_of_collectives(world2):
     "One for what is small; one more for what is large, and that goes together"
-    for res in world2(numbers_of_collectives): assert res == [1, 1, 1, 1, 2, 2, 2], res
+    for res in world2(numbers_of_collectives): assert res == [1, 1, 1, 2, 2, 2], res
 
 
 def max_sizes():
@@ -209,25 +209,11 @@ def test_not_reduced(world3):
 
 # Decisions, and being out of step
 
-def agrees():
-    talk, rank, n = start()
-    bad = []
-    for votes in product([True, False], repeat=n):
-        got = {how: talk.agree(votes[rank], how) for how in ('any', 'all', 'rank0')}
-        if got != dict(any=any(votes), all=all(votes), rank0=votes[0]): bad.append((votes, got))
-    return bad, error(lambda: talk.agree(True, 'most' if rank == 0 else 'any'))[0]
-
-
-@pytest.mark.sizes
-def test_agree(world):
-    for res in world(agrees): assert res == ([], 'ValueError')
-
-
 def out_of_step():
     talk, rank, n = start()
     calls = dict(all_gather_list=lambda: talk.all_gather_list('x'*3000), broadcast=lambda: talk.broadcast_object('x'*3000),
                  all_reduce=lambda: talk.all_reduce(torch.ones(1000)), all_reduce_max=lambda: talk.all_reduce(torch.ones(1000), op='max'),
-                 all_reduce_dict=lambda: talk.all_reduce_dict(dict(t=torch.ones(1000))), agree=lambda: talk.agree(True))
+                 all_reduce_dict=lambda: talk.all_reduce_dict(dict(t=torch.ones(1000))))
     res = {}
     for a, b in product(calls, calls):
         if a == b: continue
@@ -253,12 +239,12 @@ def subgroups():
              lambda g: talk.all_reduce(torch.full((2000,), float(rank)), g, op='mean')[0].item(),
              lambda g: talk.all_reduce_dict(dict(a=rank), group=g)['a'],
              lambda g: [len(o) for o in talk.all_gather_list(torch.ones(900*(rank+1)), g)],
-             lambda g: talk.broadcast_object(rank, src=2, group=g), lambda g: talk.agree(rank == 2, 'all', group=g),
+             lambda g: talk.broadcast_object(rank, src=2, group=g),
              lambda g: talk.print_in_order('hi', group=g, file=f)]
     inside = [error(lambda: c(g)) for c in calls]
     alone = talk.all_gather_list(rank, group=other) if rank == 1 else error(lambda: talk.all_gather_list(rank, group=other))
     src = error(lambda: talk.broadcast_object(1, src=1, group=g))
-    step = error(lambda: talk.agree(True, group=g) if rank == 0 else talk.all_gather_list(1, group=g))
+    step = error(lambda: talk.all_reduce(1, group=g) if rank == 0 else talk.all_gather_list(1, group=g))
     return inside, alone, src, step, f.getvalue(), talk.all_gather_list(rank)
 
 
@@ -270,7 +256,7 @@ def test_subgroups(world3):
         if rank == 1:
             assert alone == [1]
             continue
-        assert inside == [('no error', o) for o in ([(0, 'x'*2000), (2, 'x'*2000)], 1., 2, [900, 2700], 2, False, None)]
+        assert inside == [('no error', o) for o in ([(0, 'x'*2000), (2, 'x'*2000)], 1., 2, [900, 2700], 2, None)]
         assert text == ('' if rank else '[rank 0] hi\n[rank 2] hi\n')
         assert src[0] == 'ValueError' and 'src=1 is not in this group: its global ranks are [0, 2]' in src[1]
-        assert step[0] == 'OutOfStep' and 'rank 0 is at agree' in step[1] and 'rank 2 at all_gather_list' in step[1]
+        assert step[0] == 'OutOfStep' and 'rank 0 is at all_reduce' in step[1] and 'rank 2 at all_gather_list' in step[1]

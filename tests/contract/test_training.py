@@ -648,3 +648,62 @@ def test_all_workers_agree(world3):
     for res, *_ in others: assert not (faults := differences(first, res, 0)), faults
     assert tied and first['unseeded']['weights']['rank'] == 0 and all(np.isfinite(o['losses']).all() for o in first.values() if isinstance(o, dict))
     assert sorted(o for _, seen, _ in every for o in seen) == sorted([*map(tuple, Items(20).x.tolist())]*2)  # each by one worker in each epoch
+
+
+# Forwards that put the rows of a batch together
+
+class Mixing(nn.Module):
+    "A linear layer, `mix`, which is called with this module and the hidden values, and another linear layer"
+    def __init__(self, mix, **layers):
+        super().__init__()
+        torch.manual_seed(3)
+        self.a, self.c, self.mix = nn.Linear(4, 8), nn.Linear(8, 3), mix
+        for k, m in layers.items(): setattr(self, k, m)
+        self.double()
+    def forward(self, x): return self.c(self.mix(self, self.a(x)))
+
+
+def centred(m, h): return h-h.mean(0)
+def centred_together(m, h):
+    if not (m.training and torch.distributed.is_initialized()): return centred(m, h)
+    from torch.distributed.nn.functional import all_reduce
+    return h-all_reduce(h.sum(0))/all_reduce(h.new_tensor([len(h)]))
+def attention(m, h): return h+m.att(h[None], h[None], h[None])[0][0]
+def deviation(m, h): return h*h.std(0, correction=0).mean()
+def noise(m, h): return h+torch.rand_like(h)*.1
+def ghost(m, h, rows): return torch.cat([m.bn(o) for o in h.chunk(-(-len(h)//rows))]) if m.training else m.bn(h)
+
+
+def mixing(nm, many, n=24, bs=8, rows=4, sync_bn=True):
+    "Weights, warnings by what they begin with, and the error"
+    import fastdist.all
+    layers = dict(attention=dict(att=nn.MultiheadAttention(8, 2, batch_first=True))).get(nm, dict(bn=nn.BatchNorm1d(8, track_running_stats=nm == 'ghost')))
+    mix = dict(centred=centred, together=centred_together, attention=attention, deviation=deviation, noise=noise, ghost=partial(ghost, rows=rows), norm=lambda m, h: m.bn(h))[nm]
+    learn, error = quiet(learner(n=n, bs=bs, model=lambda: Mixing(mix, **layers))), None
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter('always')
+        try:
+            with learn.distrib_ctx(sync_bn, split_batches=True) if many else contextlib.nullcontext():
+                learn.fit(1)
+                learn.fit(1)
+        except Exception as e: error = type(e).__name__, getattr(e, 'rank', None), str(e)
+    return weights(learn), [str(o.message) for o in said if 'rows of a batch' in str(o.message)], error
+
+
+@pytest.mark.parametrize('world', [2, 3])
+def test_rows_mixed(worlds, world):
+    "A forward that mixes rows is seen before the first step, and said once; one that draws is not. To add up over the workers in training is exact"
+    for nm in ('centred', 'deviation', 'attention', 'together', 'noise', 'norm')[:3 if world == 3 else None]:
+        one, _, _ = mixing(nm, False)
+        for rank, (many, said, error) in enumerate(worlds(world)(mixing, nm, True)):
+            mixes = nm in ('centred', 'deviation', 'attention')
+            assert error is None and len(said) == ((mixes or nm == 'together') and rank == 0), (nm, rank, said, error)
+            assert (diff(one, many) > 1e-4 if mixes else diff(one, many) < 1e-7 or nm == 'noise'), (nm, diff(one, many))
+
+
+def test_ghost_batch_norm(world2):
+    "Parts of a batch, of which workers may have other numbers, are an error, and not the end of a process; sync_bn=False leaves them to each"
+    for args in dict(rows=2), dict(n=18, bs=9):
+        for _, _, (kind, _, text) in world2(mixing, 'ghost', True, **args):
+            assert kind in ('RuntimeError', 'RemoteError') and 'in parts (ghost batch norm)' in text and 'sync_bn=False' in text, text
+    for _, _, error in world2(mixing, 'ghost', True, n=18, bs=9, sync_bn=False): assert error is None, error

@@ -90,7 +90,7 @@ def test_faults(folder, text, words, want):
     (['learner=mine:gte'], "module 'mine' has no attribute 'gte'"),
     (['resume=ckpt', 'resume_every=0 steps'], 'resume_every'),
     (['fit.method=fit_flat_cos', 'fit.pct_strt=0.5'], "fit: got an unexpected keyword argument 'pct_strt'"),
-    (['callbacks.SaveModelCallbck={}'], 'did you mean SaveModelCallback?')])
+    (['callbacks={"fastai.callback.all:GradientClp" = {}}'], "has no attribute 'GradientClp'")])
 def test_what_python_does_not_take(folder, words, want):
     "What is called says what is wrong; the key is named, and there is no traceback"
     res = train('c.toml', *words, cwd=folder)
@@ -152,7 +152,7 @@ pct_start = 0.5
 [context]
 gradient_accumulation_steps = 1
 [callbacks]
-GradientClip = {max_norm = 0.05}
+"fastai.callback.all:GradientClip" = {max_norm = 0.05}
 "mine:Said" = {word = "a b"}
 """)
     res = train('c.toml', 'distributed_world_size=2', 'save=l.pkl', 'log_dir=run', cwd=folder)

@@ -15,40 +15,36 @@ from .inspect import find_checkpoints
 
 # %% ../../../nbs/launch/checkpoint/01_export.ipynb #0fda2df9
 def _write(c, file):
-    "Write the model's `state_dict`; returns the tensors of it"
+    "Write the model's `state_dict`, and return it"
     import torch
     from fastdist.checkpoint.state import read_state
     state = read_state(c)
-    tensors = {k:t for k,t in state.items() if isinstance(t, torch.Tensor)}
     new = file.with_name(f'.{file.name}.{os.getpid()}')
     try:
-        if file.suffix=='.pth': torch.save(state, new)
-        else:
-            from safetensors.torch import save_file
-            save_file({k:t.clone().contiguous() for k,t in tensors.items()}, new) # it takes no tensor by two names
+        torch.save(state, new)
         os.replace(new, file)
     finally: new.unlink(missing_ok=True)
-    return tensors
+    return state
 
 # %% ../../../nbs/launch/checkpoint/01_export.ipynb #3d7c8200
 def main(args # Arguments after `fastdist export`
         ):
     "Write the weights of a checkpoint to one file; the exit status"
     p = ArgumentParser('fastdist export', description="Write the model's weights in a checkpoint to one plain file: "
-                       "models/model.pth for learn.load('model', with_opt=False), or model.safetensors.")
+                       "models/model.pth for learn.load('model', with_opt=False).")
     p.add_argument('path', help="the folder of Resume, of which the newest checkpoint is taken, or one of the folders step-... in it")
-    p.add_argument('file', type=Path, help="what to write: a name that ends in .pth or .safetensors")
+    p.add_argument('file', type=Path, help="what to write: a name that ends in .pth")
     p.add_argument('--best', action='store_true', help="the checkpoint with the best validation loss, instead of the newest")
     p.add_argument('--force', action='store_true', help="overwrite the file, if it is there")
     a = p.parse_args(args)
-    if a.file.suffix not in ('.pth','.safetensors'): p.error(f"{a.file}: it ends in .pth or .safetensors")
+    if a.file.suffix!='.pth': p.error(f"{a.file}: it ends in .pth")
     if not a.file.absolute().parent.is_dir(): sys.exit(f"fastdist export: there is no folder {a.file.absolute().parent}")
     if a.file.exists() and not a.force: sys.exit(f"fastdist export: {a.file} is there already, and is left as it is: --force overwrites it")
     try:
         found = find_checkpoints(a.path, 'export')
         c = best_of(readable(a.path) or found) if a.best else found[0] # where it is damaged, whoever wants an older one names it
         if c is None: sys.exit(f"fastdist export: --best: no checkpoint in {a.path} has a validation loss")
-        tensors = _write(c, a.file)
+        state = _write(c, a.file)
     except (DamagedCheckpoint,OSError) as e: sys.exit(f"fastdist export: {e}")
-    print(f"{a.file}: {len(tensors)} tensors of {c.path}")
+    print(f"{a.file}: {len(state)} tensors of {c.path}")
     return 0
