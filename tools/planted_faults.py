@@ -36,7 +36,7 @@ FAULTS = [Fault(*o) for o in [
      'max(0, min(hi, self.n-r*self.slice)-lo)', 'hi-lo',
      ['tests/data/test_data.py::test_plan']),
     ('evaluated-with-what-is-there', 'P1', "a worker without a batch, where parameters are sharded, makes the forward of what it had last",
-     'if gathers and not self.forwards: self._stand_in()', 'if gathers and vars(learn).get("xb") is None: self._stand_in()',
+     'if not self.forwards: self._stand_in()', 'if vars(learn).get("xb") is None: self._stand_in()',
      ['tests/trainer/test_evaluation.py::test_changed_inputs_with_shards']),
     ('evaluated-by-all-counted', 'P1', "a set of one batch, which all workers evaluate, is counted once for each of them",
      'isinstance(self.learn.dl, DistributedDL) and self.learn.dl.world_size > 1', 'isinstance(self.learn.dl, DistributedDL)',

@@ -224,7 +224,7 @@ def out_of_step():
 
 def test_out_of_step(world2):
     one, two = world2(out_of_step)
-    assert one == two and len(one) == 6*5
+    assert one == two and len(one) == 5*4
     for pair, ((kind, text), after) in one.items():
         assert kind == 'OutOfStep' and after, pair
         assert text.startswith('rank 0 is at ') and ', rank 1 at ' in text and 'test_collectives.py:' in text
