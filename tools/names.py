@@ -25,7 +25,7 @@ PROGRAMS = '''accelerate apt-get bash cat cd curl docker export flock git grep h
 # Words and options of what is not installed here, and names that a page makes up
 WORDS = '''OSS ShardedDataParallel ShardedGradScaler checkpoint_wrapper auto_wrap enable_wrap fairscale fairseq pytext lightning Trainer Fabric deepspeed submitit LocalExecutor
     hydra dask TorchTrainer FailureConfig max_failures TrainJob PyTorchJob mpi gloo nccl env tcp http localhost torchmetrics
-    valid int8 sh console ckpt download host1 n1 num_batches_tracked emptyDir medium Memory views FAULT NOTE RUN ProfilerStep
+    fsGroup train_and_save Requeued on_workers --shm-size valid int8 sh console ckpt download host1 n1 num_batches_tracked emptyDir medium Memory views FAULT NOTE RUN ProfilerStep
     TorchDistributedTrial     CometCallback NeptuneCallback AzureMLCallback
     --exclusive --requeue --no-requeue --signal -p -N'''.split()
 

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 MODULES = 'fastdist.all', 'fastdist.world', 'fastdist.strategy'
 PAGES = {
     'learner': ('Train a Learner', "The context in which a `Learner` trains on many workers, and what it adds to fastai's own methods.",
-        'Learner.distrib_ctx Learner.to_distributed Learner.detach_distributed DistributedTrainer Learner.get_preds '
+        'Learner.distrib_ctx Learner.to_distributed Learner.detach_distributed DistributedTrainer '
         'Learner.parallel_ctx Learner.to_parallel Learner.detach_parallel ParallelTrainer'),
     'data-and-losses': ('Data and losses', "Which samples a worker gets, and how the losses of all workers become one.", 'DistributedDL GlobalBatchLoss'),
     'large-models': ('Large models', "What fits into memory, and by which strategy. A strategy of your own is a subclass of `Strategy`.",

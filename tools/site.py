@@ -35,7 +35,7 @@ def shown(o, name, files):
     if image:
         file = f'{name}-{len(files)}.{image[6:9]}'
         files[file] = data[image].encode() if 'svg' in image else b64decode(data[image])
-        return f'![]({posixpath.basename(file)})'
+        return f'![Output of the cell]({posixpath.basename(file)})'
     if '<progress' in data.get('text/html', ''): return ''
     if 'text/html' not in data: return readme.output(o)
     text = re.sub(r'(?s)<style.*?</style>|border="1" class="dataframe"', '', data['text/html'])
@@ -76,12 +76,13 @@ def link_names(text, to):
     return '\n'.join(o if o.startswith('#') else re.sub(r'(?<![\[`])`([^`\n]+)`(?![\]`])', link, o) for o in text.split('\n'))
 
 
-def rewrite(file, text, faults, found):
-    "`text` of a page with links that hold on the site; the files that it links to go into `found`, those that are not there into `faults`"
+def rewrite(file, text, made, faults, found):
+    """`text` of a page with links that hold on the site, of which the files `made` are. The files of the tree that it links to go into `found`,
+    those that are not there into `faults`"""
     here = posixpath.dirname(place(file))
     def link(m):
         target, _, anchor = m[2].partition('#')
-        if not target or re.match(r'\w+:', target): return m[0]
+        if not target or re.match(r'\w+:', target) or posixpath.join(here, target) in made: return m[0]
         o = posixpath.normpath(posixpath.join(posixpath.dirname(file), target))
         if not (ROOT/o).exists(): faults.append(f'{file}: links to {m[2]}, which is not there')
         else: found.append(o)
@@ -113,7 +114,7 @@ def collect(faults):
             prose = '\n'.join(c.source for c in read_nb(ROOT/file).cells if c.cell_type == 'markdown') if file.endswith('.ipynb') else text
             if file != 'CHANGELOG.md': faults += names.faults(file, prose)
             counts[file if file in counts else 'README.md and docs/'] += words(text) if re.match('README|docs/|CONTRIBUTING', file) else 0
-        files[place(file)] = rewrite(file, text, faults, found)
+        files[place(file)] = rewrite(file, text, {*files}, faults, found)
         todo += [o for o in found if o not in todo]
     faults += [f'{k}: {n} words of prose, {WORDS[k]} at most' for k, n in counts.items() if n > WORDS[k]]
     faults += [f'docs/{nm}: is not what `python tools/diagrams.py` draws: run it' for nm, svg in diagrams.draw().items()

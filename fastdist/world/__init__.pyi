@@ -24,7 +24,6 @@ from .group import teardown_distrib as teardown_distrib
 from .group import world_store as world_store
 from .group import call_main as call_main
 from ..comm.collectives import OutOfStep as OutOfStep
-from ..comm.collectives import agree as agree
 from ..comm.collectives import all_gather_list as all_gather_list
 from ..comm.collectives import broadcast_object as broadcast_object
 from ..comm.collectives import print_in_order as print_in_order

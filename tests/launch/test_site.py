@@ -17,7 +17,7 @@ def site(monkeypatch):
 
 def test_faults_are_found(site, tmp_path, monkeypatch):
     faults, found = [], []
-    text = site.rewrite('docs/a.md', '[limits](nowhere.md), [start](../README.md#start), `learn.distrib_ctx()`\n\n```python\nf = x[0](nowhere.md)\n```\n', faults, found)
+    text = site.rewrite('docs/a.md', '[limits](nowhere.md), [start](../README.md#start), `learn.distrib_ctx()`\n\n```python\nf = x[0](nowhere.md)\n```\n', {}, faults, found)
     assert faults == ['docs/a.md: links to nowhere.md, which is not there'] and found == ['README.md']
     assert '(index.md#start)' in text and '[`learn.distrib_ctx()`](reference/learner.md#Learner.distrib_ctx)' in text
 
