@@ -1,7 +1,6 @@
 """Draw docs/step.svg and docs/rooms.svg again: `python tools/diagrams.py`. The rooms and what they import are read from the package."""
 import ast, textwrap
 from html import escape
-from pathlib import Path
 from check import ROOMS, ROOT, imports
 
 WIDTH = 430 # of a phone: text stays as large as that around it

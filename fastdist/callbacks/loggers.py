@@ -36,8 +36,9 @@ def loggers_hidden(learn # Any `Learner`
             learn.cbs.insert(i, learn.cbs.pop())
 
 # %% ../../nbs/callbacks/03_loggers.ipynb #4bcb0256
-# of experiment trackers: the run that is open in this process; one of a group of W&B's is meant to be this worker's own
-_runs = dict(mlflow=lambda m: m.active_run(), wandb=lambda m: m.run and not m.run.group, clearml=lambda m: m.Task.current_task())
+# of experiment trackers: the run that is open in this process. A W&B run with a group is meant to be one worker's own
+_runs = dict(mlflow=lambda m: m.active_run(), clearml=lambda m: m.Task.current_task(),
+             wandb=lambda m: (run := getattr(m, 'run', None)) and not (run.disabled or run.group)) # its folder wandb/ can be imported, too
 
 def open_runs():
     "The experiment trackers that have a run open in this process"

@@ -88,5 +88,5 @@ def same_data(dls # `DataLoaders` of this worker
     raise ValueError(
         f"rank {get_rank()}: loader {i} of rank {r} has other data than that of rank 0, or batches it otherwise: "
         f"{_brief(b)}, and {_brief(a)}. "
-        "All workers need the same: give the split a seed (RandomSplitter(seed=42), or set_seed(42) before it), sort what is listed of a set, "
-        "and leave out a split by rank")
+        "All workers need the same: give the split a seed (RandomSplitter(seed=42), or set_seed(42) before it), sort what is listed of a "
+        "set, and leave out a split by rank")

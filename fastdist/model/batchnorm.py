@@ -95,7 +95,7 @@ class _KernelNorm(torch.autograd.Function):
 # %% ../../nbs/model/00_batchnorm.ipynb #8b6178e3
 norm_scope = SimpleNamespace() # of the batch that goes forward in this process
 
-def set_norm_scope(source='local', # 'local': this worker's batch; 'global': that of all; 'evaluation': a whole one; 'none': by none
+def set_norm_scope(source='local', # 'local': this worker's batch; 'global': that of all; 'evaluation': a whole one; 'none': leave it as it is
                    counts=True, # Does this worker's local batch count? Else it is padding, which lets the forward run
                    some_empty=False, # Has some worker a local batch that does not count?
                    rows=0, # Of this worker's local batch, which a layer has to have at once; 0 where it may have parts
@@ -127,11 +127,11 @@ def _update_running(x, running_mean, running_var, momentum, mean, var, n):
 
 def _check_whole(x, layer # A tensor of it
                 ):
-    "A `RuntimeError` where `layer` has the rows of a batch in parts, of which other workers may have other numbers, and so send others"
+    "A `RuntimeError` where `layer` has the rows of a batch in parts, of which other workers may have other numbers"
     norm_scope.seen[id(layer)] += len(x)
     if layer is not None and len(x) < norm_scope.seen[id(layer)] <= norm_scope.rows: raise RuntimeError(
-        f"rank {get_rank()}: a batch norm layer has the rows of a batch in parts (ghost batch norm), which cannot be put together with "
-        "those of other workers: give sync_bn=False, by which each worker normalizes its own")
+        f"rank {get_rank()}: a batch norm layer has the rows of a batch in parts (ghost batch norm, or a call for some of the samples), "
+        "which cannot be put together with those of other workers: give sync_bn=False, by which each worker normalizes its own")
 
 def _warn_norms(): warnings.warn(
     "a batch norm layer is in training mode in an evaluation: it normalizes each batch by its own statistics, as in one process, but its "

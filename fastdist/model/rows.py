@@ -15,7 +15,7 @@ from ..data.partition import rows_of
 from ..data.rng import rng_state, set_rng_state
 from ..fault.supervisor import raise_root_cause
 from ..fault.watchdog import collectives_begun
-from .batchnorm import norm_scope_of
+from .batchnorm import global_batch_norm, norm_scope_of
 
 # %% ../../nbs/model/02_rows.ipynb #b42da277
 @contextmanager
@@ -32,9 +32,10 @@ def attributes_kept(*objects # Such as the modules of a model
 @contextmanager
 def _evaluated(model, device):
     "Within, `model` is in evaluation mode, in full precision and without gradients, and batch norm, which workers share, mixes nothing"
-    eager = torch.compiler.set_stance('force_eager') if 'torch._dynamo' in sys.modules else nullcontext() # no code is compiled for this
     streams = rng_state()
-    with attributes_kept(*model.modules()), torch.no_grad(), torch.autocast(device.type, enabled=False), norm_scope_of('none'), eager:
+    with (torch.compiler.set_stance('force_eager') if 'torch._dynamo' in sys.modules else nullcontext(), # no code is compiled for this
+          attributes_kept(*model.modules()), torch.no_grad(), torch.autocast(device.type, enabled=False), global_batch_norm(model),
+          norm_scope_of('none')):
         for m in model.modules():
             m.training = False # `eval` may do more, such as to merge weights
             for k,b in [*m.named_buffers(recurse=False)]: setattr(m, k, b.clone())
@@ -49,7 +50,8 @@ def mixed_rows(model, # Model whose parameters this worker has all of
                xb, # Its inputs: tensors with a row for each sample, in tuples, lists and dicts
               ):
     """By how much its outputs for half of the first rows differ from that half of its outputs for these, if by more than rounding.
-    `None` too where that cannot be seen: an error, messages to other workers, outputs that are not the same twice, or have no row for each sample"""
+    `None` too where that cannot be seen: an error, messages to other workers, outputs that are not the same twice, or have no row for each
+    sample"""
     if any(isinstance(m, torch.jit.ScriptModule) for m in model.modules()): return
     try:
         n,device,begun = find_bs(xb),find_device(xb),collectives_begun()

@@ -489,9 +489,9 @@ def explain(self:FullyShard, error):
     lost = isinstance(error, (torch.OutOfMemoryError,RemoteError,dist.DistError)) or lost_peer(error)
     if not isinstance(error, Exception) or lost or not _from_shards(error): return
     raise RuntimeError(
-        f"rank {get_rank()}: torch cannot compute with the DTensors that strategy={self.name!r} makes of parameters and gradients as this fit "
-        "does (in a callback, the loss, a part of the model that is called by itself, for sparse gradients or a gradient of a gradient): use "
-        f"strategy='zero1' or 'ddp'. torch's error: {error}") from error
+        f"rank {get_rank()}: torch cannot compute with the DTensors that strategy={self.name!r} makes of parameters and gradients as this "
+        "fit does (in a callback, the loss, a part of the model that is called by itself, for sparse gradients or a gradient of a "
+        f"gradient): use strategy='zero1' or 'ddp'. torch's error: {error}") from error
 
 def _from_shards(error):
     "Does `error` come from torch's `DTensor`, `fully_shard` or a backward pass, and not from a collective of theirs?"

@@ -241,7 +241,7 @@ def check_args(given # The arguments that were given, by their names
               ):
     "What the arguments and the launcher ask for; an error for one that is not accepted, or would have no effect"
     _check_names(given)
-    for k,way in dict(deepspeed=_zero, megatron_lm=_sharded, parallelism_config="give parallelism_config= to distrib_ctx").items():
+    for k,way in dict(deepspeed=_zero, megatron_lm=_sharded, parallelism_config="give distrib_ctx the argument parallelism_config=").items():
         if parse_flag_from_env(f'ACCELERATE_USE_{k.upper()}'): refuse(f'use_{k}', True, f"(of the launcher) {way}, and launch without it")
     values = {k:o.default for k,o in ARGUMENTS.items()}
     values.update({k:ARGUMENTS[k].check(k, v) for k,v in given.items() if v is not values[k]})

@@ -67,10 +67,10 @@ class Evaluation:
 
     def end_loss(self):
         "A `RuntimeError` where the loss function of the first batch has put together what workers have of different batches"
-        if self.forwards!=1 or collectives_begun()==self.begun or self.shared and self.by_rows: return
+        if self.forwards!=1 or collectives_begun()==self.begun or not self.shared or self.by_rows: return
         raise RuntimeError(
-            f"rank {get_rank()}: the loss function makes a collective of its own, such as an all_gather, in an evaluation, where workers have "
-            "different batches. Make it in training alone (if torch.is_grad_enabled()), or leave it out and set learn.loss_func = "
+            f"rank {get_rank()}: the loss function makes a collective of its own, such as an all_gather, in an evaluation, where workers "
+            "have different batches. Make it in training alone (if torch.is_grad_enabled()), or leave it out and set learn.loss_func = "
             "GlobalBatchLoss(...)")
 
     def add_batch(self):

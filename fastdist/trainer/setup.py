@@ -177,14 +177,14 @@ def agree_values(self:LearnerSetup, some_kept # Have some workers not changed th
     strategy,learn = self.strategy,self.learn
     if not strategy.shards_params and same_text(repr(checksums(self._values()))): return
     if strategy.shards_state and some_kept: raise RuntimeError(
-        f"rank {get_rank()}: only some workers have changed the weights or the optimizer's state since the last fit, as learn.load does, "
+        f"rank {get_rank()}: only some workers have changed weights, buffers or optimizer state since the last fit, as learn.load does, "
         f"which strategy={strategy.name!r} shares out: do it in all workers, whatever their rank")
     if strategy.shards_params: return # nobody can tell: each has other shards
     same_everywhere(full_model(learn), None if strategy.shards_state else learn.opt)
     if get_rank()==0: current_world().cached('values', lambda: warnings.warn(
-        "weights, buffers or optimizer state were set since the context began, or the last fit, and not to the same in all workers: all go on "
-        "with rank 0's. What goes by the data, such as LSUV, has seen one worker's share of them: do it before the context, where a loader has "
-        "all samples", stacklevel=2))
+        "weights, buffers or optimizer state were set since the context began, or the last fit, and not to the same in all workers: all go "
+        "on with rank 0's. What goes by the data, such as LSUV, has seen one worker's share of them: do it before the context, where a "
+        "loader has all samples", stacklevel=2))
 
 # %% ../../nbs/trainer/04_setup.ipynb #6c299e31
 @patch

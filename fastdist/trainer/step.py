@@ -9,6 +9,7 @@ __all__ = ['Fingerprint', 'Share', 'LossMean', 'LossMessage', 'TrainingStep', 'S
 from numbers import Real
 
 from fastai.basics import *
+from fastai.callback.rnn import RNNRegularizer
 from fastai.callback.training import GradientAccumulation
 from ..callbacks.fastai_patches import QuickCallback, keeps_state, send_to_host
 from ..callbacks.accumulation import AccumulateSteps, grads_of, scale_all, user_reads_grads
@@ -62,8 +63,8 @@ class Fingerprint:
         found = {n:f'{checksum(p.detach()):08x}' for n,p in learn.model.named_parameters()}
         name,who = first_other(all_gather_list(found)) or ('now the same', 'all have them')
         raise RuntimeError(at+f"the workers no longer have the same weights: {name}: {who} (checksums). A callback or an optimizer draws "
-            "from a generator that each has seeded otherwise (np.random.default_rng()), or changes weights or gradients in some alone; or a layer "
-            "sets its weights by its share of the first batch (ActNorm: run a batch through it before the context)")
+            "from a generator that each has seeded otherwise (np.random.default_rng()), or changes weights or gradients in some alone; or "
+            "a layer sets its weights by its share of the first batch (ActNorm: run a batch through it before the context)")
 
 # %% ../../nbs/trainer/02_step.ipynb #9000bf8e
 class Share:
@@ -211,13 +212,13 @@ class TrainingStep:
         "Give the learner the predictions and targets of its share; was the loss of the global batch?"
         if self.local is None: return False
         (self.learn.pred,self.learn.yb),self.local = self.local,None
-        set_norm_scope('global', self.share.counts, self.share.some_empty, self.share.rows)
+        set_norm_scope('global', self.share.counts, self.share.some_empty, min(self.share.samples, self.share.rows))
         return True
 
 # %% ../../nbs/trainer/02_step.ipynb #803bdfce
 @patch
 def note_loss(self:TrainingStep):
-    "Right after the loss function: make its loss a mean over samples"
+    "Right after the loss function: make its loss a mean over samples; add what fastai's `RNNRegularizer` leaves out of a batch of one row"
     learn,is_global = self.learn,self.restore_batch()
     if len(learn.yb):
         self.mean,self.message = LossMean(self.share),None # of several passes over a batch the last counts
@@ -226,6 +227,10 @@ def note_loss(self:TrainingStep):
         self._set_loss()
         self.grads_were_pending = self.grads_pending
         self.grads_pending = True # until the optimizer has stepped, or a callback has cancelled that
+    for cb in callbacks_of(learn, RNNRegularizer): # a share may be of one row, and the batch not
+        h = cb.rnn.raw_out
+        if cb.beta and len(h)==1 and self.share.total!=1:
+            learn.loss_grad = learn.loss_grad + cb.beta*(h[:,1:]-h[:,:-1]).float().pow(2).mean()
 
 @patch
 def _choose_mean(self:TrainingStep):
@@ -381,9 +386,9 @@ class StepHooks(QuickCallback):
         if is_sharded(model) or keeps_state(self.learn): return
         off = mixed_rows(model, self.learn.xb)
         if off is not None and get_rank()==0: warnings.warn(
-            f"the model mixes the rows of a batch: alone, half of a batch has other outputs (by {off:.2g} of the largest) than beside the other "
-            "half. Each worker mixes the rows of its share only, which gives other numbers than one process: let forward add up over the "
-            "workers what it takes over rows, by torch.distributed.nn.functional.all_reduce", stacklevel=2)
+            "the model mixes the rows of a batch: without the other half, half of a batch has outputs that differ by "
+            f"{off:.2g} times the largest. Each worker mixes its own rows, which gives other numbers than one process: let forward add up "
+            "over the workers what it takes over rows, by torch.distributed.nn.functional.all_reduce", stacklevel=2)
 
     def after_pred(self):
         "Let a loss that needs it see the global batch"
@@ -416,8 +421,8 @@ class StepHooks(QuickCallback):
         grads = [p.grad for p in self.strategy.all_params() if p.grad is not None]
         if not same_text(repr([checksum(g) for g in grads if not is_dtensor(g) and g.layout==torch.strided])): raise RuntimeError(
             f"rank {get_rank()}: the gradients of this step come from no backward pass (but from torch.autograd.grad, say), and are not "
-            "the same in all workers. Call backward(); or multiply the loss by counts.mine/counts.total of learn.dl.counts, and add them up: "
-            "fastdist.world.all_reduce(p.grad)")
+            "the same in all workers. Call backward(); or multiply the loss by counts.mine/counts.total of learn.dl.counts, and add them "
+            "up: fastdist.world.all_reduce(p.grad)")
 
     def after_batch(self):
         "Give the model back, where the forward was cancelled, and the metrics their state, where this batch does not count"

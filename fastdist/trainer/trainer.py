@@ -228,8 +228,8 @@ def after_epoch(self:DistributedTrainer):
     if rec is not None: rec.log = L(broadcast_object(list(rec.log)))
     if self.numbers_before is not None: self._check_local_numbers()
     if get_rank()==1 and (names := open_runs()): current_world().cached('runs', lambda: notice(
-        f"rank 1 has a run of {' and '.join(names)} open: each worker logs by itself, to runs of their own, or to one database. For one run "
-        "open it, and log, in rank 0 alone: `if is_master():`, or functions with @rank0_only"))
+        f"rank 1 has a run of {' and '.join(names)} open: each worker logs by itself, to a run of its own, or all to one database. For one "
+        "run open it, and log, in rank 0 alone: `if is_master():`, or functions with @rank0_only"))
 
 @patch
 def before_train(self:DistributedTrainer):
@@ -276,7 +276,7 @@ def before_batch(self:DistributedTrainer):
     "Work out what this worker's share of the batch weighs, or the number of the batch in the data set"
     if not self.training: return self.evaluation.number_batch()
     s = self.step = TrainingStep(self.learn, self.learn.dl.counts, self.device, self.step)
-    set_norm_scope('global', s.share.counts, s.share.some_empty, s.share.rows)
+    set_norm_scope('global', s.share.counts, s.share.some_empty, min(s.share.samples, s.share.rows))
     self.buffers_stale = True
     self.hooks.begin_batch()
 

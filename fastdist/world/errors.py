@@ -104,7 +104,8 @@ def _shown(e):
     def module(frame): return frame.f_globals.get('__name__', '')
     def is_ours(frame): return module(frame).split('.')[0] in ('fastdist','contextlib')
     tb = e.__traceback__
-    frames = takewhile(lambda o: not module(o[0]).startswith('fastdist.launch'), traceback.walk_stack(tb.tb_frame)) if tb else ()
+    frames = () if tb is None else takewhile( # up to what has started the worker
+        lambda o: not module(o[0]).startswith(('fastdist.launch','multiprocessing.popen_fork')), traceback.walk_stack(tb.tb_frame))
     callers = [o for o in [*frames][1:] if not is_ours(o[0])]
     while tb is not None and tb.tb_next is not None and is_ours(tb.tb_frame): tb = tb.tb_next
     res = traceback.TracebackException(type(e), e, tb)

@@ -194,8 +194,8 @@ def check_member(group, # A process group, or `None` for that of all workers
     if group is None: return
     try: outside = group is dist.GroupMember.NON_GROUP_MEMBER or dist.get_rank(group) < 0
     except ValueError as e: raise ValueError(
-        f"rank {get_rank()}: this group has ended with the process group in which it was made, as after a fit that has failed in some workers: "
-        "make it again (torch.distributed.new_group) when the next context has begun") from e
+        f"rank {get_rank()}: this group has ended with the process group in which it was made, as after a fit that has failed in some "
+        "workers: make it again (torch.distributed.new_group) when the next context has begun") from e
     if outside: raise ValueError(
         f"rank {get_rank()} is not in this group, so it has no part in what the group does: make the call only in ranks of the group")
 

@@ -160,6 +160,8 @@ def test_a_group_of_the_script(world2):
     "Ends with the process group in which a fit has failed in one worker alone: the error says so. Where it has failed in all it stays"
     for o in world2(group_of_script, [1]): assert 'this group has ended with the process group' in o and 'new_group) when' in o, o
     assert world2(group_of_script, [0, 1]) == [2, 2]
+
+
 class Pruned(Exception): "As Optuna's: it ends a trial, and the next one begins"
 
 

@@ -56,7 +56,7 @@ def test_help_shows_accelerates_arguments():
     text = pydoc.render_doc(Learner.distrib_ctx)
     for o in inspect.signature(Accelerator.__init__).parameters:
         if o == 'self': continue
-        assert (f'{o}=' in text) == (f'{o}: ' in text) == (o in ACCEPTED), o  # the name, and what it means
+        assert (f'{o}=' in text) == (f' {o}\n' in text) == (o in ACCEPTED), o  # the name, and what it means
     assert 'sync_bn=True, in_notebook=False' in ' '.join(text.split()) and "batch norm's statistics from the global batch?" in text and "Literal['ddp'" in text
     for f in (Learner.to_distributed, fastdist.all.DistributedTrainer): assert 'split_batches' in inspect.signature(f).parameters
 

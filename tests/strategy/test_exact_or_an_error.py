@@ -320,7 +320,7 @@ def many_messages(within):
 
 
 IN_SHARDS = r"parameters and gradients are in shards.*use strategy='zero1'"
-OTHERWISE = r"with strategy='\w+' .* DTensors .*use strategy='zero1' or 'ddp'"
+OTHERWISE = r"the DTensors that strategy='\w+' .*use strategy='zero1' or 'ddp'"
 EVERY, REPLICATED, SHARDED = 'ddp zero1 zero2 fsdp', 'ddp zero1', 'zero2 fsdp'
 SECOND = r"strategy='(zero2|fsdp)'.*use strategy='"
 ERRORS = dict(  # by strategies
