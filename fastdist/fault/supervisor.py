@@ -319,7 +319,7 @@ def start(self:Monitor):
     if self.in_main:
         before,Monitor.kept = Monitor.kept,None
         self.old_handler = signal.signal(signal.SIGURG, self._on_signal)
-        self.old_hook,sys.excepthook = before.old_hook if before and sys.excepthook==before._uncaught else sys.excepthook,self._uncaught
+        self.old_hook,sys.excepthook = before.old_hook if before else sys.excepthook,self._uncaught
         self.interrupts.take()
     answer_stacks()
     self.thread = threading.Thread(target=self._run, daemon=True, name='fastdist monitor')

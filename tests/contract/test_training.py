@@ -705,5 +705,5 @@ def test_ghost_batch_norm(world2):
     "Parts of a batch, of which workers may have other numbers, are an error, and not the end of a process; sync_bn=False leaves them to each"
     for args in dict(rows=2), dict(n=18, bs=9):
         for _, _, (kind, _, text) in world2(mixing, 'ghost', True, **args):
-            assert kind in ('RuntimeError', 'RemoteError') and 'in parts (ghost batch norm)' in text and 'sync_bn=False' in text, text
+            assert kind in ('RuntimeError', 'RemoteError') and 'in parts (ghost batch norm, ' in text and 'sync_bn=False' in text, text
     for _, _, error in world2(mixing, 'ghost', True, n=18, bs=9, sync_bn=False): assert error is None, error
