@@ -145,7 +145,9 @@ def _how(process, report):
     "How a worker has ended the job, in words"
     kind = None if report is None else report.kind
     # one that has left a report was on its way out, if the launcher's SIGTERM, or another rank's SIGKILL, found it still there
-    if process is not None and process.exitcode < 0 and kind in (None,'ended'): return f"was killed by signal {-process.exitcode}"
+    if process is not None and process.exitcode < 0 and kind in (None,'ended'):
+        shapes = process.exitcode==-signal.SIGABRT # gloo has no other way to say it
+        return f"was killed by signal {-process.exitcode}{' (do workers send tensors of different shapes?)' if shapes else ''}"
     if kind=='stalled': return "was stuck"
     if kind=='ended': return "ended without a traceback"
     return f"failed with exit status {process.exitcode}" if report is None else f"failed ({report.type or kind})"

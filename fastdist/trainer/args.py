@@ -73,8 +73,8 @@ def _check_strategy(name, value):
     low = value.lower() if isinstance(value, str) else ''
     near = [_other_words[low]] if low in _other_words else difflib.get_close_matches(low, _words, 1)
     missing = [o for o in ('setup','forward','close') if not callable(getattr(value, o, None))]
-    if missing: refuse(name, value, f"it is one of {', '.join(_words)}, or an object with the hooks of a strategy, and "
-                       f"has no method {missing[0]}" + (f'; did you mean {near[0]!r}?' if near else ''))
+    if missing: refuse(name, value, f"it is one of {', '.join(_words)}, or an object with the hooks of a strategy"
+                       + ('' if low else f", and has no method {missing[0]}") + (f'; did you mean {near[0]!r}?' if near else ''))
     return value
 
 # %% ../../nbs/trainer/00_args.ipynb #4ea3c9ff
@@ -112,7 +112,7 @@ ARGUMENTS = dict(
 _zero = "use strategy='zero1', 'zero2' or 'fsdp' for ZeRO stage 1, 2 or 3"
 _sharded = "use strategy='fsdp', which shards the parameters as well"
 _way_out = dict( # for the other arguments of `Accelerator`
-    mixed_precision="fastai does mixed precision: call learn.to_fp16() or learn.to_bf16()",
+    **dict.fromkeys(('mixed_precision','fp16','bf16'), "fastai does mixed precision: call learn.to_fp16() or learn.to_bf16()"),
     log_with="fastai does logging: add a callback, such as CSVLogger or TensorBoardCallback",
     step_scheduler_with_optimizer="fastai's schedules step by themselves: use fit_one_cycle or ParamScheduler",
     device_placement="fastai places the batches, and fastdist the model: leave it out",
