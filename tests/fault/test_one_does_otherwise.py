@@ -146,7 +146,7 @@ def test_loads_between_fits(world):
 
 
 @pytest.mark.parametrize('what,strategy,kind,says', [
-    ('load', 'fsdp', 'RuntimeError', 'only some workers have changed the weights'),
+    ('load', 'fsdp', 'RuntimeError', 'only some workers have changed weights'),
     ('split', None, 'ValueError', 'has other data than that of rank 0, or batches it otherwise')], ids=['shards', 'data'])
 def test_what_cannot_be_shared_between_fits(world, what, strategy, kind, says):
     for error, _ in world(between_fits, what, strategy): assert error[0] == kind and says in error[1] and error[2] < 30, error

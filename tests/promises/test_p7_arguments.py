@@ -142,7 +142,7 @@ def test_parallelism(sizes, word, monkeypatch):
     for s in {'ddp', 'zero1', 'zero2', 'fsdp', 'hsdp', 'auto'}-{word}:
         assert f'strategy={s!r} is not accepted: parallelism_config=' in (msg := error(s, parallelism_config=config)) and f'means {word!r}' in msg
     set_env(monkeypatch, ACCELERATE_USE_PARALLELISM_CONFIG='true')
-    assert 'use_parallelism_config=True is not accepted: (of the launcher) give parallelism_config= to distrib_ctx' in error()
+    assert 'use_parallelism_config=True is not accepted: (of the launcher) give distrib_ctx the argument parallelism_config=' in error()
 
 
 LAUNCH = dict(ACCELERATE_USE_FSDP='true', FSDP_VERSION='2', FSDP_SHARDING_STRATEGY='FULL_SHARD', FSDP_RESHARD_AFTER_FORWARD='true', FSDP_OFFLOAD_PARAMS='false', FSDP_MIN_NUM_PARAMS='100000000',
