@@ -84,7 +84,7 @@ FAULTS = [Fault(*o) for o in [
      'return [p[i] for i in range(max(map(len, parts))) for p in parts if i < len(p)]', 'return [o for p in parts for o in p]',
      ['tests/contract/test_numbers.py::test_as_one_process[2]']),
     ('predictions-by-worker', 'P1', "predictions come in the order of the workers, and not of the data set",
-     'return list(map(interleave, zip(*parts))) if self.rows else in_turn(parts)', 'return [b for part in parts for b in part]',
+     '(map(interleave, zip(*parts)) if rows else in_turn(parts))', '[b for part in parts for b in part]',
      ['tests/contract/test_numbers.py::test_as_one_process[2]']),
     ('callbacks-of-the-start', 'P1', "the callbacks of an event are those that the learner had when the fit began",
      "if self.known!=now: self", "if self.known is None: self",

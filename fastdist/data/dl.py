@@ -236,8 +236,8 @@ def __iter__(self:DistributedDL):
                 try: b,counts = next(it)
                 except StopIteration: break
                 except RuntimeError:
-                    by_processes = getattr(self.dl, 'fake_l', self.dl).num_workers
-                    if by_processes and (found := small_shm()): notice(f"rank {get_rank()}: {': '.join(found)}")
+                    if getattr(self.dl, 'fake_l', self.dl).num_workers and (found := small_shm()):
+                        notice(f"rank {get_rank()}: {': '.join(found)}")
                     raise
                 b,p.counts = self._finish(b),Counts(*counts)
                 if self.is_stream and not p.steps and self.world_size > 1 and p.grouped: _check_same(

@@ -146,8 +146,8 @@ def _how(process, report):
     kind = None if report is None else report.kind
     # one that has left a report was on its way out, if the launcher's SIGTERM, or another rank's SIGKILL, found it still there
     if process is not None and process.exitcode < 0 and kind in (None,'ended'):
-        shapes = process.exitcode==-signal.SIGABRT # gloo has no other way to say it
-        return f"was killed by signal {-process.exitcode}{' (do workers send tensors of different shapes?)' if shapes else ''}"
+        return f"was killed by signal {-process.exitcode}" + ( # which is gloo's only way to say it:
+            " (do workers send tensors of different shapes?)" if process.exitcode==-signal.SIGABRT else '')
     if kind=='stalled': return "was stuck"
     if kind=='ended': return "ended without a traceback"
     return f"failed with exit status {process.exitcode}" if report is None else f"failed ({report.type or kind})"

@@ -34,12 +34,11 @@ def log_folder(path, # What was given
 # %% ../../nbs/launch/00_machine.ipynb #4aa11d11
 def nearest(nm, # The name that was given
             names, # Those that there are
-            otherwise=None, # What to say where none is near; by default which there are
            ):
     "Which of the names may have been meant"
     near = difflib.get_close_matches(nm, names, 1, 0.5)
     if near: return f"did you mean {near[0]}?"
-    return otherwise or (f"there are {', '.join(names)}" if names else "there are none")
+    return f"there are {', '.join(names)}" if names else "there are none"
 
 # %% ../../nbs/launch/00_machine.ipynb #a7d527cc
 def _read(file): return file.read_text().split() if file.exists() else []

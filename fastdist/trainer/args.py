@@ -193,8 +193,8 @@ def _sharding(values):
     means = [] if strategy is None else [('strategy', strategy, {strategy} if strategy in _words else {'a strategy of your own'})]
     means += [(by, o, {'fsdp','hsdp'}) for by,o in (('fsdp_plugin', plugin), ('use_fsdp (of the launcher)', launched and True)) if o]
     if (o := values['parallelism_config']) is not None:
-        others = any(getattr(o, f'{k}_size')!=1 or getattr(o, f'{k}_handler') is not None for k in ('tp','cp','sp'))
-        if others: refuse('parallelism_config', o, _other_axes)
+        if any(getattr(o, f'{k}_size')!=1 or getattr(o, f'{k}_handler') is not None for k in ('tp','cp','sp')): refuse(
+            'parallelism_config', o, _other_axes)
         sizes = o.dp_replicate_size,o.dp_shard_size
         if sizes!=(1,1):
             mesh = sizes

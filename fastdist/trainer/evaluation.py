@@ -19,7 +19,7 @@ from ..fault.cancel import cancels
 from ..fault.same_call import gone_on
 from ..fault.watchdog import collectives_begun
 from ..metrics.losses import RowLosses
-from ..metrics.metrics import EpochTotals, GatheredPreds
+from ..metrics.metrics import EpochTotals, gather_preds
 from ..world.ranks import get_rank
 
 # %% ../../nbs/trainer/03_evaluation.ipynb #3c980742
@@ -85,7 +85,7 @@ class Evaluation:
         if self.decisions.early_stop is None and not self.by_rows: # as in one process
             n = n_batches(self.learn.dl.dl)
             self.learn.iter,self.learn.n_iter = n-1,n
-        for o in self.preds: o.finish(self.decisions.early_stop)
+        for cb in self.preds: gather_preds(cb, self.by_rows, self.decisions.early_stop)
         self.totals.combine(self.by_rows)
         if self.by_rows: self.losses.give(self.totals.metrics())
 
@@ -134,8 +134,7 @@ def _what(self:Evaluation):
 @contextmanager
 def together(self:Evaluation):
     "Around the evaluation: the workers agree on what callbacks decide, and are ready to gather predictions"
-    cbs = self.learn._grab_cbs(GatherPredsCallback) if self.shared else []
-    self.preds = [GatheredPreds(cb, self.by_rows) for cb in cbs]
+    self.preds = self.learn._grab_cbs(GatherPredsCallback) if self.shared else []
     begins = self.shared and not self.decisions.active
     if begins: self.decisions.begin(self._what())
     elif self.shared and self.decisions.nested: self._all_evaluate()

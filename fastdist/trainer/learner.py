@@ -30,27 +30,6 @@ from ..world.ranks import current_world, get_rank, get_world_size
 
 _all_ = ['DistributedTrainer']
 
-# %% ../../nbs/trainer/06_learner.ipynb #3c23ebc3
-@contextmanager
-def _unsharded(learn, what):
-    "Each worker has the whole model and the whole state of the optimizer meanwhile, for `what`, a call"
-    trainer = trainer_of(learn)
-    strategy = getattr(trainer, 'strategy', None)
-    if strategy is None or not strategy.shards_state:
-        yield
-        return
-    all_at(what)
-    strategy.average() # what has been accumulated stays
-    strategy.close()
-    trainer.strategy = None
-    try: yield
-    finally:
-        trainer.strategy = strategy
-        strategy.setup(learn, trainer.device)
-        strategy.set_opt(learn.opt)
-        if strategy.shards_params: trainer.prepare(trainer.shaped) # it is another copy
-        trainer._note_model()
-
 # %% ../../nbs/trainer/06_learner.ipynb #c2c4606f
 def _joins(learn, cb):
     "Is the learner distributed already, with the arguments of `cb`? With others it is a `ValueError`"
@@ -344,7 +323,21 @@ def _as_if_exported(learn):
 @patch
 @delegates(_export)
 def export(self:Learner, *args, **kwargs):
-    "fastai's `export`; all workers have to call it in a context that shards"
-    with _unsharded(self, 'learn.export'):
+    "fastai's `export`; all workers have to call it in a context that shards, as each has the whole model and optimizer state meanwhile"
+    trainer = trainer_of(self)
+    strategy = getattr(trainer, 'strategy', None)
+    def write():
         _export(self, *args, **kwargs)
         if rank_distrib(): _as_if_exported(self)
+    if strategy is None or not strategy.shards_state: return write()
+    all_at('learn.export')
+    strategy.average() # what has been accumulated stays
+    strategy.close()
+    trainer.strategy = None
+    try: write()
+    finally:
+        trainer.strategy = strategy
+        strategy.setup(self, trainer.device)
+        strategy.set_opt(self.opt)
+        if strategy.shards_params: trainer.prepare(trainer.shaped) # it is another copy
+        trainer._note_model()

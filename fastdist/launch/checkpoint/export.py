@@ -14,22 +14,19 @@ from ...checkpoint.files import DamagedCheckpoint, best_of, readable
 from .inspect import find_checkpoints
 
 # %% ../../../nbs/launch/checkpoint/01_export.ipynb #0fda2df9
-def _write(c, file):
-    "Write the model's `state_dict`, and return it"
+def _write(state, file):
     import torch
-    from fastdist.checkpoint.state import read_state
-    state = read_state(c)
     new = file.with_name(f'.{file.name}.{os.getpid()}')
     try:
         torch.save(state, new)
         os.replace(new, file)
     finally: new.unlink(missing_ok=True)
-    return state
 
 # %% ../../../nbs/launch/checkpoint/01_export.ipynb #3d7c8200
 def main(args # Arguments after `fastdist export`
         ):
     "Write the weights of a checkpoint to one file; the exit status"
+    from fastdist.checkpoint.state import read_state
     p = ArgumentParser('fastdist export', description="Write the model's weights in a checkpoint to one plain file: "
                        "models/model.pth for learn.load('model', with_opt=False).")
     p.add_argument('path', help="the folder of Resume, of which the newest checkpoint is taken, or one of the folders step-... in it")
@@ -44,7 +41,7 @@ def main(args # Arguments after `fastdist export`
         found = find_checkpoints(a.path, 'export')
         c = best_of(readable(a.path) or found) if a.best else found[0] # where it is damaged, whoever wants an older one names it
         if c is None: sys.exit(f"fastdist export: --best: no checkpoint in {a.path} has a validation loss")
-        state = _write(c, a.file)
+        _write(state := read_state(c), a.file)
     except (DamagedCheckpoint,OSError) as e: sys.exit(f"fastdist export: {e}")
     print(f"{a.file}: {len(state)} tensors of {c.path}")
     return 0
