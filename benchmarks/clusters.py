@@ -3,7 +3,7 @@ what is read when worker 1 fails.
 
     python benchmarks/clusters.py [part of a way's name ...]
 
-What a way needs and is not there (OpenMPI, Slurm, Ray, root for two hosts) leaves it out."""
+What a way needs and is not there (OpenMPI, Slurm, Ray, submitit, Dask, Hydra, root for two hosts) leaves it out."""
 import os, shutil, sys, tempfile, textwrap, time
 from importlib.util import find_spec
 from pathlib import Path
@@ -42,6 +42,32 @@ from ray.train.torch import TorchTrainer
 TorchTrainer(train.train, train_loop_config={}, scaling_config=ray.train.ScalingConfig(num_workers=2),
              run_config=ray.train.RunConfig(storage_path=os.getcwd())).fit()
 '''
+SUBMITIT = '''
+import submitit, train
+executor = submitit.LocalExecutor('logs')
+executor.update_parameters(tasks_per_node=2, timeout_min=9)
+if __name__ == '__main__': executor.submit(train.train).results()
+'''
+DASK = '''
+import train
+from dask.distributed import Client, LocalCluster
+from dask_train import on_workers
+if __name__ == '__main__':
+    with LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster, Client(cluster) as client:
+        on_workers(client, 2, train.train)
+'''
+HYDRA = '''
+import hydra, train
+@hydra.main(version_base=None)
+def main(cfg): train.train()
+if __name__ == '__main__': main()
+'''
+# Slurm's job is waited for, and its log shown
+SUBMITTED = '''
+fastdist slurm --submit --nodes 2 --workers 1 train.py
+while [ -n "$(squeue --noheader)" ]; do sleep 0.1; done
+cat logs/*.out
+'''
 IN_KERNEL = {'launch_in_notebook': 'launch_in_notebook(train, n=2)', 'notebook_launcher': 'notebook_launcher(train, num_processes=2)'}
 CPU = {'CUDA_VISIBLE_DEVICES': '', 'FASTDIST_TEST_COLD': '1', 'FASTDIST_SECRET': 'of this benchmark'}
 TIMEOUT = 600
@@ -61,16 +87,21 @@ def notebook(call):
     return run
 
 
-def ray(folder, env):
-    (folder/'begin.py').write_text(RAY)
-    path = os.pathsep.join(filter(None, [str(ROOT), str(folder), os.environ.get('PYTHONPATH')]))
-    return [launched([PYTHON, '-W', 'ignore', 'begin.py'], TIMEOUT, {**env, 'PYTHONPATH': path}, folder)]
+def engine(script, *launcher):
+    def run(folder, env):
+        (folder/'begin.py').write_text(script)
+        path = os.pathsep.join(filter(None, [str(ROOT), str(ROOT/'examples'), str(folder), os.environ.get('PYTHONPATH')]))
+        cmd = [*(launcher or (PYTHON,)), 'begin.py']
+        return [launched(cmd, TIMEOUT, {**env, 'PYTHONPATH': path, 'PYTHONWARNINGS': 'ignore'}, folder)]
+    return run
 
 
-def slurm(folder, env):
-    with Slurm() as s:
-        (folder/'begin').write_text(str(time.time()))
-        return [s.run(['srun', '-N2', '-n2', PYTHON, 'train.py'], env, TIMEOUT, folder)]
+def slurm(*cmd):
+    def run(folder, env):
+        with Slurm() as s:
+            (folder/'begin').write_text(str(time.time()))
+            return [s.run(cmd, env, TIMEOUT, folder)]
+    return run
 
 
 def hosts(folder, env):
@@ -91,13 +122,18 @@ def pods(folder, env):
 def ways():
     "(name, function of the folder and the environment that gives the results, why it cannot run)"
     on_cpu, ompi = dict(ACCELERATE_USE_CPU='true'), ['mpirun', '--allow-run-as-root', '--oversubscribe', '-n', '2', PYTHON]
+    def needs(module): return None if find_spec(module) else f'{module} is not installed'
     return [('python', command(PYTHON), None),
             ('fastdist launch', command(*LAUNCHERS['fastdist'](2)), None), ('torchrun', command(*LAUNCHERS['torchrun'](2), **on_cpu), None),
             ('accelerate launch', command(*LAUNCHERS['accelerate'](2), **on_cpu), None),
             *((nm, notebook(call), None) for nm, call in IN_KERNEL.items()),
-            ('fastdist launch on two machines', hosts, why_no_hosts()), ('srun', slurm, why_no_slurm()),
-            ('torchrun in two pods', pods, why_no_hosts()), ('Ray', ray, None if find_spec('ray') else 'Ray is not installed'),
-            ('mpirun', command(*ompi), None if shutil.which('mpirun') else 'OpenMPI is not installed')]
+            ('fastdist launch on two machines', hosts, why_no_hosts()),
+            ('fastdist slurm', slurm('bash', '-c', SUBMITTED), why_no_slurm()),
+            ('srun', slurm('srun', '-N2', '-n2', PYTHON, 'train.py'), why_no_slurm()),
+            ('torchrun in two pods', pods, why_no_hosts()), ('Ray', engine(RAY), needs('ray')),
+            ('mpirun', command(*ompi), None if shutil.which('mpirun') else 'OpenMPI is not installed'),
+            ('submitit', engine(SUBMITIT), needs('submitit')), ('Dask', engine(DASK), needs('distributed')),
+            ('Hydra', engine(HYDRA, *LAUNCHERS['fastdist'](2)), needs('hydra'))]
 
 
 def run(way, env):
@@ -118,7 +154,7 @@ if __name__ == '__main__':
         if why: print(f'{name}: not run, {why}', file=sys.stderr)
         if why or sys.argv[1:] and not any(o in name for o in sys.argv[1:]): continue
         res, begin, at, weights = run(way, {})
-        assert all(r.returncode == 0 and not r.left for r in res), '\n'.join(r.stderr[-3000:] for r in res)
+        assert all(r.returncode == 0 and not r.left for r in res) and at, '\n'.join((r.stdout+r.stderr)[-3000:] for r in res)
         rows.append(f"| `{name}` | {max((v-reference[k]).abs().max().item() for k, v in weights.items()):.0e} | {at-begin:.1f} |")
         if name != 'python':
             for r in run(way, {'FAIL': '1'})[0]:
