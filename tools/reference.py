@@ -1,6 +1,6 @@
-"""The pages of the reference, in Markdown: each public name with its signature, its parameters, its docstring, and an example from the notebook that
-defines it. What is missing is a fault."""
-import ast, inspect, io, json, os, re, textwrap, warnings
+"""The pages of the reference, in Markdown: each public name with its signature, its parameters, its docstring, and its example in nbs/reference.ipynb.
+What is missing is a fault."""
+import inspect, io, json, os, re, textwrap, warnings
 from contextlib import redirect_stdout, suppress
 from functools import cache
 from importlib import import_module
@@ -91,18 +91,12 @@ def table(params):
     return str(res)
 
 
-def example(name, obj):
-    "The first cell after the one that defines it which is shown to readers and uses it; '' if there is none"
-    short, cells = name.rpartition('.')[2], json.loads((ROOT/notebook(obj)).read_text(encoding='utf-8'))['cells']
-    code = [''.join(c['source']) for c in cells if c['cell_type'] == 'code']
-    defined = next(i for i, o in enumerate(code) if re.search(rf'\b(def|class) {short}\b', o))
-    found = next((o for o in code[defined+1:] if not o.startswith('#|') and re.search(rf'\b{short}\b', o)), '')
-    # what is an error is in the docstring: an example shows what works
-    parts = [ast.get_source_segment(found, o) for o in ast.parse(found).body]
-    failing = [o for o in parts if re.search('test_fail|ExceptionExpected', o)]
-    if all(not re.search(rf'\b{short}\b', o) for o in parts if o not in failing): return found
-    for o in failing: found = found.replace(o, '')
-    return re.sub(r'\n\s*\n+', '\n', found).strip()
+@cache
+def examples():
+    "By name, without its owner: the code under the heading of nbs/reference.ipynb that has it"
+    cells = json.loads((ROOT/'nbs'/'reference.ipynb').read_text(encoding='utf-8'))['cells']
+    heads = [re.findall(r'`(\w+)`', c['source'][0]) if c['source'][0].startswith('## ') else [] for c in cells]
+    return {nm: ''.join(c['source']) for names, c in zip(heads, cells[1:]) for nm in names}
 
 
 def sentence(text): return text if text[-1:] in '.!?' else f'{text}.'
@@ -135,8 +129,8 @@ def entry(name, faults):
     lines = [f'| `{call}` | ' + ' '.join([' '.join(text.split()), *(sentence(f'*{k}*: {p.docment}') for k, p in pars.items())]) + ' |'
              for _, call, text, pars in rows]
     if rows: res.append('\n'.join(['| **Methods** | |', '| --- | --- |', *lines]))
-    if code := example(name, obj): res.append(f'Example, from `{notebook(obj)}`:\n\n```python\n{code}\n```')
-    else: faults.append(f'{notebook(obj)}: {name} has no example: a cell after the one that defines it, without a directive, that uses it')
+    if code := examples().get(name.rpartition('.')[2]): res.append(f'Example:\n\n```python\n{code}\n```')
+    else: faults.append(f'nbs/reference.ipynb: {name} has no example, under a heading that names it')
     return '\n\n'.join(res)
 
 
@@ -155,6 +149,7 @@ def commands():
 def pages():
     "({file name: Markdown}, faults)"
     faults = [f'{o}: is public, and on no page of PAGES in tools/reference.py' for o in sorted(public()-{*listed()})]
+    faults += [f'nbs/reference.ipynb: {o} is no name of the reference' for o in {*examples()}-{o.rpartition('.')[2] for o in listed()}]
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')
         res = {f'{page}.md': '\n\n'.join([f'# {title}', intro, *(entry(o, faults) for o in names.split() if o not in methods())]) + '\n'
