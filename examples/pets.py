@@ -28,4 +28,4 @@ if __name__ == '__main__':
     dls = ImageDataLoaders.from_name_func(path, get_image_files(path), is_cat, seed=42, bs=args.bs, item_tfms=Resize(args.size))
     try: learn = rank0_first(vision_learner, dls, getattr(models, args.arch), pretrained=args.pretrained, metrics=error_rate)
     except OSError as e: p.error(f"the weights of {args.arch} could not be downloaded ({e}): --no-pretrained does without")
-    with learn.distrib_ctx(in_notebook=False): learn.fine_tune(args.epochs)
+    with learn.distrib_ctx(): learn.fine_tune(args.epochs)

@@ -6,7 +6,7 @@
 __all__ = ['commands', 'usage', 'main']
 
 # %% ../nbs/launch/07_main.ipynb #2381228f
-import os,signal,sys
+import os,signal,sys,warnings
 from importlib import import_module
 
 from . import __version__
@@ -30,6 +30,7 @@ def main(args=None # Command line, without the name of the program
     "Run a command; ends the process with its exit status"
     # what torch's C++ code logs: a page at the end of a job, of a store that has gone with another launcher
     os.environ.setdefault('TORCH_CPP_LOG_LEVEL', 'ERROR')
+    warnings.filterwarnings('ignore', '`torch.jit.script` is deprecated', FutureWarning) # of fastai's import
     command,*rest = list(sys.argv[1:] if args is None else args) or ['--help']
     if command in ('-h','--help','help'): print(usage); return
     if command in ('-V','--version'): print(f'fastdist {__version__}'); return

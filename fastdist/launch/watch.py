@@ -6,7 +6,7 @@
 __all__ = ['notices_shown', 'end_processes', 'signals_raised', 'quiet_torch', 'guarded']
 
 # %% ../../nbs/launch/03_watch.ipynb #dff250dc
-import json,logging,os,secrets,signal,sys,threading
+import json,logging,os,secrets,signal,sys,threading,time
 from contextlib import contextmanager,suppress
 
 import psutil
@@ -43,11 +43,24 @@ def end_processes(procs, # `psutil.Process` of each
             with suppress(psutil.NoSuchProcess): p.send_signal(s)
         procs = psutil.wait_procs(procs, seconds)[1]
 
+def _end_in_c(read, # What `signal.set_wakeup_fd` writes can be read there
+              seen, # Signals that have been handled
+             ):
+    "End the launcher by a signal that is not handled within 3 seconds"
+    for sig in iter(lambda: os.read(read, 1), b''):
+        time.sleep(3)
+        if seen: continue
+        print(f"fastdist: stopped by {signal.Signals(sig[0]).name}", file=sys.stderr, flush=True)
+        end_processes(psutil.Process().children(), sig[0])
+        os._exit(128+sig[0])
+
 @contextmanager
 def signals_raised():
     "The first signal that is to end the launcher is torch's `SignalException` in the block; those that come later go to the workers"
     from torch.distributed.elastic.multiprocessing import SignalException
-    seen = []
+    seen,(read,write) = [],os.pipe()
+    os.set_blocking(write, False)
+    threading.Thread(target=_end_in_c, args=(read,seen), daemon=True, name='fastdist signals').start()
     def handle(sig, _):
         if not seen:
             seen.append(sig)
@@ -55,8 +68,12 @@ def signals_raised():
         for p in psutil.Process().children():
             with suppress(psutil.NoSuchProcess): p.send_signal(sig)
     for o in signals_to_handle('SIGTERM','SIGINT','SIGHUP','SIGQUIT','SIGUSR1'): signal.signal(getattr(signal, o), handle)
+    before = signal.set_wakeup_fd(write)
     try: yield
-    finally: seen.append(None)
+    finally:
+        seen.append(None)
+        signal.set_wakeup_fd(before)
+        os.close(write)
 
 def quiet_torch():
     "torch's launcher logs nothing of the processes that it ends, unless `LOGLEVEL` is set"

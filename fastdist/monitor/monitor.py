@@ -95,7 +95,7 @@ class DistMonitor(Callback):
         self._open = False
         record = self._record(time.perf_counter()-self._began)
         self.records.append(record)
-        self.learn.recorder.log += [record['samples_per_second'],record['slowest']['times_median']]
+        self.learn.recorder.log += [speed if (speed := record['samples_per_second']) < 1000 else round(speed),record['slowest']['times_median']]
         if self.log is not None and get_rank()==0:
             file = Path(self.learn.path)/self.log
             file.parent.mkdir(parents=True, exist_ok=True)

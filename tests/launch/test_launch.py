@@ -1,9 +1,10 @@
 "P6: what `fastdist launch` adds to Accelerate's launcher"
-import signal, subprocess, sys, textwrap
+import signal, subprocess, sys, textwrap, time
 from pathlib import Path
 
 import psutil, pytest
 from harness import launched, processes, wait_for
+from torch.distributed.elastic.utils.distributed import get_free_port
 
 LAUNCH = [str(Path(sys.executable).with_name('fastdist')), 'launch']  # as a user types it
 
@@ -81,6 +82,19 @@ def test_stopped(tmp_path, sig, code, n):
     _, err = p.communicate(timeout=60)
     assert p.returncode == code and not any(o.is_running() for o in workers), err
     assert f'stopped by {sig.name}' in err.splitlines()[-1], err
+
+
+def test_stopped_before_the_other_node_comes(tmp_path):
+    "It waits in torch's C code then, where Python handles no signal"
+    port = get_free_port()
+    words = '--nnodes', '2', '--node-rank', '0', '--rdzv-endpoint', f'127.0.0.1:{port}', script(tmp_path, SAYS)
+    p = subprocess.Popen([*LAUNCH, *words], stderr=subprocess.PIPE, text=True, cwd=tmp_path)
+    def listens(): return any(o.laddr.port == port for o in psutil.Process(p.pid).net_connections())
+    wait_for(listens, 'the rendezvous', 60)
+    time.sleep(1)
+    p.send_signal(signal.SIGINT)
+    _, err = p.communicate(timeout=30)
+    assert p.returncode == 130 and 'stopped by SIGINT' in err.splitlines()[-1], err
 
 
 def test_module_of_this_folder(tmp_path):

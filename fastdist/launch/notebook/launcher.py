@@ -17,7 +17,7 @@ from ...data.rng import rng_state
 from ..logs import last_words
 from ..machine import log_folder, n_cores, n_threads, quiet_env, starting, why_cpu
 from .serialize import namespace, pack, rich_shell, unpack
-from ...world.errors import Failure, RemoteError, is_library, read_record
+from ...world.errors import Failure, RemoteError, is_library, read_record, short_repr
 from ...world.rendezvous import loopback_env, loopback_store
 from ...env import check_gpus, clear_folders, hash_env, keep as keep_folder, new_folder
 from ...world.secret import secret_env
@@ -32,7 +32,8 @@ def _n_workers(n, gpus):
     return n
 
 def _check_func(func):
-    if not callable(func): raise TypeError(f"func={func!r}: it has to be a function, which every worker calls")
+    if not callable(func) or isinstance(func, Learner): raise TypeError(
+        f"func={short_repr(func)}: it has to be a function, which every worker calls, as in launch_in_notebook(train, 5), not train(5)")
     e = from_env()
     if e.launcher!='launch_in_notebook' and e.world_size==1 and not (dist.is_initialized() and dist.get_world_size() > 1): return
     left = "" if e.launcher!='environment' else "; or run os.environ.pop('WORLD_SIZE'), which another job has left there"
