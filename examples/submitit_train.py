@@ -1,7 +1,7 @@
 """Train on two workers by submitit, on this machine; with `submitit.AutoExecutor('logs')` on a Slurm cluster. Before its time limit the job
 saves and goes back into the queue, and then goes on.
 
-    python examples/submitit_train.py FOLDER
+    cd examples && python submitit_train.py FOLDER
 """
 import signal, sys, submitit
 from fastai.basics import *
