@@ -809,7 +809,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                       'fastdist/fault/interrupt.py')},
             'fastdist.fault.same_call': { 'fastdist.fault.same_call._counted': ( 'fault/same_call.html#_counted',
                                                                                  'fastdist/fault/same_call.py'),
-                                          'fastdist.fault.same_call._every': ('fault/same_call.html#_every', 'fastdist/fault/same_call.py'),
                                           'fastdist.fault.same_call._further': ( 'fault/same_call.html#_further',
                                                                                  'fastdist/fault/same_call.py'),
                                           'fastdist.fault.same_call.after_rank0': ( 'fault/same_call.html#after_rank0',
