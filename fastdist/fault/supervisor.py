@@ -14,10 +14,11 @@ from dataclasses import asdict
 import torch, torch.distributed as dist
 from fastcore.basics import patch
 from ..comm.collectives import same_call
+from ..env import clear_folders
 from .connections import Connections, limit_replies, lost_peer, of_group, own_connection
 from .interrupt import Interrupts, handler_kept, is_default, is_ending
-from .stacks import answer_stacks, end_stopped, end_with_children, frame_text, stack_of, user_frames
-from .watchdog import Heartbeats, collectives_begun, own_beat
+from .stacks import answer_stacks, frame_text, stack_of, user_frames
+from .watchdog import Heartbeats, collectives_begun
 from ..world.group import abort_gpu_collectives, collective_timeout, init_group, note_killed, shared_store, teardown_distrib
 from ..world.errors import Failure, RemoteError, end_after_first, has_ended, in_short, write_record
 from ..world.ranks import current_world, get_rank, get_world_size, host_name, World
@@ -211,7 +212,6 @@ def deliver(self:Monitor, f # `Failure` of another rank
     with self.lock:
         if self.ends or self.broken is not None: return # this rank fails by itself
         self.break_off(f)
-        if f.kind=='stalled': end_stopped([own_beat(0, self.main)]) # its loader processes
     if wait_until(self.reacts, 1): return
     self.insists = True
     with self.lock:
@@ -227,7 +227,8 @@ def _end_process(self:Monitor, f):
     write_record(e, f)
     print(f"fastdist: rank {self.rank} is at\n{stack}fastdist: {e}\n"
           f"fastdist: rank {self.rank} does not react to that, and is ended", file=sys.stderr, flush=True)
-    end_with_children()
+    try: clear_folders()
+    finally: os._exit(1) # its loader processes see that within seconds
 
 # %% ../../nbs/fault/04_supervisor.ipynb #80057c3f
 _store_gone = "the process that held the store, the launcher or rank 0, has gone"

@@ -11,7 +11,7 @@ sys.path.insert(0, str(ROOT/'tools'))
 import fault_table
 
 ROWS = {'fastdist launch': ['raises before the group', 'rank0_first fails', 'slow end of rank 0', 'killed', 'segmentation fault',
-                            'sys.exit(0)', 'leaves the group', 'stopped',
+                            'sys.exit(0)', 'leaves the group',
                             'holds the interpreter lock', 'a loader process is killed', 'a loader process sleeps',
                             'rank 0 leaves between two rank0_first', 'another collective', 'the launcher is killed'],
         'torchrun': ['raises', 'busy', 'returns early', 'rank 0 leaves before the context', 'saves alone'],
