@@ -9,7 +9,7 @@ __all__ = ['Failure', 'Stopped', 'RemoteError', 'shorten', 'write_record', 'read
 # %% ../../nbs/world/03_errors.ipynb #b5b62832
 import json,os,re,sys,time,traceback
 from dataclasses import asdict,dataclass,field,replace
-from functools import lru_cache,reduce
+from functools import lru_cache
 from itertools import takewhile
 
 import torch.distributed as dist
@@ -32,8 +32,6 @@ class Failure:
     function:str='' # In `file`
     others:list=field(default_factory=list) # What other ranks were doing: a `dict` each, of `Beat.state`
     pid:int=None # Process of the rank
-    module:str='' # Of the exception's class
-    args:list=None # From which the exception can be made again; `None` if they are more than numbers and strings
     by:int=field(default_factory=get_rank) # The rank that reports it
     time:float=field(default_factory=time.time) # When, in seconds since the epoch
     final:bool=False # Does the process end, too? Then others hear of it outside of contexts as well
@@ -48,14 +46,7 @@ class Failure:
         at = [(o.filename, o.lineno, o.name) for o in shown.stack[-1:]] or [('', None, '')]
         kind = 'interrupt' if isinstance(e, KeyboardInterrupt) else 'stopped' if isinstance(e, Stopped) else 'error'
         return cls(get_rank(), host_name(), kind, type(e).__qualname__, shorten(str(shown)), shorten(''.join(shown.format())), *at[0],
-                   pid=os.getpid(), module=type(e).__module__, args=_args(e))
-
-    def exception(self):
-        "An exception like the failed rank's, if this process has its class and it can be made from its arguments; or else `None`"
-        try:
-            cls = reduce(getattr, self.type.split('.'), sys.modules[self.module])
-            return cls(*self.args) if issubclass(cls, BaseException) else None
-        except Exception: return # many exceptions cannot be made from their arguments
+                   pid=os.getpid())
 
     def as_error(self):
         "The exception that this rank raises because of it"
@@ -63,14 +54,12 @@ class Failure:
             res = KeyboardInterrupt(f"Ctrl-C in rank {self.rank}")
             res._failure = self # whose it is, for the error record
             return res
-        if self.kind=='stopped': return Stopped(*self.args)
+        if self.kind=='stopped': return Stopped(int(self.text))
         me = f"rank {get_rank()} stopped because"
         if self.kind in ('stalled','store'): msg = self.text
         elif self.kind=='ended': msg = f"{me} rank {self.rank} (host {self.host}, process {self.pid}) {self.text}"
         else: msg = f"{me} rank {self.rank} ({self.host}) failed:\n{self.traceback or self.text}"
-        res = RemoteError(msg, self)
-        res.__cause__,res.__suppress_context__ = self.exception(),True
-        return res
+        return RemoteError(msg, self)
 
 # %% ../../nbs/world/03_errors.ipynb #0bfc98d8
 class Stopped(SystemExit):
@@ -83,7 +72,8 @@ class RemoteError(RuntimeError):
                 ):
         super().__init__(msg)
         self.msg,self.failure = msg,failure or Failure()
-        vars(self).update({k:v for k,v in vars(self.failure).items() if k!='args'}) # an exception has `args` of its own
+        vars(self).update(vars(self.failure))
+        self.__suppress_context__ = True # what this rank has met by then only follows
 
     def __str__(self): return self.msg # fastai puts the name of the callback that it was in into `args`
     def __reduce__(self): return type(self), (self.msg,self.failure)
@@ -111,14 +101,6 @@ def _shown(e):
     res = traceback.TracebackException(type(e), e, tb)
     res.stack[:0] = traceback.StackSummary.extract(reversed(callers))
     return res
-
-def _args(e):
-    "The arguments from which an exception like `e` can be made, where they are few numbers and strings; or else `None`"
-    try:
-        args = list(e.__reduce__()[1])
-        text = json.dumps(args)
-    except Exception: return # it has others, or a `__reduce__` of its own
-    return args if len(text) < 2**16 and json.loads(text)==args else None
 
 # %% ../../nbs/world/03_errors.ipynb #32944236
 def write_record(e, # The exception that ends this rank's work
