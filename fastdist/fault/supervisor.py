@@ -146,7 +146,6 @@ def report(self:Monitor, e # The exception that ends this rank's work
           ):
     "Write the error record; returns the `Failure`"
     f = Failure.of(e)
-    if not isinstance(e, RemoteError): f.others = self.attempt(self.beats.others) or []
     write_record(e, f)
     return f
 

@@ -209,10 +209,6 @@ class Heartbeats:
         "The last `Beat` of each, where there is one"
         return [b for b in read_all(self.store, [f'beat/{r}' for r in ranks], Beat) if b is not None]
 
-    def others(self):
-        "What other ranks, 64 at most, were doing a moment ago: the `state` of each"
-        return [b.state() for b in self.read(r for r in range(min(self.size, 64)) if r!=self.rank)]
-
     def gone(self, now, # Seconds, of a clock that never goes back
              lost=False, # Has this rank lost a connection? Then one without a heartbeat has gone, wherever it is, or has left
             ):

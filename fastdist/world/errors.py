@@ -30,7 +30,7 @@ class Failure:
     file:str='' # Where it was raised; of a rank that stalled, where it is
     line:int=None # In `file`
     function:str='' # In `file`
-    others:list=field(default_factory=list) # What other ranks were doing: a `dict` each, of `Beat.state`
+    others:list=field(default_factory=list) # Of a rank that stalled, what other ranks were doing: a `dict` each, of `Beat.state`
     pid:int=None # Process of the rank
     by:int=field(default_factory=get_rank) # The rank that reports it
     time:float=field(default_factory=time.time) # When, in seconds since the epoch
@@ -66,7 +66,7 @@ class Stopped(SystemExit):
     "All ranks end together, as a signal such as SIGTERM has asked; `code` is the exit status"
 
 class RemoteError(RuntimeError):
-    "Another rank has failed; each field of its `Failure` is an attribute: `e.rank`, `e.host`, `e.type`, `e.traceback`, `e.others`, ..."
+    "Another rank has failed; each field of its `Failure` is an attribute: `e.rank`, `e.host`, `e.type`, `e.text`, `e.traceback`, ..."
     def __init__(self, msg, # What happened
                  failure=None, # The other rank's `Failure`
                 ):
