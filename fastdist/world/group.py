@@ -8,7 +8,7 @@ __all__ = ['ended', 'some_ended', 'note_killed', 'shared_store', 'world_store', 
            'teardown_distrib', 'call_main']
 
 # %% ../../nbs/world/05_group.ipynb #7f2c4e8c
-import atexit,ctypes,gc,hmac,inspect,multiprocessing,os,pickle,secrets,signal,sys,time,warnings
+import atexit,ctypes,gc,hmac,multiprocessing,os,pickle,secrets,signal,sys,time,warnings
 from contextlib import ExitStack,contextmanager,nullcontext
 from dataclasses import replace
 from datetime import timedelta
@@ -134,9 +134,6 @@ def _by_accelerate(cpu, args):
     # torch names a group by a count that a start which failed in one rank alone has left higher in the others: they would not meet
     dist.distributed_c10d._world.group_count = 0
     n = torch.get_num_threads()
-    # torch puts its `[rank0]:` before each line once more with each group that is made, by whomever
-    while getattr(sys.excepthook, '__name__', '')=='_distributed_excepthook':
-        sys.excepthook = inspect.getclosurevars(sys.excepthook).nonlocals['old_hook']
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings('ignore', message='OMP_NUM_THREADS')
