@@ -2172,7 +2172,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                       'fastdist.world.group._before_fork': ('world/group.html#_before_fork', 'fastdist/world/group.py'),
                                       'fastdist.world.group._by_accelerate': ('world/group.html#_by_accelerate', 'fastdist/world/group.py'),
                                       'fastdist.world.group._check_is_rank': ('world/group.html#_check_is_rank', 'fastdist/world/group.py'),
-                                      'fastdist.world.group._check_main': ('world/group.html#_check_main', 'fastdist/world/group.py'),
                                       'fastdist.world.group._check_same': ('world/group.html#_check_same', 'fastdist/world/group.py'),
                                       'fastdist.world.group._environment': ('world/group.html#_environment', 'fastdist/world/group.py'),
                                       'fastdist.world.group._join': ('world/group.html#_join', 'fastdist/world/group.py'),
