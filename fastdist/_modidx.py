@@ -793,8 +793,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                          'fastdist/fault/interrupt.py'),
                                           'fastdist.fault.interrupt._in_main': ( 'fault/interrupt.html#_in_main',
                                                                                  'fastdist/fault/interrupt.py'),
-                                          'fastdist.fault.interrupt._is_free': ( 'fault/interrupt.html#_is_free',
-                                                                                 'fastdist/fault/interrupt.py'),
                                           'fastdist.fault.interrupt._wait_for_rank': ( 'fault/interrupt.html#_wait_for_rank',
                                                                                        'fastdist/fault/interrupt.py'),
                                           'fastdist.fault.interrupt.handler_kept': ( 'fault/interrupt.html#handler_kept',

@@ -91,10 +91,6 @@ class Interrupts:
 # %% ../../nbs/fault/02_interrupt.ipynb #0271353b
 _signals = signal.SIGTERM,signal.SIGUSR1
 
-def _is_free(sig):
-    "Does nobody handle the signal?"
-    return signal.getsignal(sig)==signal.SIG_DFL and not handled_in_c(sig)
-
 # %% ../../nbs/fault/02_interrupt.ipynb #1e9fa4d9
 class StopSignals:
     "From `take` to `give_back`, SIGTERM and SIGUSR1 call `ask`, instead of ending this process"
@@ -117,7 +113,7 @@ class StopSignals:
         "Handle those that nobody handles; nothing in a thread that may not"
         self.pid = os.getpid() # it may have been made in a process of which this one is a copy
         if threading.current_thread() is not threading.main_thread(): return
-        self.taken += [o for o in _signals if _is_free(o)]
+        self.taken += [o for o in _signals if signal.getsignal(o)==signal.SIG_DFL and not handled_in_c(o)]
         for o in self.taken: signal.signal(o, self.handle)
 
     def give_back(self):

@@ -299,18 +299,16 @@ def _lost(self:Monitor, secs):
 def _uncaught(self:Monitor, typ, e, tb):
     # of an earlier group, which has been broken off; or in a copy of this process
     if running_monitor() not in (None,self) or self.pid!=os.getpid(): return self.old_hook(typ, e, tb)
-    if self.in_main: signal.signal(signal.SIGINT, signal.SIG_IGN) # it ends
+    signal.signal(signal.SIGINT, signal.SIG_IGN) # it ends
     with self.lock: self.ends = True
     other = self.cause_of(e) or (e if isinstance(e, RemoteError) else None)
     if isinstance(e, KeyboardInterrupt) or isinstance(other, KeyboardInterrupt) or self.interrupts.held:
         if self.rank==0: print("fastdist: stopped by Ctrl-C", file=sys.stderr, flush=True)
     elif other is None: self.old_hook(typ, e, tb)
     else: print(f"fastdist: {in_short(other, self.rank)}", file=sys.stderr, flush=True)
-    if self.stop_now.is_set(): write_record(other or e)
-    else:
-        f = self.report(other or e)
-        f.final = True # for those, too, that have heard of the end of a scope alone
-        self.attempt(lambda: self.store.set('broken', json.dumps(asdict(f))))
+    f = self.report(other or e)
+    f.final = True # for those, too, that have heard of the end of a scope alone
+    self.attempt(lambda: self.store.set('broken', json.dumps(asdict(f))))
     end_after_first(other or e, self.store)
 
 @patch
@@ -320,7 +318,6 @@ def start(self:Monitor):
         before,Monitor.kept = Monitor.kept,None
         self.old_handler = signal.signal(signal.SIGURG, self._on_signal)
         self.old_hook,sys.excepthook = before.old_hook if before else sys.excepthook,self._uncaught
-        self.interrupts.take()
     answer_stacks()
     self.thread = threading.Thread(target=self._run, daemon=True, name='fastdist monitor')
     self._publish()
