@@ -250,6 +250,12 @@ def test_call_main(tmp_path, n):
     assert said(res.stdout) == [[r, n, r, 3, n*(n+1)//2, multiprocessing.get_start_method()] for r in range(n)]
 
 
+def test_call_main_without_a_guard(tmp_path):
+    (tmp_path/'s.py').write_text('from fastdist.world import *\ncall_main(get_rank, n=2)\n')
+    res = launched([PYTHON, tmp_path/'s.py'], 60, cwd=tmp_path)
+    assert res.returncode == 1 and res.left == {} and "has to stand under `if __name__=='__main__':`" in res.stderr, res.stderr
+
+
 def test_call_main_passes_signals_on(tmp_path):
     "SIGTERM reaches the workers, which may save; the status is theirs"
     (tmp_path/'s.py').write_text(textwrap.dedent("""
