@@ -1,5 +1,5 @@
 "What a start takes care of, where Python, torch or Accelerate would leave something wrong"
-import subprocess, sys, textwrap
+import os, subprocess, sys, textwrap
 
 import pytest
 from harness import launched
@@ -50,14 +50,14 @@ def threads():
     "How many threads torch has after several starts"
     import torch
     from fastdist.world import setup_distrib, teardown_distrib
-    teardown_distrib()
-    was = torch.get_num_threads()
+    was, given = torch.get_num_threads(), os.environ.pop('OMP_NUM_THREADS', None)  # with it Accelerate lets them be
     torch.set_num_threads(3)
     for _ in range(3):
         teardown_distrib()
         setup_distrib()
     n = torch.get_num_threads()
     torch.set_num_threads(was)
+    if given is not None: os.environ['OMP_NUM_THREADS'] = given
     return n
 
 
