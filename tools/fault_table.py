@@ -222,7 +222,6 @@ FAULTS = [
         lock, libc = ctypes.create_string_buffer(64), ctypes.PyDLL(None)
         for _ in range(2): libc.pthread_mutex_lock(lock) # here"""), WAITS),  # no signal ends that, as it would a sleep
     Fault('a loader process sleeps', in_loader('time.sleep(1000) # here'), WAITS),
-    Fault('a loader process is stopped', in_loader('os.kill(os.getpid(), signal.SIGSTOP)'), WAITS),
     # waiting for one that does not come
     Fault('rank 0 leaves before the context', alone('return') + """
         setup_distrib()""", 'does not (come|take part) any more: its script has ended', rank=0, launchers=LAUNCHERS),

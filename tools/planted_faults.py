@@ -210,7 +210,7 @@ FAULTS = [Fault(*o) for o in [
      ['tests/world/test_start.py::test_agents_that_count_differently']),
     ('threads-of-accelerate', 'P6', "torch's threads are as many as Accelerate sets, not as the launcher or the script has",
      'finally: torch.set_num_threads(n)', 'finally: n',
-     ['tests/world/test_care.py::test_threads_and_hook']),
+     ['tests/world/test_care.py::test_threads']),
     ('rank-in-the-url-unread', 'P6', "the rank and the size that tcp://host:port?rank=..&world_size=.. says are not read",
      "said.get('rank') if rank is None else rank, said.get('world_size') if size is None else size", 'rank, size',
      ['tests/world/test_start.py::test_tcp_in_the_url']),

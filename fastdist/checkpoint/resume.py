@@ -16,9 +16,10 @@ from ..callbacks.fastai_patches import QuickCallback, device_of, trainer_of
 from ..comm.collectives import all_gather_list
 from ..comm.rank0 import rank0_read
 from ..data.dl import DistributedDL
-from ..fault.interrupt import StopSignals, stop_together
+from ..fault.interrupt import StopSignals
 from ..strategy.base import check_values
-from ..world.errors import refuse
+from ..env import notice
+from ..world.errors import Stopped, refuse
 from ..world.ranks import get_rank, whole_number
 from ..world.store import wait_until
 
@@ -312,8 +313,10 @@ def _save(self:Resume, epoch, batch, validated=False, ended=False):
     if fit.stops:
         fit.stops = False
         what = f"NOT saved to {self.folder}, where an older checkpoint may be" if failed else f"saved to {self.folder}"
-        stop_together(self.signals.status, f"{self.signals.came or 'a signal to another worker'}: {what}, and the workers end with "
-                      f"exit status {self.signals.status}; the same command goes on from there")
+        text = (f"{self.signals.came or 'a signal to another worker'}: {what}, and the workers end with exit status {self.signals.status}; "
+                "the same command goes on from there")
+        notice(text if get_rank()==0 else '', status=self.signals.status) # after a signal the launcher would not look at that of a process
+        raise Stopped(self.signals.status)
 
 # %% ../../nbs/checkpoint/03_resume.ipynb #2e68c616
 @patch

@@ -343,7 +343,7 @@ class Call:
             ):
         "The object that worker `i` has packed; an `UnpicklingError` names its rank"
         try: return unpack(part)
-        except SignatureError as e: raise SignatureError(f"{e} (sent as rank {self.ranks[i]}'s, by {self.name})", e.key, e.rank) from None
+        except SignatureError as e: raise SignatureError(f"{e} (sent as rank {self.ranks[i]}'s, by {self.name})") from None
         except Exception as e: raise pickle.UnpicklingError(
             f"rank {get_rank()} cannot unpickle what rank {self.ranks[i]} has sent by {self.name}: {e} ({type(e).__name__}); "
             "its class must be one that all workers can import, and that can be made again from its pickle") from e

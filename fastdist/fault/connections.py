@@ -6,7 +6,7 @@
 __all__ = ['Connections', 'own_connection', 'limit_replies', 'lost_peer', 'of_group']
 
 # %% ../../nbs/fault/03_connections.ipynb #9d722caf
-import ctypes,dis,math,os,socket,struct
+import ctypes,math,os,socket,struct
 
 import psutil, torch.distributed as dist
 from ..world.store import base_store, read_all
@@ -71,12 +71,5 @@ def lost_peer(e # An exception
 
 def of_group(e # An exception
             ):
-    "Can `e` come from a connection between ranks? Not if code in Python, other than torch's, raises it for reasons of its own"
-    if isinstance(e, dist.DistError): return True
-    tb = e.__traceback__ if isinstance(e, RuntimeError) else None
-    if tb is None: return False
-    while tb.tb_next is not None: tb = tb.tb_next
-    if str(tb.tb_frame.f_globals.get('__name__', '')).startswith('torch.distributed'): return True
-    # `work.wait()` raises in C++, called by anybody; loader processes' errors are raised again
-    op = dis.opname[tb.tb_frame.f_code.co_code[tb.tb_lasti]]
-    return op not in ('RAISE_VARARGS','RERAISE') and (lost_peer(e) or 'NCCL' in str(e))
+    "Can `e` come from a connection between ranks? Then it may only follow from what has happened to another rank"
+    return isinstance(e, dist.DistError) or isinstance(e, RuntimeError) and (lost_peer(e) or any(o in str(e) for o in ('/gloo/','NCCL')))

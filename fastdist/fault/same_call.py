@@ -6,7 +6,7 @@
 __all__ = ['gone_on', 'all_at', 'after_rank0']
 
 # %% ../../nbs/fault/05_same_call.ipynb #47f0e6bc
-import hashlib,threading,time
+import hashlib,threading
 from collections import Counter
 
 from .supervisor import monitor
@@ -23,17 +23,6 @@ def _further(m, ranks):
     mine = own_beat(0, m.main).seqs
     beats = m.attempt(lambda: m.beats.read(r for r in ranks if r!=m.rank)) or ()
     return [b for b in beats if (b.left or any(n > mine.get(g, n) for g,n in b.seqs.items()) or has_ended(b))]
-
-# %% ../../nbs/fault/05_same_call.ipynb #eebdba77
-def _every(secs, f):
-    "A function that calls `f` where `secs` seconds have gone by since it has done so, or since now"
-    last = time.monotonic()
-    def ask():
-        nonlocal last
-        if time.monotonic()-last < secs: return
-        last = time.monotonic()
-        return f()
-    return ask
 
 # %% ../../nbs/fault/05_same_call.ipynb #28459cfa
 def _counted(name):
@@ -52,12 +41,14 @@ def gone_on(what # A call that all ranks have to make, in words
     n,store,key = _counted(what)
     store.add(key, 1)
     def all_here(): return store.add(key, 0) >= n*m.size
-    ask = _every(max(1, m.size/100), lambda: next(iter(_further(m, range(m.size))), None)) # as often as there are new heartbeats
-    b = wait_until(lambda: all_here() or ask(), n=m.size)
-    if b is True or all_here(): return # it may have been here, and be further now
+    found = []
+    while not found: # looked for as often as there are new heartbeats
+        if wait_until(all_here, max(1, m.size/100), n=m.size): return
+        found = _further(m, range(m.size))
+    if all_here(): return # it has been here, and is further now
     store.add(key, -1) # whoever catches the error may make the call with all others later
     current_world().cached('same_call', Counter)[what] -= 1
-    return b
+    return found[0]
 
 def all_at(what # A call that all ranks have to make, in words
           ):
@@ -79,5 +70,4 @@ def after_rank0():
     if is_master():
         store.add(key, 1)
         return
-    ask = _every(1, lambda: _further(m, [0]))
-    wait_until(lambda: store.add(key, 0) >= n or ask(), n=m.size)
+    while not (wait_until(lambda: store.add(key, 0) >= n, 1, n=m.size) or _further(m, [0])): pass

@@ -14,10 +14,11 @@ from dataclasses import asdict
 import torch, torch.distributed as dist
 from fastcore.basics import patch
 from ..comm.collectives import same_call
+from ..env import clear_folders
 from .connections import Connections, limit_replies, lost_peer, of_group, own_connection
 from .interrupt import Interrupts, handler_kept, is_default, is_ending
-from .stacks import answer_stacks, end_stopped, end_with_children, frame_text, stack_of, user_frames
-from .watchdog import Heartbeats, collectives_begun, own_beat
+from .stacks import answer_stacks, frame_text, stack_of, user_frames
+from .watchdog import Heartbeats, collectives_begun
 from ..world.group import abort_gpu_collectives, collective_timeout, init_group, note_killed, shared_store, teardown_distrib
 from ..world.errors import Failure, RemoteError, end_after_first, has_ended, in_short, write_record
 from ..world.ranks import current_world, get_rank, get_world_size, host_name, World
@@ -145,7 +146,6 @@ def report(self:Monitor, e # The exception that ends this rank's work
           ):
     "Write the error record; returns the `Failure`"
     f = Failure.of(e)
-    if not isinstance(e, RemoteError): f.others = self.attempt(self.beats.others) or []
     write_record(e, f)
     return f
 
@@ -211,7 +211,6 @@ def deliver(self:Monitor, f # `Failure` of another rank
     with self.lock:
         if self.ends or self.broken is not None: return # this rank fails by itself
         self.break_off(f)
-        if f.kind=='stalled': end_stopped([own_beat(0, self.main)]) # its loader processes
     if wait_until(self.reacts, 1): return
     self.insists = True
     with self.lock:
@@ -227,7 +226,8 @@ def _end_process(self:Monitor, f):
     write_record(e, f)
     print(f"fastdist: rank {self.rank} is at\n{stack}fastdist: {e}\n"
           f"fastdist: rank {self.rank} does not react to that, and is ended", file=sys.stderr, flush=True)
-    end_with_children()
+    try: clear_folders()
+    finally: os._exit(1) # its loader processes see that within seconds
 
 # %% ../../nbs/fault/04_supervisor.ipynb #80057c3f
 _store_gone = "the process that held the store, the launcher or rank 0, has gone"
@@ -299,18 +299,16 @@ def _lost(self:Monitor, secs):
 def _uncaught(self:Monitor, typ, e, tb):
     # of an earlier group, which has been broken off; or in a copy of this process
     if running_monitor() not in (None,self) or self.pid!=os.getpid(): return self.old_hook(typ, e, tb)
-    if self.in_main: signal.signal(signal.SIGINT, signal.SIG_IGN) # it ends
+    signal.signal(signal.SIGINT, signal.SIG_IGN) # it ends
     with self.lock: self.ends = True
     other = self.cause_of(e) or (e if isinstance(e, RemoteError) else None)
     if isinstance(e, KeyboardInterrupt) or isinstance(other, KeyboardInterrupt) or self.interrupts.held:
         if self.rank==0: print("fastdist: stopped by Ctrl-C", file=sys.stderr, flush=True)
     elif other is None: self.old_hook(typ, e, tb)
     else: print(f"fastdist: {in_short(other, self.rank)}", file=sys.stderr, flush=True)
-    if self.stop_now.is_set(): write_record(other or e)
-    else:
-        f = self.report(other or e)
-        f.final = True # for those, too, that have heard of the end of a scope alone
-        self.attempt(lambda: self.store.set('broken', json.dumps(asdict(f))))
+    f = self.report(other or e)
+    f.final = True # for those, too, that have heard of the end of a scope alone
+    self.attempt(lambda: self.store.set('broken', json.dumps(asdict(f))))
     end_after_first(other or e, self.store)
 
 @patch
@@ -320,7 +318,6 @@ def start(self:Monitor):
         before,Monitor.kept = Monitor.kept,None
         self.old_handler = signal.signal(signal.SIGURG, self._on_signal)
         self.old_hook,sys.excepthook = before.old_hook if before else sys.excepthook,self._uncaught
-        self.interrupts.take()
     answer_stacks()
     self.thread = threading.Thread(target=self._run, daemon=True, name='fastdist monitor')
     self._publish()

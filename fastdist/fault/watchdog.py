@@ -11,7 +11,7 @@ from collections import Counter
 from dataclasses import asdict,dataclass,field
 
 import torch.distributed as dist
-from .stacks import ask_late, end_stopped, frame_text, stack_of, user_frames
+from .stacks import ask_late, frame_text, stack_of, user_frames
 from ..env import notice
 from ..world.errors import Failure, has_ended
 from ..world.ranks import get_rank, get_world_size, host_name
@@ -132,17 +132,14 @@ class Stall:
     def end(self, publish, # Function that lets the others know of a `Failure`
            ):
         "Print who is late, and end it for all"
-        silent = self.why=='silent'
-        ask_late(self.late, silent)
+        ask_late(self.late, self.why=='silent')
         limit,text = _limit(self.waiting or self.late),self.report()
         if limit < math.inf: text += (f"\nThe watchdog ends what takes longer than watchdog={limit:g} s; "
                                       "give it more where that is right, or watchdog=None.")
         print(f"fastdist: {text}", file=sys.stderr, flush=True)
         first,*others = (*self.late,*self.waiting)
-        f = first.failure('stalled', text, others[:64]) # of more it would be no report
-        if self.waiting or len(self.late)==1: publish(f)
+        if self.waiting or len(self.late)==1: publish(first.failure('stalled', text, others[:64])) # of more it would be no report
         else: publish(Failure(kind='stalled', text=text, others=[b.state() for b in (first,*others)][:64])) # nobody knows who is right
-        end_stopped(self.late, f if silent else None)
 
 # %% ../../nbs/fault/01_watchdog.ipynb #9e6d4086
 def _a_while(beats): return 60 if _limit(beats) >= 100 else math.inf # long before the watchdog ends the job
@@ -211,10 +208,6 @@ class Heartbeats:
     def read(self, ranks):
         "The last `Beat` of each, where there is one"
         return [b for b in read_all(self.store, [f'beat/{r}' for r in ranks], Beat) if b is not None]
-
-    def others(self):
-        "What other ranks, 64 at most, were doing a moment ago: the `state` of each"
-        return [b.state() for b in self.read(r for r in range(min(self.size, 64)) if r!=self.rank)]
 
     def gone(self, now, # Seconds, of a clock that never goes back
              lost=False, # Has this rank lost a connection? Then one without a heartbeat has gone, wherever it is, or has left

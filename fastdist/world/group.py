@@ -8,7 +8,7 @@ __all__ = ['ended', 'some_ended', 'note_killed', 'shared_store', 'world_store', 
            'teardown_distrib', 'call_main']
 
 # %% ../../nbs/world/05_group.ipynb #7f2c4e8c
-import atexit,ctypes,gc,hmac,inspect,multiprocessing,os,pickle,secrets,signal,sys,time,warnings
+import atexit,ctypes,gc,hmac,multiprocessing,os,secrets,signal,sys,time,warnings
 from contextlib import ExitStack,contextmanager,nullcontext
 from dataclasses import replace
 from datetime import timedelta
@@ -134,9 +134,6 @@ def _by_accelerate(cpu, args):
     # torch names a group by a count that a start which failed in one rank alone has left higher in the others: they would not meet
     dist.distributed_c10d._world.group_count = 0
     n = torch.get_num_threads()
-    # torch puts its `[rank0]:` before each line once more with each group that is made, by whomever
-    while getattr(sys.excepthook, '__name__', '')=='_distributed_excepthook':
-        sys.excepthook = inspect.getclosurevars(sys.excepthook).nonlocals['old_hook']
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings('ignore', message='OMP_NUM_THREADS')
@@ -358,6 +355,8 @@ def call_main(main, # Called in each worker; it can be imported by name (a funct
             f"rank {get_rank()}: n={n} workers cannot be started: there is a process group already, "
             f"with {local} on this machine; leave n out")
         return main(*args, **kwargs)
+    if imports_script(): raise SystemExit(
+        "fastdist: call_main has to stand under `if __name__=='__main__':`, for each worker that it starts imports the script")
     s = infer_init_method()
     if n is not None:
         if s.world_size > 1 and s.spawn==1 and n!=s.local_world_size: raise ValueError(
@@ -368,17 +367,6 @@ def call_main(main, # Called in each worker; it can be imported by name (a funct
     try: return main(*args, **kwargs)
     finally: teardown_distrib()
 
-def _check_main(main):
-    "An error where workers, which import `main` by its name, would not find it, or would start workers in turn"
-    if imports_script(): raise SystemExit(
-        "fastdist: call_main has to stand under `if __name__=='__main__':`, for each worker that it starts imports the script")
-    of_file = getattr(main, '__module__', '')!='__main__' or hasattr(sys.modules['__main__'], '__file__')
-    try: found = of_file and pickle.dumps(main)
-    except Exception: found = False # of a function or a class, a lambda
-    if not found: raise ValueError(
-        f"main={main!r} is not accepted: the workers that call_main starts import it by its name: define it in a file, outside of "
-        "functions; in a notebook, call launch_in_notebook")
-
 def _run_main(i, first, main, args, kwargs, method):
     "In the `i`-th worker of this machine, whose rank is `first+i`"
     os.environ.update(RANK=str(first+i), LOCAL_RANK=str(i))
@@ -388,7 +376,9 @@ def _run_main(i, first, main, args, kwargs, method):
 
 def _spawn(s, main, args, kwargs):
     "Start the workers of this node: under Slurm of one of many, else all of them"
-    _check_main(main)
+    if main.__module__=='__main__' and not hasattr(sys.modules['__main__'], '__file__'): raise ValueError(
+        f"main={main!r} is not accepted: the workers that call_main starts import it by its name, so it has to be in a file; "
+        "in a notebook, call launch_in_notebook")
     from accelerate.utils import patch_environment
     if not use_cpu(): check_gpus(s.spawn, torch.cuda.device_count(), 'set ACCELERATE_USE_CPU=true')
     env = dict(WORLD_SIZE=max(s.world_size, s.spawn), LOCAL_WORLD_SIZE=s.spawn, GROUP_RANK=s.node_rank, FASTDIST_LAUNCHER='call_main',

@@ -48,10 +48,7 @@ def user_secret():
 
 # %% ../../nbs/world/01_secret.ipynb #02314ec7
 class SignatureError(RuntimeError):
-    "What came from another process was not signed by a worker of this job, so it was not opened: its `key`, and the `rank` that did not"
-    def __init__(self, msg, key=None, rank=None):
-        super().__init__(msg)
-        self.key,self.rank = key,rank
+    "What came from another process was not signed by a worker of this job, so it was not opened"
 
 def sign(data, # Bytes-like
          secret:bytes, # Of the job
@@ -70,4 +67,4 @@ def signed_data(signed, # Bytes-like: a signature, and what it is for
     "What a worker of this job has signed; a `SignatureError` where none has"
     if hmac.compare_digest(bytes(signed[:32]), sign(signed[32:], secret, key)): return signed[32:]
     raise SignatureError(f"rank {rank}: {key} has not the signature of this job, so it was not opened. Somebody else may have written "
-                         "it; or workers have not the same secret: set FASTDIST_SECRET to the same text for all, on every host", key, rank)
+                         "it; or workers have not the same secret: set FASTDIST_SECRET to the same text for all, on every host")

@@ -145,7 +145,7 @@ def fails(hidden):
     assert 'notebook.py' not in r.shown and 'elastic' not in r.shown and len(r.shown.splitlines()) < 20, r.shown
     log = re.search(r'printed is in (\S+)\)', r.shown)[1]
     assert 'seen in the log' in open(f'{log}/rank1.out.log').read()
-    r = kernel.run("assert err.rank==1 and type(err.__cause__) is MyError, err.__cause__")
+    r = kernel.run("assert (err.rank, err.type)==(1, 'MyError'), err.type")
     assert r.status == 'ok', r.shown
     assert not kernel.workers()
     r = kernel.run("def dies(): os.kill(os.getpid(), signal.SIGKILL)\nlaunch_in_notebook(dies)")
@@ -239,7 +239,7 @@ importlib.reload(mine)
 d = call()
 assert d[0]!=c[0] and d[1]==22 and diff(d[4], c[4])==0, d
 try: launch_in_notebook(lambda: 1/0, n=2, keep=True)
-except RemoteError as err: print(err.__cause__)
+except RemoteError as err: print(err.text)
 e = call()
 assert e[0]!=d[0]
 act = nn.ReLU

@@ -102,7 +102,7 @@ class Bomb:
 def caught(f):
     from fastdist.world.secret import SignatureError
     try: return f()
-    except SignatureError as e: return e.key, e.rank, 'FASTDIST_SECRET' in str(e)
+    except SignatureError as e: return 'FASTDIST_SECRET' in str(e) and str(e)
     except (RuntimeError, ValueError) as e: return str(e)
 
 
@@ -147,5 +147,6 @@ def test_intruder(world2, tmp_path):
     for r, (value, *rank0, gathered, sent, first, after) in enumerate(res):
         assert value == f'rank {r}: x is no JSON: no worker has written it'
         if r: assert 'codec' in rank0[0]
-        assert gathered == ('message', r, True) and sent == (None if r else ('message', 0, True)) and after == 2
+        unsigned = f'rank {r}: message has not the signature of this job'
+        assert gathered.startswith(unsigned) and (sent is None if r else sent.startswith(unsigned)) and after == 2
         assert first == Path('a')  # rank 0 has the secret

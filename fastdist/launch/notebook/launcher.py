@@ -232,9 +232,7 @@ def error(self:NotebookWorkers):
         rank,status = next(o for o in self.ended if o[0] not in self.done)
         return without_frames(RemoteError(f"rank {rank} of {self.n} {self.how(rank, status)}{where}", Failure(rank)))
     who = 'the workers' if f.rank is None else f'rank {f.rank} of {self.n}'
-    res = RemoteError(f"{who} failed:\n{_short_traceback(f.traceback or f.text).rstrip()}{where}", f)
-    res.__cause__ = f.exception()
-    return without_frames(res)
+    return without_frames(RemoteError(f"{who} failed:\n{_short_traceback(f.traceback or f.text).rstrip()}{where}", f))
 
 # %% ../../../nbs/launch/notebook/02_launcher.ipynb #3379d536
 _kept = None # `NotebookWorkers` that wait for the next call
