@@ -31,16 +31,10 @@ from ..world.ranks import current_world, get_rank, get_world_size
 _all_ = ['DistributedTrainer']
 
 # %% ../../nbs/trainer/06_learner.ipynb #c2c4606f
-def _joins(learn, cb):
-    "Is the learner distributed already, with the arguments of `cb`? With others it is a `ValueError`"
-    outer = trainer_of(learn)
-    if outer is None: return False
-    given = outer.settings.args
-    differs = {k:v for k,v in cb.settings.args.items() if v!=given[k]}
-    if differs: raise ValueError(
-        f"rank {get_rank()}: this learner is in distrib_ctx (or to_distributed) with { {k:given[k] for k in differs} } already, "
-        f"and cannot join it with {differs}: leave the outer one first, or give the same arguments")
-    return True
+def _check_plain(learn):
+    "A `ValueError` where the learner is distributed already"
+    if trainer_of(learn) is not None: raise ValueError(
+        f"rank {get_rank()}: this learner is in distrib_ctx (or to_distributed) already: fit in that one, or leave it first")
 
 # %% ../../nbs/trainer/06_learner.ipynb #da7e1375
 @patch
@@ -51,7 +45,7 @@ def to_distributed(self:Learner,
 ):
     "Train and evaluate on all workers, until `detach_distributed`"
     cb = DistributedTrainer(sync_bn, **kwargs)
-    if _joins(self, cb): return self
+    _check_plain(self)
     self.add_cb(cb)
     try: cb.attach()
     except BaseException:
@@ -103,11 +97,7 @@ def distrib_ctx(self:Learner,
     for nm,o in dict(in_notebook=in_notebook, monitor=monitor).items():
         if not isinstance(o, bool): refuse(nm, o, "it is True or False")
     cb,resumes = DistributedTrainer(sync_bn, **kwargs),_resumes(resume)
-    if _joins(self, cb):
-        for nm,o in dict(resume=resume, monitor=monitor).items():
-            if o: refuse(nm, o, "this learner is in distrib_ctx already: give it to the outer one")
-        yield self
-        return
+    _check_plain(self)
     leave,together = in_notebook and not dist.is_initialized(),None
     try:
         with handler_kept():
@@ -269,14 +259,10 @@ def create_opt(self:Learner):
     "fastai's `create_opt`; the strategy shapes the optimizer. A `ValueError` where there is nothing to train"
     trainer = trainer_of(self)
     strategy = getattr(trainer, 'strategy', None)
-    try:
-        if strategy is not None: strategy.sync_params()
-        res = _create_opt(self)
-        if strategy is not None: strategy.set_opt(self.opt)
-        return res
-    except IndexError:
-        if trainer is not None: check_trainable(self.model)
-        raise
+    if trainer is not None and self.splitter is trainable_params: check_trainable(self.model)
+    if strategy is not None: strategy.sync_params()
+    _create_opt(self)
+    if strategy is not None: strategy.set_opt(self.opt)
 
 # %% ../../nbs/trainer/06_learner.ipynb #5adad3b3
 _to_detach = Learner.to_detach
@@ -312,14 +298,6 @@ def __getstate__(self:Learner):
 # %% ../../nbs/trainer/06_learner.ipynb #327a0054
 _export = Learner.export
 
-def _as_if_exported(learn):
-    "What fastai's `export` does to a learner, in the ranks that do not write: random numbers are drawn, and its optimizer is made anew"
-    learn._end_cleanup()
-    learn.dls.new_empty()
-    state = None if learn.opt is None else learn.opt.state_dict()
-    learn.create_opt()
-    if state is not None: learn.opt.load_state_dict(state)
-
 @patch
 @delegates(_export)
 def export(self:Learner, *args, **kwargs):
@@ -328,7 +306,9 @@ def export(self:Learner, *args, **kwargs):
     strategy = getattr(trainer, 'strategy', None)
     def write():
         _export(self, *args, **kwargs)
-        if rank_distrib(): _as_if_exported(self)
+        if not rank_distrib(): return
+        self.dls.new_empty() # draws what rank 0 has drawn
+        if self.opt is None: self.create_opt()
     if strategy is None or not strategy.shards_state: return write()
     all_at('learn.export')
     strategy.average() # what has been accumulated stays
