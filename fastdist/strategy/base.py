@@ -78,9 +78,6 @@ class Strategy:
     def all_params(self):
         "The parameters of the model, and those that the optimizer has beside them, as of a loss function"
         return [*self.model.parameters(), *self.extra_params]
-    def trained_params(self):
-        "Which parameters are trained: equal as long as the model has these, and they are neither frozen nor unfrozen"
-        return [id(p) if p.requires_grad else 0 for p in self.all_params()]
     def note_unused(self, model, # The learner's own
                     params, # Some of its parameters, on which no worker's loss depends
                    ):

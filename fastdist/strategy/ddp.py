@@ -57,7 +57,7 @@ class Replica(Strategy):
 
     def forward(self, sync):
         "Callbacks may have frozen, or unfrozen, some of the model"
-        trained = self.trained_params()
+        trained = [id(p) if p.requires_grad else 0 for p in self.all_params()]
         if self.ddp is not None and trained==self.trained: return
         check_trainable(self.model)
         self.average()
@@ -137,18 +137,12 @@ def close(self:Replica, group=None):
 
 # %% ../../nbs/strategy/03_ddp.ipynb #63ad5698
 @patch
-def _check_opt(self:Replica, opt):
-    "Raise a `ValueError` for an optimizer that cannot step so"
+def set_opt(self:Replica, opt):
+    "All workers have the same parameters beside the model's; a `ValueError` for an optimizer that cannot step so"
     if opt is not None and isinstance(inner_opt(opt), torch.optim.LBFGS): refuse(
         'opt_func', 'LBFGS', "it goes by the loss that a closure returns, of which each worker has a part: take one that goes by gradients")
     views = self.handler is not None and self.handler.gradient_as_bucket_view
     if views and getattr(type(opt), 'zero_grad', None) is Optimizer.zero_grad: refuse(
         'gradient_as_bucket_view', True, "zero_grad of fastai's optimizers detaches gradients in place, which torch refuses for views: "
         "give an optimizer of torch's (opt_func=partial(OptimWrapper, opt=torch.optim.AdamW)), or leave it False")
-
-# %% ../../nbs/strategy/03_ddp.ipynb #90b4c125
-@patch
-def set_opt(self:Replica, opt):
-    "All workers have the same parameters beside the model's"
-    self._check_opt(opt)
     Strategy.set_opt(self, opt)

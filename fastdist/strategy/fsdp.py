@@ -25,7 +25,7 @@ from ..fault.connections import lost_peer
 from ..model.units import units
 from .backward import Backwards, average_grads, graph_nodes
 from .base import Strategy, check_trainable, inner_opt, modules_of, params_of
-from .sharded import ShardedOptimizer, at_once, map_state, move_state
+from .sharded import ShardedOptimizer, at_once, has_plain_step, map_state, move_state
 from ..world.errors import RemoteError
 from ..world.group import keep_timeout
 from ..world.ranks import current_world, get_device, get_rank
@@ -158,9 +158,7 @@ _torch_by_element = {getattr(torch.optim, o) for o in 'SGD Adam AdamW RMSprop Ad
 def _steps_by_element(opt):
     "Is each number stepped by itself, in nobody's own step?"
     inner = inner_opt(opt)
-    if 'step' in vars(opt) and not hasattr(opt.step, '_wrapped_by_lr_sched'): return False # torch's schedulers count steps by it
-    if getattr(inner, '_optimizer_step_pre_hooks', None) or getattr(inner, '_optimizer_step_post_hooks', None): return False
-    if type(opt) not in (Optimizer,Lookahead,OptimWrapper): return False
+    if not has_plain_step(opt) or type(opt) not in (Optimizer,Lookahead,OptimWrapper): return False
     if type(inner) is Optimizer: return {getattr(cb, 'func', cb) for cb in inner.cbs} <= _by_element
     return type(inner) in _torch_by_element
 

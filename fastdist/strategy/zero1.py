@@ -11,9 +11,9 @@ from heapq import heapify, heapreplace
 import torch.distributed as dist
 from fastai.basics import *
 from ..comm.collectives import as_bytes, buckets, gather_single, gather_tensors
-from .base import inner_opt, params_of
+from .base import params_of
 from .ddp import Replica
-from .sharded import ShardedOptimizer, at_once
+from .sharded import ShardedOptimizer, at_once, has_plain_step
 from ..world.ranks import get_rank, get_world_size
 
 # %% ../../nbs/strategy/04_zero1.ipynb #4315103e
@@ -62,20 +62,6 @@ def send_owned(params, # Parameters of one type and device, the same in all work
         if owners[p]!=get_rank(): p.copy_(of(p))
 
 # %% ../../nbs/strategy/04_zero1.ipynb #8c1a5ca3
-def _check_step(opt):
-    "Raise a `RuntimeError` where a step is not fastai's, nor of an optimizer of torch's kind, but around it: it may go by all gradients"
-    inner = inner_opt(opt)
-    hooked = getattr(inner, '_optimizer_step_pre_hooks', None) or getattr(inner, '_optimizer_step_post_hooks', None)
-    while True:
-        put,of_class = vars(opt).get('step'),getattr(type(opt), 'step', None)
-        ours = isinstance(getattr(put, '__self__', None), ShardedOptimizer) or hasattr(put, '_wrapped_by_lr_sched')
-        known = of_class is None or isinstance(opt, torch.optim.Optimizer) or of_class.__module__.startswith(('fastai.','fastdist.'))
-        own = put is not None and not ours or not known
-        if own or hooked: raise RuntimeError(
-            f"rank {get_rank()}: {type(opt).__name__} has a step (or a hook of it) that was put around the optimizer's own, and with "
-            "strategy='zero1' would have the gradients of some parameters only: let a callback do it (before_step), or use strategy='ddp'")
-        if opt is inner: return
-        opt = opt.opt
 class OwnedOptimizer(ShardedOptimizer):
     "Steps, and remembers, the parameters that this worker owns"
     def shard(self):
@@ -128,5 +114,7 @@ class Zero1(Replica):
 
     def shard_opt(self, opt):
         "Shard the steps and the state of `opt`"
-        _check_step(opt)
+        if not has_plain_step(opt): raise RuntimeError(
+            f"rank {get_rank()}: {type(opt).__name__} has a step (or a hook of it) that was put around the optimizer's own, and with "
+            "strategy='zero1' would have the gradients of some parameters only: let a callback do it (before_step), or use strategy='ddp'")
         return OwnedOptimizer(opt)
