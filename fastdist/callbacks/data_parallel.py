@@ -24,9 +24,10 @@ def check_device_ids(device_ids # List of GPUs, by number or as `torch.device`, 
 class ParallelTrainer(Callback):
     "Wrap the model in torch's `DataParallel` in a fit"
     run_after,run_before = TrainEvalCallback,Recorder # the model is on its device by then
-    def __init__(self, device_ids # List of GPUs, by number; `None` for all of them
+    def __init__(self, device_ids # List of GPUs, by number; `None` for all of them; a `ValueError` for one that is not there
                 ):
         super().__init__()
+        check_device_ids(device_ids) # torch's wrapper asks for no GPU where there is none
         self.device_ids,self.wrapper = device_ids,None
 
     @property
@@ -35,10 +36,6 @@ class ParallelTrainer(Callback):
     def learn(self, v):
         if v is None and self.learn is not None: self.after_fit() # it is removed, and an error may have kept it from that
         vars(self)['_learn'] = v
-
-    def before_fit(self):
-        "torch's wrapper asks for no GPU where there is none"
-        check_device_ids(self.device_ids)
 
     def before_batch(self):
         "The model is wrapped here, as an evaluation that a callback makes in a fit ends as a fit does"

@@ -43,12 +43,11 @@ def _depth():
 def autocast_kept():
     "At the end, autocast is as it was, with what it keeps of weights"
     was = {o:(torch.is_autocast_enabled(o),torch.get_autocast_dtype(o)) for o in ('cpu','cuda')}
-    cached,n = torch.is_autocast_cache_enabled(),_depth()
+    n = _depth()
     try: yield
     finally:
         while _depth() > n: torch.autocast_decrement_nesting()
         if not n: torch.clear_autocast_cache()
-        torch.set_autocast_cache_enabled(cached)
         for o,(enabled,dtype) in was.items():
             torch.set_autocast_enabled(o, enabled)
             torch.set_autocast_dtype(o, dtype)

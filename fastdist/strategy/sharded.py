@@ -105,7 +105,8 @@ def has_plain_step(opt # A fastai optimizer
     "Is its step fastai's, ours or a torch optimizer's, and that of what is inside of it? What is put around one may go by all gradients"
     inner,put,step = inner_opt(opt),vars(opt).get('step'),getattr(type(opt), 'step', None)
     hooked = getattr(inner, '_optimizer_step_pre_hooks', None) or getattr(inner, '_optimizer_step_post_hooks', None)
-    ours = put is None or isinstance(getattr(put, '__self__', None), ShardedOptimizer) or hasattr(put, '_wrapped_by_lr_sched') # counts steps
+    # torch's schedulers count steps
+    ours = put is None or isinstance(getattr(put, '__self__', None), ShardedOptimizer) or hasattr(put, '_wrapped_by_lr_sched')
     known = step is None or isinstance(opt, torch.optim.Optimizer) or step.__module__.startswith(('fastai.','fastdist.'))
     return ours and known and not hooked and (opt is inner or has_plain_step(opt.opt))
 

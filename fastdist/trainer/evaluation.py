@@ -53,9 +53,8 @@ class Evaluation:
 
     def number_batch(self):
         "Let callbacks see the number of the batch, and of batches, in the data set, as in one process"
-        if not self.shared: return
+        if not self.shared or self.by_rows: return
         learn,dl = self.learn,self.learn.dl
-        if self.by_rows: return
         first,n = learn.iter==0,n_batches(dl.dl)
         learn.iter,learn.n_iter = learn.iter*dl.world_size+dl.rank,n
         pbar = getattr(getattr(learn, 'progress', None), 'pbar', None)
@@ -133,22 +132,17 @@ def _what(self:Evaluation):
 @patch
 @contextmanager
 def together(self:Evaluation):
-    "Around the evaluation: the workers agree on what callbacks decide, and are ready to gather predictions"
+    """Around the evaluation: the workers agree on what callbacks decide, and are ready to gather predictions. An `OutOfStep` where a
+    callback evaluates in a fit, and `if rank == 0:` leaves others behind"""
     self.preds = self.learn._grab_cbs(GatherPredsCallback) if self.shared else []
     begins = self.shared and not self.decisions.active
     if begins: self.decisions.begin(self._what())
-    elif self.shared and self.decisions.nested: self._all_evaluate()
+    elif self.shared and self.decisions.nested and (other := gone_on(self._what())) is not None: raise OutOfStep(
+        f"rank {get_rank()} is at {self._what()} of a callback, and rank {other.rank} has gone on without it: call it in all workers")
     try:
         with self._loop(): yield
     finally:
         if begins: self.decisions.end()
-
-@patch
-def _all_evaluate(self:Evaluation):
-    "A callback evaluates in a fit: an `OutOfStep` where `if rank == 0:` leaves others behind"
-    other = gone_on(self._what())
-    if other is not None: raise OutOfStep(
-        f"rank {get_rank()} is at {self._what()} of a callback, and rank {other.rank} has gone on without it: call it in all workers")
 
 @patch
 def _loop(self:Evaluation):

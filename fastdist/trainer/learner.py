@@ -10,7 +10,7 @@ from contextlib import contextmanager, nullcontext
 
 import torch.distributed as dist
 from fastai.basics import *
-from ..callbacks.data_parallel import ParallelTrainer, check_device_ids
+from ..callbacks.data_parallel import ParallelTrainer
 from ..callbacks.fastai_patches import device_of, trainer_of
 from ..comm.collectives import OutOfStep, same_call
 from ..checkpoint.resume import Resume, resume_of
@@ -124,7 +124,6 @@ def to_parallel(self:Learner,
     "Train on several GPUs from this one process, until `detach_parallel`; a `ValueError` for GPUs that are not there, and in `distrib_ctx`"
     if trainer_of(self) is not None: raise ValueError(
         "to_parallel: this learner is in distrib_ctx (or to_distributed), which uses one process for each GPU; leave it first")
-    check_device_ids(device_ids)
     if self._grab_cbs(ParallelTrainer): raise ValueError(
         "to_parallel: this learner is in parallel_ctx (or to_parallel) already; leave it first")
     return self.add_cb(ParallelTrainer(device_ids))

@@ -358,17 +358,16 @@ class StepHooks(QuickCallback):
                 ):
         super().__init__()
         self.trainer,self.strategy = trainer,strategy
-        self.user_reads_grads = self.fingerprint = None
+        self.user_reads_grads = self.fingerprint = None # of the epoch
         self.sync,self.tried_rows = True,False
 
     def begin_epoch(self):
         "The learner may have other callbacks now"
-        self.user_reads_grads = None
+        self.user_reads_grads = user_reads_grads(self.learn) # those of the global batch
         self.fingerprint = Fingerprint(self.learn, self.strategy.name=='ddp', self.fingerprint.n if self.fingerprint else 0)
 
     def begin_batch(self):
         "Before any other callback has the batch, and may train on it itself"
-        if self.user_reads_grads is None: self.user_reads_grads = user_reads_grads(self.learn) # those of the global batch
         self.sync = self.user_reads_grads or self.trainer.step.ends_step()
         self.strategy.begin_batch(self.sync)
 
