@@ -146,6 +146,7 @@ def on_learner(self:SharedLoaders):
     shared.loaders = [self.part(first, False), *map(self.evaluate, others)]
     if self.device is not None: shared._device = self.device
     learn.dls,parts,noted = shared,[*shared.loaders],dict(vars(shared))
+    had = [(vars(dl), {*vars(dl)}) for dl in parts if isinstance(dl, FastaiDataLoader)]
     try: yield
     finally:
         if learn.dls is not shared: learn.dls.loaders = plain_dls(learn.dls).loaders
@@ -154,9 +155,9 @@ def on_learner(self:SharedLoaders):
             # what a script has set there stays
             vars(user).update({k:v for k,v in vars(shared).items() if k!='loaders' and noted.get(k, noted) is not v})
             if [*map(id, shared.loaders)]!=[*map(id, parts)]: user.loaders = plain_dls(shared).loaders
-        for dl in parts:
-            getattr(dl, 'close', noop)()
-            getattr(dl, '__dict__', {}).pop('it', None) # which fastai has during an epoch
+        for dl in parts: getattr(dl, 'close', noop)()
+        for attrs,before in had: # what fastai notes at the first pass over a loader
+            for nm in {'it','_n_inp','_types'}-before: attrs.pop(nm, None)
         dl = vars(learn).get('dl')
         if isinstance(dl, DistributedDL): learn.dl = dl.dl
         self.place.rank,self.place.world_size = 0,1 # whatever the script has kept of them reads all from here on

@@ -42,7 +42,7 @@ def ended(how, rank, strategy='ddp', **ctx):
     learn.logger = silent
     learn.create_opt()
     set_seed(7)
-    learn.dls.n_inp  # fastai's loaders note it, and the types of a batch, at the first one
+    learn.dls.train.one_batch()  # fastai's loaders have attributes from their first pass on
     before = snapshot(learn)
     exc = {'Ctrl-C': KeyboardInterrupt}.get(how, KeyError)
     def fail(*args): raise exc('a bug')
