@@ -315,7 +315,8 @@ def _save(self:Resume, epoch, batch, validated=False, ended=False):
         what = f"NOT saved to {self.folder}, where an older checkpoint may be" if failed else f"saved to {self.folder}"
         text = (f"{self.signals.came or 'a signal to another worker'}: {what}, and the workers end with exit status {self.signals.status}; "
                 "the same command goes on from there")
-        notice(text if get_rank()==0 else '', status=self.signals.status) # after a signal the launcher would not look at that of a process
+        # after a signal the launcher goes by the status in the notice, not by that of a process
+        notice(text if get_rank()==0 else '', status=self.signals.status)
         raise Stopped(self.signals.status)
 
 # %% ../../nbs/checkpoint/03_resume.ipynb #2e68c616

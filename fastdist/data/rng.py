@@ -243,6 +243,6 @@ def resync_streams(*ns # Integers of this worker
     set_rng_state(broadcast_object(mine))
     if get_rank()==0: current_world().cached('parted', lambda: warnings.warn(
         "not all workers have drawn as many random numbers outside of loader, forward and backward, as where a callback draws for each "
-        "sample, or a thread of another library draws: what followed was not the same in all, and is again from this epoch on. Draw in transforms or the "
-        "model, or from a generator of your own"))
+        "sample, or a thread of another library draws: what followed was not the same in all, and is again from this epoch on. "
+        "Draw in transforms or the model, or from a generator of your own"))
     return most

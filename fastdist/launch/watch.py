@@ -43,9 +43,9 @@ def end_processes(procs, # `psutil.Process` of each
             with suppress(psutil.NoSuchProcess): p.send_signal(s)
         procs = psutil.wait_procs(procs, seconds)[1]
 
-def _end_in_c(read, # What `signal.set_wakeup_fd` writes can be read there
-              seen, # Signals that have been handled
-             ):
+def _end_if_unhandled(read, # What `signal.set_wakeup_fd` writes can be read there
+                      seen, # Signals that have been handled
+                     ):
     "End the launcher by a signal that is not handled within 3 seconds"
     for sig in iter(lambda: os.read(read, 1), b''):
         time.sleep(3)
@@ -60,7 +60,7 @@ def signals_raised():
     from torch.distributed.elastic.multiprocessing import SignalException
     seen,(read,write) = [],os.pipe()
     os.set_blocking(write, False)
-    threading.Thread(target=_end_in_c, args=(read,seen), daemon=True, name='fastdist signals').start()
+    threading.Thread(target=_end_if_unhandled, args=(read,seen), daemon=True, name='fastdist signals').start()
     def handle(sig, _):
         if not seen:
             seen.append(sig)

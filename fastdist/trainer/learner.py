@@ -31,7 +31,7 @@ from ..world.ranks import current_world, get_rank, get_world_size
 _all_ = ['DistributedTrainer']
 
 # %% ../../nbs/trainer/06_learner.ipynb #c2c4606f
-def _check_plain(learn):
+def _check_not_distributed(learn):
     "A `ValueError` where the learner is distributed already"
     if trainer_of(learn) is not None: raise ValueError(
         f"rank {get_rank()}: this learner is in distrib_ctx (or to_distributed) already: fit in that one, or leave it first")
@@ -45,7 +45,7 @@ def to_distributed(self:Learner,
 ):
     "Train and evaluate on all workers, until `detach_distributed`"
     cb = DistributedTrainer(sync_bn, **kwargs)
-    _check_plain(self)
+    _check_not_distributed(self)
     self.add_cb(cb)
     try: cb.attach()
     except BaseException:
@@ -97,7 +97,7 @@ def distrib_ctx(self:Learner,
     for nm,o in dict(in_notebook=in_notebook, monitor=monitor).items():
         if not isinstance(o, bool): refuse(nm, o, "it is True or False")
     cb,resumes = DistributedTrainer(sync_bn, **kwargs),_resumes(resume)
-    _check_plain(self)
+    _check_not_distributed(self)
     leave,together = in_notebook and not dist.is_initialized(),None
     try:
         with handler_kept():

@@ -54,7 +54,7 @@ class Failure:
             res = KeyboardInterrupt(f"Ctrl-C in rank {self.rank}")
             res._failure = self # whose it is, for the error record
             return res
-        if self.kind=='stopped': return Stopped(int(self.text))
+        if self.kind=='stopped': return Stopped(int(self.text)) # of a `Stopped` the text is its status, and no more
         me = f"rank {get_rank()} stopped because"
         if self.kind in ('stalled','store'): msg = self.text
         elif self.kind=='ended': msg = f"{me} rank {self.rank} (host {self.host}, process {self.pid}) {self.text}"
